@@ -1,0 +1,67 @@
+# One door for people and for CI. Needs Python 3.11 or newer with pip, and make; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# `make test WORKERS=1` runs the tests one after another.
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo check format test test-slow test-gpu docs docs-serve drawings golden bench lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+# The stamps are remade when the list of dependencies changes, so that a second run installs nothing.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Vitrail needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.11 demo"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-all: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev,docs]'
+	@touch $@
+
+demo: $(VENV)/.installed ## build a ViT, run it on a picture made on the spot, and print its shape table
+	@$(BIN)/vitrail models S/16
+
+check: $(VENV)/.installed-all ## formatting, lint, types, and the direction of imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_architecture.py
+
+format: $(VENV)/.installed-all ## format the code and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(VENV)/.installed-all ## the tests, under ten minutes on two cores
+	$(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed-all ## what is too slow for `make test`: full-size models, compilation
+	$(BIN)/pytest -q -m "slow and not gpu"
+
+test-gpu: $(VENV)/.installed-all ## the tests that need a CUDA device
+	$(BIN)/pytest -q -m gpu
+
+docs: $(VENV)/.installed-all ## build the documentation into site/, any warning is an error
+	$(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.installed-all ## read the documentation while writing it
+	$(BIN)/mkdocs serve
+
+drawings: $(VENV)/.installed ## draw the pictures of the documentation again
+	$(BIN)/python docs/drawings/draw.py
+
+golden: $(VENV)/.installed-all ## write the golden files anew; look at the diff before committing it
+	$(BIN)/python tests/golden/regenerate.py
+
+bench: $(VENV)/.installed-all ## compare the model's speed with timm's on this machine
+	$(BIN)/python benchmarks/model.py
+
+clean: ## remove what can be made again
+	rm -rf $(VENV) site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,56 @@
+"""Vitrail: the Vision Transformer, usable from end to end.
+
+>>> import vitrail
+>>> model = vitrail.create("Ti/16", classes=10)
+
+The names below are imported when first used, so that `import vitrail` itself costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from vitrail._version import __version__
+
+if TYPE_CHECKING:
+    from vitrail.api import create
+    from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
+    from vitrail.models.config import ViTConfig
+    from vitrail.models.variants import variant_config
+    from vitrail.models.vit import ViT
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Diverged",
+    "InputError",
+    "ViT",
+    "ViTConfig",
+    "VitrailError",
+    "__version__",
+    "create",
+    "variant_config",
+]
+
+_HOME = {
+    "create": "vitrail.api",
+    "CheckpointError": "vitrail.errors",
+    "ConfigError": "vitrail.errors",
+    "DataError": "vitrail.errors",
+    "Diverged": "vitrail.errors",
+    "InputError": "vitrail.errors",
+    "VitrailError": "vitrail.errors",
+    "ViTConfig": "vitrail.models.config",
+    "variant_config": "vitrail.models.variants",
+    "ViT": "vitrail.models.vit",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The command line: one file a command. A command decodes, calls public functions, prints."""

@@ -1,0 +1,36 @@
+"""The list of commands. Nothing here imports torch, so that `--help` answers at once."""
+
+from typing import Annotated
+
+import typer
+
+from vitrail._version import __version__
+from vitrail.cli.models import models
+
+app = typer.Typer(
+    name="vitrail",
+    help="The Vision Transformer, from end to end: pictures in, a trained, measured, explained and served ViT out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vitrail {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(models)

@@ -1,0 +1,75 @@
+"""`vitrail models`: the named models, or one of them in detail."""
+
+import json
+import math
+from typing import Annotated
+
+import typer
+
+from vitrail.cli.tables import print_table, with_progress
+
+
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="A model to look at in detail, such as B/16 or vit_base_patch16_384.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the named models, or run one on a picture made on the spot and show every tensor's shape."""
+    if name is None:
+        _list_all(as_json)
+    else:
+        _show_one(name, as_json)
+
+
+def _list_all(as_json: bool) -> None:
+    from vitrail.models.cost import cost
+    from vitrail.models.variants import DEFAULT_IMAGE_SIZE, VARIANTS, variant_config
+
+    costs = [(v, cost(variant_config(v.paper))) for v in with_progress(VARIANTS, "counting")]
+    if as_json:
+        rows = [{"name": f"{v.name}_{DEFAULT_IMAGE_SIZE}", "paper": v.paper, **spent._asdict()} for v, spent in costs]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    print_table(
+        ("name", "paper", "parameters", "tokens", "GFLOPs"),
+        [
+            (f"{v.name}_{DEFAULT_IMAGE_SIZE}", v.paper, f"{c.parameters:,}", str(c.tokens), f"{c.flops / 1e9:,.2f}")
+            for v, c in costs
+        ],
+        numbers=("parameters", "tokens", "GFLOPs"),
+    )
+    typer.echo(
+        f"\nAt {DEFAULT_IMAGE_SIZE}×{DEFAULT_IMAGE_SIZE} pixels and 1,000 classes. GFLOPs are for one picture; a "
+        "multiply-add counts as two,\nso tables that count it as one show half. "
+        "Another size by its name: vit_base_patch16_384. One model in detail: vitrail models B/16."
+    )
+
+
+def _show_one(name: str, as_json: bool) -> None:
+    from vitrail.models.cost import cost
+    from vitrail.models.stages import sample_picture, stages
+    from vitrail.models.variants import variant_config
+    from vitrail.models.vit import ViT
+
+    config = variant_config(name)
+    spent = cost(config)
+    found = stages(ViT(config).eval(), sample_picture(config.channels, config.image_size))
+    if as_json:
+        report = {
+            "name": name,
+            **spent._asdict(),
+            "stages": [stage._asdict() for stage in found],
+            "config": json.loads(config.to_json()),
+        }
+        typer.echo(json.dumps(report, indent=2))
+        return
+    typer.echo(
+        f"{name}: {spent.parameters:,} parameters, {spent.tokens} tokens, {spent.flops / 1e9:,.2f} GFLOPs a picture.\n"
+        "A picture made on the spot went through it, with weights drawn at random:\n"
+    )
+    print_table(
+        ("stage", "shape", "numbers", "what it is"),
+        [(s.name, " × ".join(map(str, s.shape)), f"{math.prod(s.shape):,}", s.meaning) for s in found],
+        numbers=("numbers",),
+    )

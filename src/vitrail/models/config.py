@@ -1,0 +1,348 @@
+"""`ViTConfig`: every choice a Vision Transformer leaves open, as one frozen value that checks itself.
+
+This file imports no torch, so that a config can be read, checked and printed in no time.
+"""
+
+import math
+from typing import Annotated, Literal, NamedTuple, Self
+
+from pydantic import Field, model_validator
+
+from vitrail.errors import ConfigError
+from vitrail.schema import Count, Frozen, Pair, Positive, Rate, Sequence
+
+GROUPS = 32
+"""Groups of every GroupNorm in the hybrid's ResNet."""
+
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"]
+Initialisation = Literal["paper", "timm", "torchvision", "lucidrains"]
+
+
+class ConvLayer(Frozen):
+    """One convolution + BatchNorm + ReLU of the `conv_stem` stem."""
+
+    channels: Positive
+    kernel: Positive = 3
+    stride: Positive = 2
+
+
+class ResNet(Frozen):
+    """The convolutional half of a hybrid: weight-standardised convolutions with GroupNorm.
+
+    The root convolution and its max-pool shrink the picture by 4, every stage after the first by 2 more.
+    """
+
+    depths: Annotated[tuple[Positive, ...], Sequence] = (3, 4, 9)
+    """Bottleneck blocks in each stage. () is the root alone, as in R+Ti/16."""
+    width_factor: Annotated[float, Field(gt=0)] = 1.0
+    """Multiplies the 64 channels of the root, and with them every stage's."""
+    numerics: Literal["google", "timm"] = "google"
+    """Where the small constants go: google divides by (std + 1e-5) and has GroupNorm eps 1e-6; timm divides by
+    sqrt(var + 1e-8) and has eps 1e-5."""
+
+    @model_validator(mode="after")
+    def _channels_fill_groups(self) -> Self:
+        if self.root_channels % GROUPS:
+            raise ConfigError(
+                f"resnet.width_factor {self.width_factor:g} gives {self.root_channels} root channels, which is not a "
+                f"multiple of the {GROUPS} groups of GroupNorm; choose a multiple of {GROUPS / 64:g}"
+            )
+        return self
+
+    @property
+    def root_channels(self) -> int:
+        """Channels after the root convolution."""
+        return int(64 * self.width_factor)
+
+    @property
+    def stride(self) -> int:
+        """Input pixels, along one side, for each cell of the feature map."""
+        return 4 << max(0, len(self.depths) - 1)
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the feature map."""
+        return self.root_channels * (4 << (len(self.depths) - 1) if self.depths else 1)
+
+
+class Layout(NamedTuple):
+    """Where each kind of token stands in the sequence."""
+
+    patches: slice
+    class_token: int | None
+    distillation_token: int | None
+    registers: slice
+    total: int
+
+
+class ViTConfig(Frozen):
+    """A Vision Transformer. The defaults are the paper's ViT-B/16 at 224×224 (arXiv 2010.11929)."""
+
+    # The picture and its patches
+    image_size: Pair = (224, 224)
+    """Height and width of the picture, in pixels."""
+    patch_size: Pair = (16, 16)
+    """Height and width of what one token stands for, in pixels; for stems with convolutions, their total stride."""
+    channels: Positive = 3
+    """Channels of the picture."""
+    stem: Literal["linear", "conv", "linear_norm", "conv_stem", "resnet"] = "conv"
+    """How a patch becomes a token. `linear` and `conv` compute the same function."""
+    conv_stem: Annotated[tuple[ConvLayer, ...], Sequence] | None = None
+    """The layers of `conv_stem`. None: 3×3 convolutions of stride 2 whose channels double up to `width`."""
+    resnet: ResNet | None = None
+    """The ResNet of `resnet`. None: depths (3, 4, 9), the paper's R50 without a fourth stage."""
+    patch_bias: bool = True
+    """Whether the patch projection has a bias (CLIP's has none)."""
+
+    # The tokens beside the patches
+    class_token: Literal["first", "last", "none"] = "first"
+    """Where the class token stands. `last` puts every special token behind the patches, the class token at the end."""
+    registers: Count = 0
+    """Learned tokens that carry no picture and feed no head (arXiv 2309.16588)."""
+    distillation_token: bool = False
+    """A second class token with a head of its own (DeiT); the answer is the mean of the two heads."""
+
+    # Where a patch lies
+    position: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d", "rope_2d"] = "learned_1d"
+    """How tokens learn where they are. `relative` and `rope_2d` act inside every attention, the others are added."""
+    position_at: Literal["stem", "every_block", "shared"] = "stem"
+    """Where the table is added: once, before every block from a table of its own, or before every block from one
+    shared table (the paper's Table 8)."""
+    position_covers: Literal["patches", "class", "all"] | None = None
+    """Which tokens have a row in the `learned_1d` table: patches only, also class and distillation token, or
+    registers too. None: all. Every other kind of position covers patches only."""
+    rope_theta: Annotated[float, Field(gt=0)] = 100.0
+    """The base of `rope_2d`'s frequencies."""
+
+    # The encoder
+    width: Positive = 768
+    depth: Positive = 12
+    heads: Positive = 12
+    head_dim: Positive | None = None
+    """Width of one head. None: width / heads."""
+    mlp_width: Positive | None = None
+    """Hidden width of the MLP. None: 4 × width."""
+    activation: Activation = "gelu"
+    norm_order: Literal["pre", "post"] = "pre"
+    """`pre`: x + f(norm(x)), the paper's. `post`: norm(x + f(x)), the original Transformer's."""
+    norm_before_blocks: bool = False
+    """A LayerNorm between the embedding and the first block (CLIP)."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    """LayerNorm on every head's queries and keys."""
+    out_proj: bool = True
+    """Whether attention ends in a projection (lucidrains leaves it out for a single head of full width)."""
+    proj_bias: bool = True
+    """Whether that projection has a bias."""
+    layer_scale: Annotated[float, Field(gt=0)] | None = None
+    """Initial value of LayerScale's factors. None: no LayerScale."""
+
+    # Regularisation: active only in training
+    embed_dropout: Rate = 0.0
+    """After the position was added."""
+    attention_dropout: Rate = 0.0
+    """On the attention weights."""
+    proj_dropout: Rate = 0.0
+    """After the attention's output projection."""
+    mlp_dropout: Rate = 0.0
+    """After each of the MLP's two layers."""
+    stochastic_depth: Rate = 0.0
+    """Chance that the last block's branches are skipped; it grows linearly from 0 at the first block."""
+    patch_dropout: Rate = 0.0
+    """Share of the patches that is dropped before the first block."""
+
+    # From tokens to an answer
+    pool: Literal["cls", "mean", "map", "none"] = "cls"
+    """`cls` takes the class token, `mean` averages, `map` attends with a learned query, `none` answers per token."""
+    pool_over: Literal["patches", "all"] = "patches"
+    """Which tokens `mean` and `map` look at."""
+    final_norm: Literal["before_pool", "after_pool", "none"] = "before_pool"
+    representation: Positive | None = None
+    """Width of a tanh layer before the head (`pre_logits`). None: no such layer."""
+    classes: Count = 1000
+    """Outputs of the head. 0: no head, the pooled features are the answer."""
+    init: Initialisation = "paper"
+    """Whose initialisation a fresh model gets."""
+
+    # ── what follows from the fields ──
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1]
+
+    @property
+    def patches(self) -> int:
+        """Number of patches."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim if self.head_dim is not None else self.width // self.heads
+
+    @property
+    def mlp_hidden(self) -> int:
+        """Hidden width of the MLP."""
+        return self.mlp_width if self.mlp_width is not None else 4 * self.width
+
+    @property
+    def stem_layers(self) -> tuple[ConvLayer, ...]:
+        """The convolutions of `conv_stem`, also where they were left to the default."""
+        if self.conv_stem is not None:
+            return self.conv_stem
+        halvings = self.patch_size[0].bit_length() - 1
+        return tuple(ConvLayer(channels=self.width >> i) for i in reversed(range(halvings)))
+
+    @property
+    def stem_resnet(self) -> ResNet:
+        """The ResNet of the hybrid, also where it was left to the default."""
+        return self.resnet if self.resnet is not None else ResNet()
+
+    @property
+    def covers(self) -> Literal["patches", "class", "all"]:
+        """Which tokens have a row in the position table."""
+        return self.position_covers or ("all" if self.position == "learned_1d" else "patches")
+
+    @property
+    def layout(self) -> Layout:
+        """The order of the tokens: class, distillation, registers, patches; reversed for a class token at the end."""
+        has_class, special = self.class_token != "none", self.special_tokens
+        patches, total = self.patches, self.patches + special
+        if self.class_token == "last":
+            registers = slice(patches, patches + self.registers)
+            distillation = total - 2 if self.distillation_token else None
+            return Layout(slice(0, patches), total - 1, distillation, registers, total)
+        return Layout(
+            patches=slice(special, total),
+            class_token=0 if has_class else None,
+            distillation_token=1 if self.distillation_token else None,
+            registers=slice(special - self.registers, special),
+            total=total,
+        )
+
+    @property
+    def special_tokens(self) -> int:
+        """Number of tokens that are not patches."""
+        return int(self.class_token != "none") + int(self.distillation_token) + self.registers
+
+    @property
+    def tokens(self) -> int:
+        """Length of the sequence the encoder sees."""
+        return self.patches + self.special_tokens
+
+    @property
+    def pooled_width(self) -> int:
+        """Width of what the head sees."""
+        return self.representation or self.width
+
+    # ── what contradicts ──
+
+    @model_validator(mode="after")
+    def _picture_holds_whole_patches(self) -> Self:
+        for side, image, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True):
+            if image % patch:
+                below, above = image - image % patch, image - image % patch + patch
+                choices = f"{below} or {above}" if below else str(above)
+                raise ConfigError(
+                    f"image {side} {image} is not a multiple of patch {side} {patch}; use an image {side} of "
+                    f"{choices}, or another patch size"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _heads_fit_width(self) -> Self:
+        if self.head_dim is None and self.width % self.heads:
+            raise ConfigError(
+                f"width {self.width} is not a multiple of heads {self.heads}; change one, or set head_dim to choose "
+                f"the width of a head freely"
+            )
+        if not self.out_proj and self.heads * self.head_width != self.width:
+            raise ConfigError(
+                f"without out_proj the heads must add up to width {self.width}, but {self.heads} heads × "
+                f"{self.head_width} = {self.heads * self.head_width}; set out_proj=True or change head_dim"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stem_fits_patches(self) -> Self:
+        for option in ("conv_stem", "resnet"):
+            if getattr(self, option) is not None and self.stem != option:
+                raise ConfigError(
+                    f"{option} is set but stem is {self.stem!r}; set stem={option!r} or leave {option} out"
+                )
+        if self.stem == "resnet":
+            stride = self.stem_resnet.stride
+            if any(side % stride for side in self.patch_size):
+                raise ConfigError(
+                    f"patch_size {_by(self.patch_size)} is not a multiple of the ResNet's total stride {stride}; "
+                    f"change patch_size, or resnet.depths"
+                )
+        if self.stem == "conv_stem":
+            self._check_conv_stem()
+        return self
+
+    def _check_conv_stem(self) -> None:
+        height, width = self.patch_size
+        if self.conv_stem is None and (height != width or height & (height - 1) or height == 1):
+            raise ConfigError(
+                f"the default conv_stem needs a square patch of 2, 4, 8, 16, …, but patch_size is "
+                f"{_by(self.patch_size)}; give conv_stem a list of layers"
+            )
+        if self.conv_stem is None and self.width % (height // 2):
+            raise ConfigError(
+                f"the default conv_stem doubles its channels up to width {self.width}, which is not a multiple of "
+                f"{height // 2}; give conv_stem a list of layers"
+            )
+        stride = math.prod(layer.stride for layer in self.stem_layers)
+        if (stride, stride) != self.patch_size:
+            raise ConfigError(
+                f"the strides of conv_stem multiply to {stride}, but patch_size is {_by(self.patch_size)}; "
+                f"make them equal"
+            )
+        for layer in self.stem_layers:
+            if layer.kernel % 2 == 0 and layer.stride == 1:
+                raise ConfigError(
+                    f"a conv_stem layer with even kernel {layer.kernel} and stride 1 shrinks the picture by a pixel; "
+                    f"use an odd kernel"
+                )
+
+    @model_validator(mode="after")
+    def _position_fits(self) -> Self:
+        if self.position in ("none", "relative", "rope_2d") and self.position_at != "stem":
+            raise ConfigError(
+                f"position_at={self.position_at!r} needs a table that is added to the tokens, but position is "
+                f"{self.position!r}; leave position_at out"
+            )
+        if self.position != "learned_1d" and self.position_covers not in (None, "patches"):
+            raise ConfigError(
+                f"position {self.position!r} covers patches only, but position_covers is {self.position_covers!r}; "
+                f"leave it out, or use position='learned_1d'"
+            )
+        for position, divisor, name, number in (
+            ("sincos_2d", 4, "width", self.width),
+            ("learned_2d", 2, "width", self.width),
+            ("rope_2d", 4, "head width", self.head_width),
+        ):
+            if self.position == position and number % divisor:
+                raise ConfigError(f"position {position!r} needs a {name} that is a multiple of {divisor}, not {number}")
+        return self
+
+    @model_validator(mode="after")
+    def _pooling_finds_its_tokens(self) -> Self:
+        if self.pool == "cls" and self.class_token == "none":
+            raise ConfigError("pool='cls' needs a class token, but class_token is 'none'; use pool='mean' or 'map'")
+        if self.distillation_token and (self.pool != "cls" or self.class_token == "none"):
+            raise ConfigError(
+                f"a distillation token stands beside a class token, but class_token is {self.class_token!r} and pool "
+                f"is {self.pool!r}; use class_token='first' and pool='cls'"
+            )
+        if self.pool_over == "all" and self.pool not in ("mean", "map"):
+            raise ConfigError(f"pool_over='all' means nothing with pool={self.pool!r}; leave pool_over out")
+        return self
+
+
+def _by(size: tuple[int, int]) -> str:
+    """Write a size the way people say it: 224×224."""
+    return f"{size[0]}×{size[1]}"

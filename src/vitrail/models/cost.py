@@ -1,0 +1,42 @@
+"""What a model costs, counted without computing anything: the model is built and run on torch's meta device."""
+
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+
+class Cost(NamedTuple):
+    """Size and work of a model."""
+
+    parameters: int
+    tokens: int
+    flops: int
+    """Floating-point operations to classify one picture; a multiply-add counts as two."""
+
+
+def cost(config: ViTConfig) -> Cost:
+    """Count the parameters of a model and the operations of its matrix products, convolutions and attentions.
+
+    All blocks are alike, so models of one and of two blocks say what any depth costs.
+    """
+    one, two = _count(config.replace(depth=1)), _count(config.replace(depth=2))
+    more = config.depth - 1
+    return Cost(
+        parameters=one.parameters + more * (two.parameters - one.parameters),
+        tokens=config.tokens,
+        flops=one.flops + more * (two.flops - one.flops),
+    )
+
+
+def _count(config: ViTConfig) -> Cost:
+    with torch.device("meta"):
+        model = ViT(config).eval()
+        picture = torch.empty(1, config.channels, *config.image_size)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        model(picture)
+    return Cost(sum(p.numel() for p in model.parameters()), config.tokens, counter.get_total_flops())

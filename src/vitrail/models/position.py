@@ -1,0 +1,190 @@
+"""How a token knows where it lies: tables that are added, rotations, and offsets between patches.
+
+Axes: T tokens of the whole sequence, N patches, D width, d width of a head. Every table below spans the whole
+sequence, special tokens included, so that no code that uses one has to know where the patches begin. A special token
+gets what changes nothing: a row of zeros, a rotation by no angle, an offset whose term is zero.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.models.config import ViTConfig
+from vitrail.models.resample import Method, resample_grid, resample_line
+
+
+class Places(NamedTuple):
+    """Where the tokens of this batch lie, as far as the encoder needs it. What the config does not use is None."""
+
+    table: Tensor | None = None
+    """(1 or B, T, D), added before every block when one table is shared by all."""
+    rotation: Tensor | None = None
+    """(2, 1 or B, 1, T, d): cosines and sines for `rope_2d`."""
+    offsets: Tensor | None = None
+    """(1 or B, 1, T, T): for each query and key, the row of the `relative` table."""
+    kept: Tensor | None = None
+    """(B, kept T): which tokens patch dropout left. None: all of them."""
+
+
+def add_table(owner: nn.Module, config: ViTConfig) -> None:
+    """Give `owner` (the model, or a block) the position table that `read_table` reads."""
+    rows, columns = config.grid
+    match config.position:
+        case "learned_1d":
+            owner.pos_embed = nn.Parameter(torch.empty(1, table_rows(config), config.width))
+        case "learned_2d":
+            owner.pos_embed_row = nn.Parameter(torch.empty(rows, config.width // 2))
+            owner.pos_embed_col = nn.Parameter(torch.empty(columns, config.width // 2))
+        case "sincos_2d":
+            owner.register_buffer("pos_embed_fixed", sincos_2d(config.grid, config.width), persistent=False)
+
+
+def read_table(owner: nn.Module, config: ViTConfig) -> Tensor:
+    """Return the table of `owner` for the whole sequence, (1, T, D)."""
+    table: Tensor
+    match config.position:
+        case "learned_1d":
+            table = owner.get_parameter("pos_embed")
+        case "learned_2d":
+            table = outer(owner.get_parameter("pos_embed_row"), owner.get_parameter("pos_embed_col"))
+        case _:
+            table = owner.get_buffer("pos_embed_fixed")
+    return _fill_gap(table, config)
+
+
+def resize_table(owner: nn.Module, old: ViTConfig, new: ViTConfig, method: Method) -> None:
+    """Fit the table of `owner`, if it has one, to another grid. The rows of special tokens stay as they are."""
+    for name, table in list(owner.named_parameters(recurse=False)):
+        match name:
+            case "pos_embed":
+                start = 0 if old.class_token == "last" else table.shape[1] - old.patches
+                before, patches, after = table.detach().split(
+                    [start, old.patches, table.shape[1] - old.patches - start], dim=1
+                )
+                resampled = torch.cat([before, resample_grid(patches, old.grid, new.grid, method), after], dim=1)
+            case "pos_embed_row":
+                resampled = resample_line(table.detach(), new.grid[0], method)
+            case "pos_embed_col":
+                resampled = resample_line(table.detach(), new.grid[1], method)
+            case _:
+                continue
+        setattr(owner, name, nn.Parameter(resampled, requires_grad=table.requires_grad))
+    for name, fixed in list(owner.named_buffers(recurse=False)):
+        if name == "pos_embed_fixed":
+            setattr(owner, name, sincos_2d(new.grid, new.width).to(fixed))
+
+
+def table_rows(config: ViTConfig) -> int:
+    """Rows of the `learned_1d` table."""
+    return {
+        "all": config.tokens,
+        "class": config.tokens - config.registers,
+        "patches": config.patches,
+    }[config.covers]
+
+
+def _fill_gap(table: Tensor, config: ViTConfig) -> Tensor:
+    """Insert zeros for the tokens that the table does not cover."""
+    missing = config.tokens - table.shape[1]
+    if not missing:
+        return table
+    if config.covers == "class":
+        start = config.layout.registers.start
+    else:
+        start = config.patches if config.class_token == "last" else 0
+    zeros = table.new_zeros(1, missing, config.width)
+    return torch.cat([table[:, :start], zeros, table[:, start:]], dim=1)
+
+
+def outer(row: Tensor, column: Tensor) -> Tensor:
+    """Join a row table (rows, D/2) and a column table (columns, D/2) to (1, N, D): x first, then y (appendix D.4)."""
+    rows, columns = row.shape[0], column.shape[0]
+    x = column[None, :, :].expand(rows, -1, -1)
+    y = row[:, None, :].expand(-1, columns, -1)
+    return torch.cat([x, y], dim=-1).reshape(1, rows * columns, -1)
+
+
+def sincos_2d(grid: tuple[int, int], width: int, temperature: float = 10_000.0) -> Tensor:
+    """Return the fixed table (1, N, D) of the plain baseline (arXiv 2205.01580): sin x, cos x, sin y, cos y."""
+    quarter = width // 4
+    # On the CPU whatever the default device: a model built on "meta" still needs these numbers.
+    steps = torch.arange(quarter, dtype=torch.float64, device="cpu") / max(1, quarter - 1)
+    x, y = (angles[..., None] * temperature**-steps for angles in _coordinates(grid))
+    table = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1)
+    return table.reshape(1, -1, width).float()
+
+
+def rope_2d(config: ViTConfig) -> Tensor:
+    """Return cosines and sines, (2, 1, 1, T, d): numbers 2i and 2i+1 of a head turn together, first by x, then by y."""
+    pairs = config.head_width // 4
+    steps = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
+    x, y = (angles[..., None] * config.rope_theta**-steps for angles in _coordinates(config.grid))
+    angles = torch.cat([x, y], dim=-1).reshape(config.patches, 2 * pairs).repeat_interleave(2, dim=-1)
+    everywhere = torch.zeros(config.tokens, config.head_width, dtype=torch.float64, device="cpu")
+    everywhere[config.layout.patches] = angles
+    return torch.stack([everywhere.cos(), everywhere.sin()]).float()[:, None, None]
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn queries or keys (B, heads, T, d) by their place."""
+    cosine, sine = rotation.to(x.dtype).unbind(0)
+    turned: Tensor = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return x * cosine + turned * sine
+
+
+def relative_offsets(config: ViTConfig) -> Tensor:
+    """Return, for each query and key, which row of the relative table holds their offset: (1, 1, T, T).
+
+    Two patches q and k have row q − k + N − 1. A pair with a special token has row 2N − 1, one past the end.
+    """
+    patches = torch.arange(config.patches, device="cpu")
+    offsets = torch.full((config.tokens, config.tokens), 2 * config.patches - 1, device="cpu")
+    where = config.layout.patches
+    offsets[where, where] = patches[:, None] - patches[None, :] + config.patches - 1
+    return offsets[None, None]
+
+
+def relative_term(query: Tensor, table: Tensor, offsets: Tensor) -> Tensor:
+    """Attend with the queries (B, heads, T, d) to the embeddings of their offsets: (B, heads, T, T) (appendix D.4)."""
+    by_offset = F.pad(query @ table.transpose(0, 1), (0, 1))
+    return by_offset.gather(-1, offsets.expand(*query.shape[:2], -1, -1))
+
+
+def drop_patches(config: ViTConfig, batch: int, device: torch.device) -> Tensor:
+    """Draw which tokens stay, in order, for each picture: every special token and a random share of the patches."""
+    keep = max(1, round(config.patches * (1 - config.patch_dropout)))
+    order = torch.rand(batch, config.patches, device=device).argsort(dim=1)
+    chosen = order[:, :keep].sort(dim=1).values + config.layout.patches.start
+    everyone = torch.arange(config.tokens, device=device).expand(batch, -1)
+    return torch.cat(
+        [everyone[:, : config.layout.patches.start], chosen, everyone[:, config.layout.patches.stop :]], dim=1
+    )
+
+
+def pick(table: Tensor, kept: Tensor | None) -> Tensor:
+    """Take the kept rows of (1 or B, T, D) for each picture: (B, kept T, D)."""
+    if kept is None:
+        return table
+    B, D = kept.shape[0], table.shape[-1]
+    return table.expand(B, -1, -1).gather(1, kept[..., None].expand(-1, -1, D))
+
+
+def locate(places: Places, kept: Tensor) -> Places:
+    """Narrow every table in `places` to the kept tokens."""
+    table, rotation, offsets = places.table, places.rotation, places.offsets
+    if table is not None:
+        table = pick(table, kept)
+    if rotation is not None:
+        rotation = torch.stack([pick(part[:, 0], kept)[:, None] for part in rotation])
+    if offsets is not None:
+        offsets = offsets[0, 0][kept[:, :, None], kept[:, None, :]][:, None]
+    return Places(table, rotation, offsets, kept)
+
+
+def _coordinates(grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return x and y of every patch, each (rows, columns)."""
+    rows, columns = (torch.arange(n, dtype=torch.float64, device="cpu") for n in grid)
+    y, x = torch.meshgrid(rows, columns, indexing="ij")
+    return x, y

@@ -1,0 +1,90 @@
+"""Where and how computation runs: device, precision, seeds, process group."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed
+
+from vitrail.errors import ConfigError, suggest
+
+Precision = Literal["float32", "bf16", "fp16"]
+_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """Return the device called `name`: "cpu", "cuda", "cuda:1", "mps"; "auto" takes the fastest there is."""
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, there in usable.items() if there))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"no device is called {name!r}{suggest(name, usable)}") from None
+    if not usable.get(device.type, False) or (
+        device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    ):
+        there = ", ".join(kind for kind, there in usable.items() if there)
+        raise ConfigError(f"device {name!r} is not on this machine; there is {there} (or use 'auto')")
+    return device
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
+    """Return a context in which matrix products run in `precision`; float32 changes nothing."""
+    if precision == "float32":
+        return contextlib.nullcontext()
+    if precision not in _DTYPES:
+        raise ConfigError(f"no precision is called {precision!r}; choose float32, bf16 or fp16")
+    return torch.autocast(device.type, dtype=_DTYPES[precision])
+
+
+def seed_everything(seed: int) -> None:
+    """Start torch's generators, on every device, from `seed`."""
+    torch.manual_seed(seed)
+
+
+def derive_seed(seed: int, *place: int | str) -> int:
+    """Return a seed for one place in a run, the same on every machine: a pure function, so nothing need be saved.
+
+    >>> derive_seed(0, "dropout", 7) == derive_seed(0, "dropout", 7) != derive_seed(0, "dropout", 8)
+    True
+    """
+    words = "\x1f".join(f"{type(part).__name__}:{part}" for part in (seed, *place))
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Processes(NamedTuple):
+    """Which of the cooperating processes this one is."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that prints and writes."""
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device) -> Iterator[Processes]:
+    """Join the other processes that torchrun started, and leave them at the end; alone, do nothing."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    there = [name for name in names if name in os.environ]
+    if not there:
+        yield Processes()
+        return
+    if len(there) < len(names):
+        raise ConfigError(
+            f"the environment has {', '.join(there)} but not {', '.join(sorted(set(names) - set(there)))}; "
+            f"start several processes with torchrun, or unset them"
+        )
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Processes(*(int(os.environ[name]) for name in names))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,100 @@
+"""The base of every config: frozen, typed, finite; an unknown key is an error that names the nearest valid one."""
+
+from contextvars import ContextVar
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError
+from pydantic import model_validator as _model_validator
+from pydantic_core import ErrorDetails
+
+from vitrail.errors import ConfigError, suggest
+
+# True while a config is being validated: a config inside another one leaves its errors to the outer one,
+# which knows the whole path ("resnet.depths.0") and reports every fault at once.
+_inside: ContextVar[bool] = ContextVar("_inside", default=False)
+
+
+class Frozen(BaseModel):
+    """A value that cannot change after it was checked. A fault raises `ConfigError`, never a pydantic error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @_model_validator(mode="wrap")
+    @classmethod
+    def _explain_faults(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if _inside.get():
+            return validate(data)
+        token = _inside.set(True)
+        try:
+            return validate(data)
+        except ValidationError as fault:
+            raise ConfigError("; ".join(_sentence(cls, error) for error in fault.errors())) from None
+        finally:
+            _inside.reset(token)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a checked copy with some fields changed; the original stays as it was."""
+        return type(self).model_validate({**dict(self), **changes})
+
+    def to_json(self) -> str:
+        """Return the config as JSON that `from_json` reads back to an equal config."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as fault:  # not JSON at all: the check above never ran
+            raise ConfigError(f"{cls.__name__}: {fault.errors()[0]['msg']}") from None
+
+
+def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
+    """Say one validation error: where, what was found, what would be valid."""
+    path = ".".join(str(part) for part in error["loc"])
+    found = error.get("input")
+    match error["type"]:
+        case "extra_forbidden":
+            *parents, key = error["loc"]
+            return f"{cls.__name__} has no option {path!r}" + suggest(str(key), _fields_at(cls, parents))
+        case "literal_error":
+            expected = error["ctx"]["expected"]
+            words = expected.replace(" or ", ", ").split(", ")
+            return f"{path} is {found!r}, which is not one of {expected}" + suggest(
+                str(found), [word.strip("'") for word in words]
+            )
+        case "missing":
+            return f"{cls.__name__} needs {path}"
+        case _:
+            return f"{path} is {found!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _fields_at(cls: type[BaseModel], parents: list[int | str]) -> list[str]:
+    """Return the field names of the config that lies at `parents` inside `cls`."""
+    for parent in parents:
+        if not isinstance(parent, str) or parent not in cls.model_fields:
+            continue  # a list index, or a branch of a union
+        annotation = cls.model_fields[parent].annotation
+        inner = [annotation, *getattr(annotation, "__args__", ())]
+        cls = next((t for t in inner if isinstance(t, type) and issubclass(t, BaseModel)), cls)
+    return list(cls.model_fields)
+
+
+def _as_pair(value: Any) -> Any:
+    """Read 16 as (16, 16), and accept a list where JSON or TOML gave one."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value, value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_as_pair)]
+"""Height and width; one number stands for both."""
+Sequence = BeforeValidator(_as_tuple)
+"""Lets a tuple field be given as a list."""

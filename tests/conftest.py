@@ -1,0 +1,19 @@
+"""What every test shares."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Several pytest processes share the machine; one thread each is faster than all of them for all.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> Iterator[None]:
+    """Start every test from the same random state and leave none behind."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,114 @@
+"""The shape of the house: which layer may import which, what is public, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vitrail
+
+SOURCE = Path(vitrail.__file__).parent
+
+# A top-level entry of the package imports only entries of a lower layer (docs/decisions/0001).
+LAYER = {
+    "_version": 0,
+    "errors": 0,
+    "schema": 1,
+    "runtime": 1,
+    "models": 2,
+    "data": 2,
+    "metrics": 2,
+    "checkpoints": 3,
+    "acceleration": 3,
+    "evaluation": 4,
+    "training": 5,
+    "inference": 5,
+    "explanations": 5,
+    "reports": 6,
+    "serving": 6,
+    "api": 7,
+    "__init__": 8,
+    "cli": 8,
+    "__main__": 9,
+}
+
+
+def modules() -> dict[str, ast.Module]:
+    """Return every module of the package by its dotted name, parsed."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports(tree: ast.Module) -> list[str]:
+    """Return what a module imports, at the top or inside a function."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            names.append(node.module or "")
+            if node.module == "vitrail":
+                names += [f"vitrail.{alias.name}" for alias in node.names]
+    return names
+
+
+def top(module: str) -> str:
+    return module.removeprefix("vitrail.").partition(".")[0]
+
+
+def test_layers_only_import_downwards() -> None:
+    wrong = [
+        f"{module} imports {target}"
+        for module, tree in modules().items()
+        for target in imports(tree)
+        if target.startswith("vitrail.") and top(target) != top(module) and LAYER[top(target)] >= LAYER[top(module)]
+    ]
+    assert wrong == []
+
+
+def test_every_entry_has_a_layer() -> None:
+    assert {top(module) for module in modules()} <= set(LAYER)
+
+
+def test_the_model_imports_only_torch_and_what_lies_below() -> None:
+    allowed = {"torch", "pydantic", "vitrail", *sys.stdlib_module_names}
+    models = {name: tree for name, tree in modules().items() if top(name) == "models"}
+    used = {name.partition(".")[0] for tree in models.values() for name in imports(tree)}
+    assert used <= allowed
+
+
+def test_peers_are_imported_by_tests_only() -> None:
+    peers = {"timm", "torchvision", "transformers", "vit_pytorch"}
+    assert {n for tree in modules().values() for n in imports(tree)} & peers == set()
+
+
+def test_errors_a_user_can_cause_are_never_asserts() -> None:
+    asserts = [name for name, tree in modules().items() if any(isinstance(n, ast.Assert) for n in ast.walk(tree))]
+    assert asserts == []
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert vitrail.__all__ == sorted(vitrail.__all__)
+    for name in vitrail.__all__:
+        assert getattr(vitrail, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = vitrail.nothing
+
+
+@pytest.mark.parametrize("code", ["import vitrail", "import vitrail.cli.app", "import vitrail.models.config"])
+def test_light_imports_stay_light(code: str) -> None:
+    """What `--help` and reading a config need must not import torch, which takes seconds."""
+    check = f"import sys; {code}; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'PIL')))"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_version_is_the_newest_in_the_changelog() -> None:
+    changelog = Path(__file__).parents[1] / "CHANGELOG.md"
+    headings = [line for line in changelog.read_text(encoding="utf-8").splitlines() if line.startswith("## ")]
+    assert headings[0].startswith(f"## {vitrail.__version__}")
