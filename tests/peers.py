@@ -40,10 +40,10 @@ _KEEP_ALIVE: list[torch.library.Library] = []
 
 @torch.no_grad()
 def scramble(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give every parameter and running statistic a random value, also those that start at 0 or 1."""
+    """Give everything a checkpoint holds a random value, also what starts at 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_floating_point() or name.endswith(("bands", "rope.pos_embed")):
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point():
             continue
         noise = torch.randn(tensor.shape, generator=generator)
         if "running_var" in name:

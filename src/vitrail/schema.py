@@ -1,7 +1,8 @@
 """The base of every config: frozen, typed, finite; an unknown key is an error that names the nearest valid one."""
 
+from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError
 from pydantic import model_validator as _model_validator
@@ -74,10 +75,16 @@ def _fields_at(cls: type[BaseModel], parents: list[int | str]) -> list[str]:
     for parent in parents:
         if not isinstance(parent, str) or parent not in cls.model_fields:
             continue  # a list index, or a branch of a union
-        annotation = cls.model_fields[parent].annotation
-        inner = [annotation, *getattr(annotation, "__args__", ())]
-        cls = next((t for t in inner if isinstance(t, type) and issubclass(t, BaseModel)), cls)
+        cls = next(_configs_in(cls.model_fields[parent].annotation), cls)
     return list(cls.model_fields)
+
+
+def _configs_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Find the configs in an annotation such as `tuple[ConvLayer, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _configs_in(part)
 
 
 def _as_pair(value: Any) -> Any:

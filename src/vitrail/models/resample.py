@@ -34,7 +34,7 @@ def _dinov2(x: Tensor, new: Grid) -> Tensor:
 
 # Each takes (1, D, rows, columns) and the new rows and columns.
 METHODS: dict[Method, Callable[[Tensor, Grid], Tensor]] = {
-    "google": lambda x, new: F.interpolate(x, new, mode="bilinear", align_corners=True),
+    "google": lambda x, new: F.interpolate(x.double(), new, mode="bilinear", align_corners=True),  # as scipy computes
     "timm": lambda x, new: F.interpolate(x, new, mode="bicubic", antialias=True),
     "torchvision": lambda x, new: F.interpolate(x, new, mode="bicubic", align_corners=True),
     "transformers": lambda x, new: F.interpolate(x, new, mode="bicubic"),

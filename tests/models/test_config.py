@@ -1,0 +1,111 @@
+"""ViTConfig refuses what cannot work, in words that name the values and the remedy."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vitrail.errors import ConfigError
+from vitrail.models.config import ConvLayer, ResNet, ViTConfig
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"image_size": 225}, "image height 225 is not a multiple of patch height 16; use an image height of 224 or 240"),
+    ({"image_size": (224, 8)}, "image width 8 is not a multiple of patch width 16; use an image width of 16"),
+    ({"image_size": 0}, "image_size.0 is 0: input should be greater than 0"),
+    ({"image_size": (1, 2, 3)}, "image_size is (1, 2, 3)"),
+    ({"heads": 7}, "width 768 is not a multiple of heads 7; change one, or set head_dim"),
+    ({"heads": 7, "head_dim": 64, "out_proj": False}, "7 heads × 64 = 448; set out_proj=True"),
+    ({"embed_dropout": -0.1}, "embed_dropout is -0.1: input should be greater than or equal to 0"),
+    ({"mlp_dropout": 1.1}, "mlp_dropout is 1.1: input should be less than 1"),
+    ({"stochastic_depth": 1.0}, "stochastic_depth is 1.0"),
+    ({"patch_dropout": float("nan")}, "patch_dropout is nan"),
+    ({"norm_eps": float("inf")}, "norm_eps is inf: input should be a finite number"),
+    ({"layer_scale": float("-inf")}, "layer_scale is -inf"),
+    ({"width": 768.5}, "width is 768.5"),
+    ({"width": True}, "width is True"),
+    ({"width": "768"}, "width is '768'"),
+    ({"depth": -1}, "depth is -1: input should be greater than 0"),
+    ({"widht": 8}, "no option 'widht'; did you mean 'width'?"),
+    ({"positoin": "none"}, "no option 'positoin'; did you mean 'position' or"),
+    ({"pool": "men"}, "pool is 'men', which is not one of 'cls', 'mean', 'map' or 'none'; did you mean 'mean'?"),
+    ({"activation": "GELU"}, "did you mean 'gelu'"),
+    ({"stem": "resnet", "resnet": {"dephts": (1,)}}, "no option 'resnet.dephts'; did you mean 'depths'?"),
+    ({"stem": "conv_stem", "conv_stem": [{"channels": 8, "strid": 4}]}, "'conv_stem.0.strid'; did you mean 'stride'?"),
+    ({"conv_stem": (ConvLayer(channels=8),)}, "conv_stem is set but stem is 'conv'; set stem='conv_stem'"),
+    ({"resnet": ResNet()}, "resnet is set but stem is 'conv'"),
+    ({"stem": "resnet", "patch_size": 8}, "patch_size 8×8 is not a multiple of the ResNet's total stride 16"),
+    ({"stem": "conv_stem", "patch_size": 14}, "the default conv_stem needs a square patch of 2, 4, 8, 16"),
+    ({"stem": "conv_stem", "width": 36, "heads": 4}, "which is not a multiple of 8; give conv_stem a list"),
+    ({"stem": "conv_stem", "conv_stem": (ConvLayer(channels=8),)}, "multiply to 2, but patch_size is 16×16"),
+    (
+        {"stem": "conv_stem", "conv_stem": [{"channels": 8, "kernel": 16, "stride": 16}, {"channels": 8, "kernel": 2, "stride": 1}]},  # noqa: E501
+        "even kernel 2 and stride 1",
+    ),
+    ({"position": "rope_2d", "position_at": "shared"}, "position_at='shared' needs a table"),
+    ({"position": "sincos_2d", "position_covers": "all"}, "covers patches only"),
+    ({"position": "sincos_2d", "width": 390, "heads": 6}, "needs a width that is a multiple of 4, not 390"),
+    ({"position": "learned_2d", "width": 9, "heads": 3}, "needs a width that is a multiple of 2, not 9"),
+    ({"position": "rope_2d", "head_dim": 6}, "needs a head width that is a multiple of 4, not 6"),
+    ({"class_token": "none"}, "pool='cls' needs a class token"),
+    ({"distillation_token": True, "pool": "mean"}, "a distillation token stands beside a class token"),
+    ({"pool_over": "all"}, "pool_over='all' means nothing with pool='cls'"),
+    ({"classes": -1}, "classes is -1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD, ids=[words[:40] for _, words in BAD])
+def test_bad_settings_are_explained(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ViTConfig(**fields)
+    assert words in str(caught.value)
+
+
+def test_every_fault_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"width is 0.*heads is 'x'.*no option 'foo'"):
+        ViTConfig.model_validate({"width": 0, "heads": "x", "foo": 1})
+
+
+def test_resnet_width_fills_the_groups() -> None:
+    with pytest.raises(ConfigError, match=r"width_factor 0\.3 gives 19 root channels"):
+        ResNet(width_factor=0.3)
+
+
+def test_a_config_cannot_change() -> None:
+    config = ViTConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.width = 3
+    assert config.replace(width=384, heads=6).width == 384
+    assert config.width == 768
+    with pytest.raises(ConfigError, match="did you mean 'depth'"):
+        config.replace(depht=3)
+
+
+def test_numbers_stand_for_pairs_and_lists_for_tuples() -> None:
+    config = ViTConfig.model_validate({"image_size": 96, "patch_size": [8, 16]})
+    assert (config.image_size, config.patch_size, config.grid) == ((96, 96), (8, 16), (12, 6))
+
+
+def test_text_that_is_no_config() -> None:
+    with pytest.raises(ConfigError, match="ViTConfig: Invalid JSON"):
+        ViTConfig.from_json("{")
+    with pytest.raises(ConfigError, match="did you mean 'width'"):
+        ViTConfig.from_json('{"widths": 3}')
+
+
+def test_the_layout_of_tokens() -> None:
+    size: dict[str, Any] = {"image_size": 4, "patch_size": 2, "registers": 3}
+    first = ViTConfig(**size, distillation_token=True).layout
+    assert (first.class_token, first.distillation_token) == (0, 1)
+    assert (first.registers, first.patches, first.total) == (slice(2, 5), slice(5, 9), 9)
+    last = ViTConfig(**size, distillation_token=True, class_token="last").layout
+    assert (last.patches, last.registers) == (slice(0, 4), slice(4, 7))
+    assert (last.distillation_token, last.class_token) == (7, 8)
+    none = ViTConfig(**size, class_token="none", pool="mean").layout
+    assert (none.class_token, none.registers, none.patches) == (None, slice(0, 3), slice(3, 7))
+
+
+def test_the_default_conv_stem_is_the_papers() -> None:
+    """The early-convolutions paper gives its 4 GF model, 384 wide, the channels 48, 96, 192, 384."""
+    config = ViTConfig(stem="conv_stem", width=384, heads=6)
+    assert [layer.channels for layer in config.stem_layers] == [48, 96, 192, 384]
+    assert all((layer.kernel, layer.stride) == (3, 2) for layer in config.stem_layers)

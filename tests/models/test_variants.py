@@ -1,0 +1,93 @@
+"""The table of named models: exact sizes, every spelling, and helpful errors."""
+
+import pytest
+import torch
+
+import vitrail
+from vitrail.errors import ConfigError
+from vitrail.models.cost import cost
+from vitrail.models.variants import VARIANTS, variant_config
+from vitrail.models.vit import ViT
+
+PARAMETERS = {
+    "Ti/16": 5_717_416,
+    "S/16": 22_050_664,
+    "S/32": 22_878_952,
+    "B/8": 86_576_872,
+    "B/16": 86_567_656,
+    "B/32": 88_224_232,
+    "L/14": 304_203_752,
+    "L/16": 304_326_632,
+    "L/32": 306_535_400,
+    "H/14": 632_045_800,
+    "g/14": 1_012_611_432,
+    "G/14": 1_844_440_680,
+    "R+Ti/16": 6_337_704,
+    "R26+S/32": 36_431_912,
+    "R50+B/16": 98_659_112,
+    "R50+L/32": 328_994_856,
+}
+
+
+def test_every_variant_has_a_known_size() -> None:
+    assert {v.paper for v in VARIANTS} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("paper", PARAMETERS)
+def test_parameter_counts(paper: str) -> None:
+    """Counted on the whole model, not by the shortcut that `cost` takes; both must agree."""
+    config = variant_config(paper)
+    with torch.device("meta"):
+        model = ViT(config)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[paper]
+    assert cost(config).parameters == PARAMETERS[paper]
+
+
+def test_cost_is_that_of_the_whole_model() -> None:
+    """The published figure for B/16 is 17.56 giga multiply-adds, and R50+B/16 keeps its 197 tokens."""
+    spent = cost(variant_config("B/16"))
+    assert spent.flops / 2e9 == pytest.approx(17.56, abs=0.01)
+    assert spent.tokens == 197
+    tokens = {v.paper: variant_config(v.paper).tokens for v in VARIANTS}
+    assert tokens["R50+B/16"] == 197
+    assert tokens["R+Ti/16"] == tokens["R26+S/32"] == tokens["R50+L/32"] == 50
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
+def test_every_spelling_means_the_same(variant: object) -> None:
+    name, paper = variant.name, variant.paper  # type: ignore[attr-defined]
+    assert variant_config(paper) == variant_config(name) == variant_config(f"{name}_224")
+    larger = variant_config(f"{name}_448" if variant.patch == 14 else f"{name}_384")  # type: ignore[attr-defined]
+    assert larger.width == variant_config(paper).width
+    assert larger.grid != variant_config(paper).grid
+
+
+def test_create() -> None:
+    model = vitrail.create("vit_tiny_patch16_224", classes=10)
+    assert model.head.out_features == 10
+    small = vitrail.create("Ti/16", image_size=(32, 64), patch_size=8, channels=1, classes=3)
+    assert small(torch.randn(2, 1, 32, 64)).shape == (2, 3)
+    assert vitrail.create(small.config).config == small.config
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("vit_bas_patch16_224", "did you mean 'vit_base_patch16_224'"),
+        ("b/16", "did you mean 'B/16'"),
+        ("g/15", "'g/14' or 'G/14'"),
+        ("resnet", "for example 'B/16'"),
+        ("vit_base_patch16_0", "no model is called"),
+        ("", "no model is called ''"),
+    ],
+)
+def test_unknown_name(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=r"no model is called") as caught:
+        vitrail.create(name)
+    assert hint in str(caught.value)
+    assert "vitrail models" in str(caught.value)
+
+
+def test_a_size_that_does_not_fit_the_patch() -> None:
+    with pytest.raises(ConfigError, match="image height 225 is not a multiple of patch height 16"):
+        vitrail.create("vit_base_patch16_225")
