@@ -10,7 +10,7 @@ rates = st.sampled_from([0.0, 0.3])
 
 
 @st.composite
-def configs(draw: st.DrawFn, **fixed: Any) -> ViTConfig:
+def configs(draw: st.DrawFn, /, **fixed: Any) -> ViTConfig:
     """Draw a config that makes sense: each choice only offers what the choices before it allow."""
     fields: dict[str, Any] = {}
 
@@ -22,7 +22,11 @@ def configs(draw: st.DrawFn, **fixed: Any) -> ViTConfig:
     match stem:
         case "resnet":
             depths = draw(st.sampled_from([(), (1,), (1, 1)]))
-            fields["resnet"] = {"depths": depths, "width_factor": 0.5, "numerics": draw(st.sampled_from(["google", "timm"]))}
+            fields["resnet"] = {
+                "depths": depths,
+                "width_factor": 0.5,
+                "numerics": draw(st.sampled_from(["google", "timm"])),
+            }
             stride = 4 * 2 ** max(0, len(depths) - 1)
             h, w = stride * draw(st.integers(1, 2)), stride * draw(st.integers(1, 2))
         case "conv_stem":
@@ -63,7 +67,14 @@ def configs(draw: st.DrawFn, **fixed: Any) -> ViTConfig:
     choose("position_at", ["stem", "every_block", "shared"] if added else ["stem"])
     choose("position_covers", [None, "patches", "class", "all"] if position == "learned_1d" else [None, "patches"])
 
-    for rate in ("embed_dropout", "attention_dropout", "proj_dropout", "mlp_dropout", "stochastic_depth", "patch_dropout"):
+    for rate in (
+        "embed_dropout",
+        "attention_dropout",
+        "proj_dropout",
+        "mlp_dropout",
+        "stochastic_depth",
+        "patch_dropout",
+    ):
         fields[rate] = fixed.get(rate, draw(rates))
     choose("init", ["paper", "timm", "torchvision", "lucidrains"])
     return ViTConfig(**fields)

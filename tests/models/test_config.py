@@ -38,7 +38,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stem": "conv_stem", "width": 36, "heads": 4}, "which is not a multiple of 8; give conv_stem a list"),
     ({"stem": "conv_stem", "conv_stem": (ConvLayer(channels=8),)}, "multiply to 2, but patch_size is 16×16"),
     (
-        {"stem": "conv_stem", "conv_stem": [{"channels": 8, "kernel": 16, "stride": 16}, {"channels": 8, "kernel": 2, "stride": 1}]},  # noqa: E501
+        {
+            "stem": "conv_stem",
+            "conv_stem": [{"channels": 8, "kernel": 16, "stride": 16}, {"channels": 8, "kernel": 2, "stride": 1}],
+        },
         "even kernel 2 and stride 1",
     ),
     ({"position": "rope_2d", "position_at": "shared"}, "position_at='shared' needs a table"),
@@ -73,7 +76,7 @@ def test_resnet_width_fills_the_groups() -> None:
 def test_a_config_cannot_change() -> None:
     config = ViTConfig()
     with pytest.raises(ValidationError, match="frozen"):
-        config.width = 3
+        config.width = 3  # type: ignore[misc]
     assert config.replace(width=384, heads=6).width == 384
     assert config.width == 768
     with pytest.raises(ConfigError, match="did you mean 'depth'"):

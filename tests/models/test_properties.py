@@ -3,9 +3,9 @@
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from tests.models.strategies import configs
 from tests.peers import scramble
+
 from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import SCHEMES, role_of
 from vitrail.models.patches import cut, join
@@ -124,8 +124,8 @@ small = st.integers(1, 6)
 def test_patches_cut_and_joined(rows: int, columns: int, h: int, w: int, channels: int, order: str) -> None:
     """Patch n lies in row n // columns, and holds the pixels that a slice of the picture holds."""
     x = torch.randn(2, channels, rows * h, columns * w)
-    patches = cut(x, (h, w), order)  # type: ignore[arg-type]
-    assert torch.equal(join(patches, (rows, columns), (h, w), channels, order), x)  # type: ignore[arg-type]
+    patches = cut(x, (h, w), order)
+    assert torch.equal(join(patches, (rows, columns), (h, w), channels, order), x)
     for n in range(rows * columns):
         r, c = divmod(n, columns)
         piece = x[:, :, r * h : (r + 1) * h, c * w : (c + 1) * w]
@@ -136,7 +136,7 @@ def test_patches_cut_and_joined(rows: int, columns: int, h: int, w: int, channel
 @given(small, small, st.sampled_from(sorted(METHODS)))
 def test_resampling_to_the_same_grid_is_the_identity(rows: int, columns: int, method: str) -> None:
     table = torch.randn(1, rows * columns, 5)
-    assert resample_grid(table, (rows, columns), (rows, columns), method) is table  # type: ignore[arg-type]
+    assert resample_grid(table, (rows, columns), (rows, columns), method) is table
     kernel = torch.randn(4, 3, rows, columns)
     assert resample_kernel(kernel, (rows, columns)) is kernel
     offsets = torch.randn(2 * rows * columns - 1, 4)
@@ -147,7 +147,7 @@ def test_resampling_to_the_same_grid_is_the_identity(rows: int, columns: int, me
 def test_resampling_keeps_a_constant(rows: int, columns: int, to_rows: int, to_columns: int, method: str) -> None:
     """Every method gives weights that sum to 1."""
     table = torch.full((1, rows * columns, 3), 0.7)
-    out = resample_grid(table, (rows, columns), (to_rows, to_columns), method)  # type: ignore[arg-type]
+    out = resample_grid(table, (rows, columns), (to_rows, to_columns), method)
     assert out.shape == (1, to_rows * to_columns, 3)
     assert torch.allclose(out, torch.tensor(0.7), atol=1e-5)
 

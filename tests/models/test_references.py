@@ -2,9 +2,9 @@
 
 import torch
 import torch.nn.functional as F
+from tests.peers import relative_error, scramble
 from torch import Tensor, nn
 
-from tests.peers import relative_error, scramble
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 

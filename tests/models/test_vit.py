@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.peers import scramble
 from torch import nn
 
-from tests.peers import scramble
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -25,9 +25,15 @@ def tiny(**fields: Any) -> ViT:
     [
         ((3, 12, 20), "found a tensor of 3 axes, (3, 12, 20); add a batch axis with x[None]"),
         ((2, 1, 3, 12, 20), "found a tensor of 5 axes"),
-        ((2, 1, 12, 20), "takes pictures of 3 channels, found 1; convert the picture, or build the model with channels=1"),
+        (
+            (2, 1, 12, 20),
+            "takes pictures of 3 channels, found 1; convert the picture, or build the model with channels=1",
+        ),
         ((2, 12, 20, 3), "are the channels last? use x.permute(0, 3, 1, 2)"),
-        ((2, 3, 20, 12), "takes pictures of 12×20 pixels, found 20×12; resize the pictures, or call model.resize((20, 12))"),
+        (
+            (2, 3, 20, 12),
+            "takes pictures of 12×20 pixels, found 20×12; resize the pictures, or call model.resize((20, 12))",
+        ),
     ],
 )
 def test_wrong_pictures_are_explained(shape: tuple[int, ...], words: str) -> None:
@@ -56,7 +62,11 @@ def test_features_are_what_the_head_sees() -> None:
 
 def test_features_as_grid() -> None:
     """Cell (r, c) of the grid is the token of the patch in row r, column c, wherever special tokens stand."""
-    for fields in ({}, {"class_token": "last", "registers": 2}, {"class_token": "none", "pool": "mean", "registers": 3}):
+    for fields in (
+        {},
+        {"class_token": "last", "registers": 2},
+        {"class_token": "none", "pool": "mean", "registers": 3},
+    ):
         model, x = tiny(**fields), torch.randn(2, 3, 12, 20)
         tokens = model.features(x).tokens[:, model.config.layout.patches]
         grid = model.features(x, as_grid=True).tokens
@@ -190,7 +200,7 @@ def test_bad_resizes() -> None:
     with pytest.raises(ConfigError, match="image height 13 is not a multiple"):
         model.resize(13)
     with pytest.raises(ConfigError, match="no resampling method 'bicubic'; choose one of google, timm"):
-        model.resize(24, method="bicubic")  # type: ignore[arg-type]
+        model.resize(24, method="bicubic")
     assert model.config == ViTConfig(**TINY)
 
 
@@ -202,7 +212,9 @@ def test_frozen_parameters_stay_frozen_through_resize() -> None:
 
 def test_gradient_checkpointing_changes_no_number() -> None:
     """Also with dropout, stochastic depth and dropped patches, because the random state is replayed."""
-    rates = dict.fromkeys(("embed_dropout", "attention_dropout", "mlp_dropout", "stochastic_depth", "patch_dropout"), 0.3)
+    rates = dict.fromkeys(
+        ("embed_dropout", "attention_dropout", "mlp_dropout", "stochastic_depth", "patch_dropout"), 0.3
+    )
     model, x = tiny(**rates, position="rope_2d").train(), torch.randn(4, 3, 12, 20)
     results = []
     for switch in (False, True):

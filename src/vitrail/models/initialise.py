@@ -37,7 +37,8 @@ def _normal(std: float) -> Fill:
 
 
 def _truncated(std: float) -> Fill:
-    return lambda t, _: nn.init.trunc_normal_(t, std=std, a=-2 * std, b=2 * std)
+    """Truncated at ±2, not at two sigma: for small sigma a plain normal, as in timm."""
+    return lambda t, _: nn.init.trunc_normal_(t, std=std)
 
 
 def _xavier(t: Tensor, fan: Fan) -> Tensor:
@@ -140,6 +141,7 @@ SCHEMES: dict[Initialisation, Mapping[str, Fill]] = {
     "timm": _EVERYWHERE
     | _ZERO_BIASES
     | {
+        "last_norm": _ZERO,
         "class_token": _normal(1e-6),
         "extra_token": _normal(1e-6),
         "position": _truncated(0.02),

@@ -201,7 +201,7 @@ class ViT(nn.Module):
         tokens = self.pos_drop(tokens)
         places = Places(table, self.rotation, self.offsets)
         if self.training and config.patch_dropout:
-            kept = drop_patches(config, len(x), x.device)
+            kept = drop_patches(config, x.shape[0], x.device)
             tokens, places = pick(tokens, kept), locate(places, kept)
         return self.norm_pre(tokens), places
 
@@ -210,7 +210,7 @@ class ViT(nn.Module):
         special = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
         if not special:
             return patches
-        expanded = [token.expand(len(patches), -1, -1) for token in special]
+        expanded = [token.expand(patches.shape[0], -1, -1) for token in special]
         if self.config.class_token == "last":
             return torch.cat([patches, *reversed(expanded)], dim=1)
         return torch.cat([*expanded, patches], dim=1)

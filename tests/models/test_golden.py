@@ -1,0 +1,16 @@
+"""What must not change unnoticed: parameter names, config fields, the numbers of a seeded model (`make golden`)."""
+
+import json
+
+import pytest
+from tests.golden.regenerate import GOLDEN, HERE, logits
+
+
+@pytest.mark.parametrize("name", ["parameter_names.txt", "config_fields.json"])
+def test_contract(name: str) -> None:
+    assert GOLDEN[name]() == (HERE / name).read_text(encoding="utf-8")
+
+
+def test_logits_of_a_seeded_model() -> None:
+    found, expected = (json.loads(text) for text in (logits(), (HERE / "logits.json").read_text(encoding="utf-8")))
+    assert found == pytest.approx(expected, abs=2e-5)

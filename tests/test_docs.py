@@ -1,0 +1,192 @@
+"""The documentation tells the truth: its code runs, its links lead somewhere, its drawings show the real shapes."""
+
+import contextlib
+import importlib.util
+import io
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from vitrail import ViTConfig, variant_config
+from vitrail.models.stages import sample_picture, stages
+from vitrail.models.vit import ViT
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+DRAWINGS = sorted((DOCS / "drawings").glob("*.svg"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+LARGEST_DRAWING = 200_000
+
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SNIPPET = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def python_blocks(page: Path) -> list[tuple[int, str]]:
+    """Return the line and the code of every python block, with included files in place."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, match.start(2)), _SNIPPET.sub(lambda m: (ROOT / m[1]).read_text("utf-8"), match[2]))
+        for match in _FENCE.finditer(text)
+        if match[1] == "python"
+    ]
+
+
+@contextlib.contextmanager
+def namespace(page: Path) -> Iterator[dict[str, object]]:
+    """Give a page a module of its own that is not `__main__`, the way its reader's file would be imported."""
+    module = ModuleType("page_" + re.sub(r"\W", "_", name_of(page)))
+    sys.modules[module.__name__] = module
+    try:
+        yield vars(module)
+    finally:
+        del sys.modules[module.__name__]
+
+
+# ── code ──
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with namespace(page) as names, contextlib.redirect_stdout(io.StringIO()):
+        for line, code in python_blocks(page):
+            # Empty lines before the code, so that a traceback names the line of the page.
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+
+
+def test_every_page_that_teaches_has_code() -> None:
+    with_code = {name_of(page) for page in PAGES if python_blocks(page)}
+    taught = {"README.md", "docs/index.md", "docs/how-a-vit-sees.md"}
+    assert taught | {name_of(page) for page in (DOCS / "howto").glob("*.md")} <= with_code
+
+
+def run_example(path: Path, folder: Path) -> str:
+    """Run an example the way a person would, with warnings as errors, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_the_example_runs(path: Path, tmp_path: Path) -> None:
+    printed = run_example(path, tmp_path)
+    if path.name == "segmentation_head.py":
+        found = re.search(r"intersection over union[^:]*: (\d\.\d+)", printed)
+        assert found is not None, printed
+        assert float(found[1]) > 0.7
+
+
+# ── words ──
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    links = [link for link in _LINK.findall(text) if not re.match(r"[a-z]+:", link) and not link.startswith("#")]
+    assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
+
+
+def test_every_option_of_a_model_is_explained() -> None:
+    page = (DOCS / "howto" / "model.md").read_text(encoding="utf-8")
+    assert [field for field in ViTConfig.model_fields if f"| `{field}` |" not in page] == []
+
+
+def test_every_decision_is_listed() -> None:
+    listed = (DOCS / "decisions" / "index.md").read_text(encoding="utf-8")
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    decisions = [page.name for page in (DOCS / "decisions").glob("[0-9]*.md")]
+    assert decisions
+    assert [name for name in decisions if f"({name})" not in listed or f"decisions/{name}" not in navigation] == []
+
+
+def test_the_make_targets_in_the_text_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        named = re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert {"demo", "test"} <= set(named) <= targets
+
+
+# ── drawings ──
+
+
+def words(drawing: Path) -> list[str]:
+    """Return every text written in a drawing."""
+    tree = ElementTree.parse(drawing)
+    return ["".join(element.itertext()) for element in tree.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def load_drawing_program() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw", DOCS / "drawings" / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", DRAWINGS, ids=name_of)
+def test_a_drawing_stands_alone(path: Path) -> None:
+    """It is small, follows dark mode, is large enough to read, and asks nobody for a file."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text.encode()) < LARGEST_DRAWING
+    assert "prefers-color-scheme:dark" in text
+    assert min(float(size) for size in re.findall(r'font-size="([\d.]+)"', text)) >= 13
+    fetched = re.findall(r'(?:href|src)="(?!data:|#)[^"]*"|url\((?!#)|@import|@font-face|<script', text)
+    assert fetched == []
+
+
+def test_the_drawing_shows_the_shapes_of_the_model() -> None:
+    config = variant_config("B/16")
+    found = stages(ViT(config).eval(), sample_picture(config.channels, config.image_size))
+    written = words(DOCS / "drawings" / "how-a-vit-sees.svg")
+    for stage in found:
+        assert " × ".join(map(str, stage.shape[1:])) in written, stage
+    assert f"{math.prod(found[0].shape):,} numbers" in written
+    assert f"{config.width} → {config.mlp_hidden} → {config.width}" in written
+
+
+def test_the_drawings_are_up_to_date(tmp_path: Path) -> None:
+    """`make drawings` would write the same words. Pixels are not compared: they may differ between machines."""
+    program = load_drawing_program()
+    with torch.no_grad():
+        program.draw_how_a_vit_sees(tmp_path)
+        program.draw_project(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in DRAWINGS]
+    for path in DRAWINGS:
+        assert words(tmp_path / path.name) == words(path), f"run `make drawings`: {path.name} is out of date"
+
+
+# ── the site ──
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    html = [path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")]
+    assert len(html) >= len(PAGES) - 1
+    # Nothing is fetched from elsewhere when a page is opened.
+    fetched = re.compile(
+        r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(?:https?:)?//'
+    )
+    assert [page for page in html if fetched.search(page)] == []

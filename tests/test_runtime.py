@@ -1,0 +1,92 @@
+"""Device, precision, seeds, process group."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.errors import ConfigError
+from vitrail.runtime import Processes, autocast, choose_device, derive_seed, process_group, seed_everything
+
+
+def test_the_processor_is_always_there() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    expected = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert choose_device().type == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("cuda:99", "is not on this machine"), ("gpu", "no device is called 'gpu'"), ("cud", "'cuda'")]
+)
+def test_devices_that_are_not_there(name: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_device(name)
+    assert words in str(caught.value)
+
+
+def test_precision() -> None:
+    layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with autocast(torch.device("cpu"), "float32"):
+        assert layer(x).dtype == torch.float32
+    with autocast(torch.device("cpu"), "bf16"):
+        assert layer(x).dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="no precision is called 'int4'"):
+        autocast(torch.device("cpu"), "int4")
+
+
+def test_seeding() -> None:
+    seed_everything(3)
+    first = torch.randn(4)
+    seed_everything(3)
+    assert torch.equal(first, torch.randn(4))
+
+
+places = st.lists(st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=5)), max_size=4)
+
+
+@given(st.integers(), places, places)
+def test_derived_seeds_are_pure_and_apart(seed: int, one: list[int | str], other: list[int | str]) -> None:
+    found = derive_seed(seed, *one)
+    assert found == derive_seed(seed, *one)
+    assert 0 <= found < 2**63
+    if one != other:
+        assert found != derive_seed(seed, *other)
+
+
+def test_derived_seeds_never_change() -> None:
+    """A new value here would change every training run of every user."""
+    assert derive_seed(0, "dropout", 7) == 662708177384516509
+
+
+def test_alone_there_is_no_group() -> None:
+    with process_group(torch.device("cpu")) as processes:
+        assert processes == Processes(0, 1, 0)
+        assert processes.is_main
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with (
+        pytest.raises(ConfigError, match="has RANK but not LOCAL_RANK, WORLD_SIZE"),
+        process_group(torch.device("cpu")),
+    ):
+        pass
+
+
+def test_two_processes_meet() -> None:
+    code = (
+        "import torch, torch.distributed as d\n"
+        "from vitrail.runtime import process_group\n"
+        "with process_group(torch.device('cpu')) as p:\n"
+        "    t = torch.tensor([p.rank + 1.0]); d.all_reduce(t)\n"
+        "    print(p.rank, p.size, p.is_main, t.item(), flush=True)\n"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    run += [sys.executable, "-c", code]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    assert sorted(done.stdout.split("\n")) == ["", "0 2 True 3.0", "1 2 False 3.0"], done.stderr
