@@ -83,13 +83,8 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
         self.ls2 = LayerScale(config.width) if config.layer_scale is not None else nn.Identity()
         self.drop_path = StochasticDepth(config.stochastic_depth * index / max(1, config.depth - 1))
-        if self.has_table:
+        if config.table_owner == "blocks":
             add_table(self, config)
-
-    @property
-    def has_table(self) -> bool:
-        """Whether this block adds a position table of its own."""
-        return self.config.position_at == "every_block" and self.config.position != "sincos_2d"
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
@@ -113,7 +108,7 @@ class Block(nn.Module):
 
     def _place(self, x: Tensor, places: Places) -> Tensor:
         """Add the position, where the config wants it in every block."""
-        if self.has_table:
+        if self.config.table_owner == "blocks":
             x = x + pick(read_table(self, self.config), places.kept)
         if places.table is not None:
             x = x + places.table

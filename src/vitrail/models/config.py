@@ -206,6 +206,13 @@ class ViTConfig(Frozen):
         return self.position_covers or ("all" if self.position == "learned_1d" else "patches")
 
     @property
+    def table_owner(self) -> Literal["model", "blocks", "none"]:
+        """Who holds the table that is added to the tokens; one that is computed needs no copy in every block."""
+        if self.position not in ("learned_1d", "learned_2d", "sincos_2d"):
+            return "none"
+        return "blocks" if self.position_at == "every_block" and self.position != "sincos_2d" else "model"
+
+    @property
     def layout(self) -> Layout:
         """The order of the tokens: class, distillation, registers, patches; reversed for a class token at the end."""
         has_class, special = self.class_token != "none", self.special_tokens

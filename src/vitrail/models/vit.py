@@ -68,14 +68,14 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
-        """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+        """Recompute each block's activations in the backward pass: less memory, more time."""
 
         D = config.width
         self.patch_embed = STEMS[config.stem](config)
         self.register_parameter("cls_token", _token(1, D) if config.class_token != "none" else None)
         self.register_parameter("dist_token", _token(1, D) if config.distillation_token else None)
         self.register_parameter("reg_token", _token(config.registers, D) if config.registers else None)
-        if self.has_table:
+        if config.table_owner == "model":
             add_table(self, config)
         self._compute_places(config)
         self.pos_drop = nn.Dropout(config.embed_dropout)
@@ -95,10 +95,7 @@ class ViT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map pictures (B, C, H, W) to logits (B, classes); to (B, T, classes) where `pool` is none."""
-        tokens, places = self.embed(x)
-        for block in self.blocks:
-            tokens = self._run(block, tokens, places)
-        return self._classify(tokens)
+        return self._classify(self._encode(x))
 
     def features(self, x: Tensor, *, layer: int | None = None, as_grid: bool = False) -> Features:
         """Return the pooled vector and the tokens after `layer` (0-based, negative from the end), normed.
@@ -106,15 +103,12 @@ class ViT(nn.Module):
         The model is treated as if it ended after that layer: its final norm, pooling and representation layer follow.
         Raw tokens of a layer come from `trace`.
         """
-        last = self.config.depth - 1 if layer is None else self._layer(layer)
-        tokens, places = self.embed(x)
-        if as_grid and places.kept is not None:
+        if as_grid and self.training and self.config.patch_dropout:
             raise InputError(
                 "patch dropout leaves no whole grid of patches; call .eval() before features(as_grid=True)"
             )
-        for block in self.blocks[: last + 1]:
-            tokens = self._run(block, tokens, places)
-        tokens = self.norm(tokens)
+        depth = None if layer is None else self._layer(layer) + 1
+        tokens = self.norm(self._encode(x, depth))
         pooled = self._pool(tokens)
         if as_grid:
             patches = tokens[:, self.config.layout.patches]
@@ -126,27 +120,28 @@ class ViT(nn.Module):
 
         Layers whose attention is not asked for keep the fused kernel, so that memory grows with the request alone.
         """
-        weights_of = {self._layer(layer): layer for layer in attention}
-        tokens_of = {self._layer(layer): layer for layer in tokens}
-        traced = Traced(x, {}, {})
+        traced_layers, kept_layers = ({self._layer(layer) for layer in asked} for asked in (attention, tokens))
+        weights_of: dict[int, Tensor] = {}
+        tokens_of: dict[int, Tensor] = {}
         state, places = self.embed(x)
-        for i, block in enumerate(cast("list[Block]", list(self.blocks))):
-            if i in weights_of:
-                state, traced.attention[weights_of[i]] = block.traced(state, places)
+        for i, block in enumerate(self.blocks):
+            if i in traced_layers:
+                state, weights_of[i] = cast("Block", block).traced(state, places)
             else:
                 state = self._run(block, state, places)
-            if i in tokens_of:
-                traced.tokens[tokens_of[i]] = state
-        return traced._replace(logits=self._classify(state))
+            if i in kept_layers:
+                tokens_of[i] = state
+        return Traced(
+            self._classify(state),
+            attention={layer: weights_of[self._layer(layer)] for layer in attention},
+            tokens={layer: tokens_of[self._layer(layer)] for layer in tokens},
+        )
 
     def distilled(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the class token's and the distillation token's logits apart, as DeiT's training needs them."""
         if self.head_dist is None:
             raise InputError("this model has no distillation token; build it with distillation_token=True")
-        tokens, places = self.embed(x)
-        for block in self.blocks:
-            tokens = self._run(block, tokens, places)
-        return self._both_heads(self.norm(tokens))
+        return self._both_heads(self.norm(self._encode(x)))
 
     # ── changing a model that exists ──
 
@@ -195,7 +190,7 @@ class ViT(nn.Module):
         self._check(x)
         config = self.config
         tokens = self._join(self.patch_embed(x))
-        table = read_table(self, config) if self.has_table else None
+        table = read_table(self, config) if config.table_owner == "model" else None
         if table is not None and config.position_at == "stem":
             tokens, table = tokens + table, None
         tokens = self.pos_drop(tokens)
@@ -214,6 +209,13 @@ class ViT(nn.Module):
         if self.config.class_token == "last":
             return torch.cat([patches, *reversed(expanded)], dim=1)
         return torch.cat([*expanded, patches], dim=1)
+
+    def _encode(self, x: Tensor, depth: int | None = None) -> Tensor:
+        """Run pictures through the first `depth` blocks, or through all: (B, T, D)."""
+        tokens, places = self.embed(x)
+        for block in list(self.blocks)[:depth]:
+            tokens = self._run(block, tokens, places)
+        return tokens
 
     def _run(self, block: nn.Module, tokens: Tensor, places: Places) -> Tensor:
         """Run one block, forgetting its activations until the backward pass where that is wanted."""
@@ -253,12 +255,6 @@ class ViT(nn.Module):
         return self.head(self._pool(tokens)), cast("nn.Module", self.head_dist)(second)
 
     # ── small helpers ──
-
-    @property
-    def has_table(self) -> bool:
-        """Whether the model, rather than each block, owns a position table."""
-        per_block = self.config.position_at == "every_block" and self.config.position != "sincos_2d"
-        return self.config.position in ("learned_1d", "learned_2d", "sincos_2d") and not per_block
 
     def _compute_places(self, config: ViTConfig) -> None:
         """Compute the buffers that follow from the grid. They are not saved: the config says it all."""
