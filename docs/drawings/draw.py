@@ -440,7 +440,7 @@ def draw_project(folder: Path = HERE) -> None:
         (76, "looked inside", ("tokens, attention", "of any layer"), True),
         (176, "another size", (f"{len(get_args(Method))} ways to resample", "its positions"), True),
     )
-    level = 215  # where everything meets the window
+    level = 216  # where everything meets the window
     for top, title, lines, ready in into:
         middle = _card(drawing, 24, top, title, lines, ready)
         drawing.arrow([(24 + CARD, middle), (222, middle), (222, level), (245, level)], "line" if ready else "plan")

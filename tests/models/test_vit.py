@@ -29,7 +29,7 @@ def tiny(**fields: Any) -> ViT:
             (2, 1, 12, 20),
             "takes pictures of 3 channels, found 1; convert the picture, or build the model with channels=1",
         ),
-        ((2, 12, 20, 3), "are the channels last? use x.permute(0, 3, 1, 2)"),
+        ((2, 12, 20, 3), "the channels seem to be last, so use x.permute(0, 3, 1, 2)"),
         (
             (2, 3, 20, 12),
             "takes pictures of 12×20 pixels, found 20×12; resize the pictures, or call model.resize((20, 12))",

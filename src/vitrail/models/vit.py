@@ -290,10 +290,11 @@ class ViT(nn.Module):
                 f"{tuple(x.shape)}{hint}"
             )
         if x.shape[1] != config.channels:
-            hint = " (are the channels last? use x.permute(0, 3, 1, 2))" if x.shape[3] == config.channels else ""
+            last = x.shape[3] == config.channels
+            remedy = f"convert the picture, or build the model with channels={x.shape[1]}"
             raise InputError(
-                f"this model takes pictures of {config.channels} channels, found {x.shape[1]}{hint}; "
-                f"convert the picture, or build the model with channels={x.shape[1]}"
+                f"this model takes pictures of {config.channels} channels, found {x.shape[1]}; "
+                + ("the channels seem to be last, so use x.permute(0, 3, 1, 2)" if last else remedy)
             )
         if tuple(x.shape[2:]) != config.image_size:
             found, wanted = (f"{h}×{w}" for h, w in (x.shape[2:], config.image_size))
