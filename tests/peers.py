@@ -49,7 +49,7 @@ def scramble(model: nn.Module, seed: int = 0) -> nn.Module:
         if "running_var" in name:
             tensor.copy_(1 + 0.5 * noise.abs())
         elif tensor.ndim == 1:
-            tensor.add_(0.2 * noise)
+            tensor.copy_(0.2 * noise + (1 if name.endswith("weight") else 0))
         elif name in ("pos_embed", "cls_token") or "pos_embedding" in name:
             tensor.copy_(0.5 * noise)
         else:

@@ -30,7 +30,7 @@ NAMED = {
     "resnet": ViTConfig(depth=1, stem="resnet", resnet={"depths": (1, 2)}, patch_size=(8, 8), position="rope_2d"),
 }
 
-TINY = ViTConfig(image_size=(16, 24), patch_size=(8, 8), width=24, depth=2, heads=3, classes=4, init="timm")
+TINY = ViTConfig(image_size=(16, 24), patch_size=(8, 8), width=24, depth=2, heads=3, classes=4)
 
 
 def parameter_names() -> str:
@@ -50,10 +50,13 @@ def config_fields() -> str:
 
 
 def logits() -> str:
-    """Run a seeded tiny model on the sample picture."""
-    torch.manual_seed(0)
+    """Run a tiny model on the sample picture; its weights are a formula, because random draws differ by processor."""
+    model = ViT(TINY).eval()
     with torch.no_grad():
-        answer = ViT(TINY).eval()(sample_picture(3, TINY.image_size))
+        for i, parameter in enumerate(model.parameters()):
+            wave = torch.sin(torch.arange(parameter.numel()) * 0.7 + i).reshape(parameter.shape)
+            parameter.copy_(wave * (0.3 if parameter.ndim > 1 else 0.5) + (1 if parameter.ndim == 1 else 0))
+        answer = model(sample_picture(3, TINY.image_size))
     return json.dumps([round(float(x), 6) for x in answer[0]]) + "\n"
 
 

@@ -115,7 +115,7 @@ def test_trace_is_differentiable_and_counts_from_the_end() -> None:
 def test_layers_not_asked_for_keep_the_fused_kernel() -> None:
     """Count the kernels: tracing one of three layers leaves two fused attentions."""
     model, x = tiny(), torch.randn(2, 3, 12, 20)
-    with torch.profiler.profile() as profile, torch.no_grad():
+    with torch.profiler.profile(acc_events=True) as profile, torch.no_grad():
         model.trace(x, attention=(1,))
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["aten::scaled_dot_product_attention"] == 2
