@@ -237,8 +237,6 @@ def cases(options: argparse.Namespace, device: str) -> Iterator[Case]:
 def measure_all(options: argparse.Namespace) -> Iterator[Result]:
     """Measure every case, and on each device the first one a second time, as a control."""
     for device in options.devices:
-        if "bfloat16" not in precisions(device):
-            print(f"{device}: bfloat16 is left out, the device does not compute in it natively", flush=True)
         for number, case in enumerate(cases(options, device)):
             for control in (True, False) if number == 0 else (False,):
                 yield measure(case, options.repeats, control=control)
@@ -306,6 +304,9 @@ def main() -> None:
         ours, timm = cpu_peaks(batch)
         print(f"cpu memory, {MEMORY_MODEL}, one eager training step, batch {batch}: {memory_ratio(ours, timm)}")
         record["cpu_memory"] = {"model": MEMORY_MODEL, "batch": batch, "ours": ours, "timm": timm}
+    for device in options.devices:
+        if "bfloat16" not in precisions(device):
+            print(f"{device}: bfloat16 is left out, the device does not compute in it natively")
     print(f"\n{HEADER}", flush=True)
     record["results"] = []
     for result in measure_all(options):
