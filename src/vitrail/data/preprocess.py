@@ -1,0 +1,110 @@
+"""`Preprocess`: what happens to a picture before a model sees it, as a value that travels with the weights."""
+
+from typing import Annotated, Literal, Self
+
+import numpy as np
+import torch
+from PIL import Image
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from vitrail.errors import ConfigError, InputError
+from vitrail.schema import Frozen, Pair, Positive, Sequence
+
+Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
+Numbers = Annotated[tuple[Annotated[float, Field()], ...], Sequence]
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF = (0.5, 0.5, 0.5)
+"""As mean and as std: maps 0…255 to ±1."""
+
+
+class Preprocess(Frozen):
+    """The evaluation transform: resize, crop the centre, scale to 0…1, subtract `mean`, divide by `std`."""
+
+    size: Pair = (224, 224)
+    """Height and width of what the model sees."""
+    resize: Literal["squash", "cover", "contain"] = "squash"
+    """`squash` gives up the aspect ratio; `cover` keeps it and lets the picture's edges be cropped; `contain` keeps it
+    and fills the rest with the mean colour."""
+    resize_to: Pair | None = None
+    """Height and width the picture is resized to (`squash`), has to cover, or is contained in, before the centre of
+    `size` is cut out. None: `size` itself."""
+    interpolation: Interpolation = "bilinear"
+    channels: Positive = 3
+    """1 makes the picture grey, 3 colour."""
+    mean: Numbers = HALF
+    std: Numbers = HALF
+
+    @model_validator(mode="after")
+    def _one_number_a_channel(self) -> Self:
+        for name, numbers in (("mean", self.mean), ("std", self.std)):
+            if len(numbers) != self.channels:
+                raise ConfigError(
+                    f"preprocess.{name} has {len(numbers)} numbers for {self.channels} channels; give one for each"
+                )
+        if min(self.std) <= 0:
+            raise ConfigError(f"preprocess.std is {self.std}; every number must be greater than 0")
+        return self
+
+    def __call__(self, picture: Image.Image) -> Tensor:
+        """Turn a picture into what the model takes: (channels, height, width), normalised."""
+        return self.normalise(self.pixels(picture))
+
+    def pixels(self, picture: Image.Image) -> Tensor:
+        """Resize and crop a picture: (channels, height, width), uint8."""
+        picture = self._cut(self._resized(self._coloured(picture)))
+        array = np.asarray(picture)
+        array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+        return torch.from_numpy(array.copy())
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Turn pixels 0…255 (…, channels, height, width) into normalised float32, on whatever device they are."""
+        mean, std = (pixels.new_tensor(n, dtype=torch.float32)[:, None, None] for n in (self.mean, self.std))
+        return (pixels.float() / 255 - mean) / std
+
+    def _coloured(self, picture: Image.Image) -> Image.Image:
+        if self.channels not in (1, 3):
+            raise InputError(
+                f"this model takes {self.channels} channels, which a picture file does not have; give it a tensor"
+            )
+        mode = "RGB" if self.channels == 3 else "L"
+        return picture if picture.mode == mode else picture.convert(mode)
+
+    def _resized(self, picture: Image.Image) -> Image.Image:
+        width, height = resized_size(picture.size, self.resize_to or self.size, self.resize)
+        if (width, height) == picture.size:
+            return picture
+        return picture.resize((width, height), Image.Resampling[self.interpolation.upper()])
+
+    def _cut(self, picture: Image.Image) -> Image.Image:
+        """Cut the centre out, after padding a picture that is too small."""
+        height, width = self.size
+        extra = max(0, height - picture.height), max(0, width - picture.width)
+        if any(extra):
+            colours = [round(255 * m) if self.resize == "contain" else 0 for m in self.mean]
+            colour = tuple(colours) if self.channels == 3 else colours[0]
+            larger = Image.new(picture.mode, (picture.width + extra[1], picture.height + extra[0]), colour)
+            larger.paste(picture, (extra[1] // 2, extra[0] // 2))
+            picture = larger
+        top, left = round((picture.height - height) / 2), round((picture.width - width) / 2)
+        return picture.crop((left, top, left + width, top + height))
+
+
+def resized_size(
+    picture: tuple[int, int], box: tuple[int, int], mode: Literal["squash", "cover", "contain"]
+) -> tuple[int, int]:
+    """Return the (width, height) a picture of (width, height) gets, for a box of (height, width).
+
+    Fractions of a pixel are dropped when a square is covered, as torchvision does, and rounded else, as timm does.
+    """
+    width, height = picture
+    if mode == "squash":
+        return box[1], box[0]
+    if mode == "cover" and box[0] == box[1]:
+        short, long = sorted(picture)
+        longer = int(box[0] * long / short)
+        return (box[0], longer) if width <= height else (longer, box[0])
+    choose = min if mode == "cover" else max
+    ratio = choose(height / box[0], width / box[1])
+    return max(1, round(width / ratio)), max(1, round(height / ratio))

@@ -1,0 +1,147 @@
+"""Preprocessing beside the peers' own: the same pictures through both."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.peers import import_peer
+
+from vitrail.data.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vitrail.errors import ConfigError, InputError
+
+SIZES = [(500, 375), (375, 500), (224, 224), (64, 48), (1023, 301), (17, 333), (256, 257)]
+
+
+def photograph(size: tuple[int, int], mode: str = "RGB") -> Image.Image:
+    """Make a picture with edges, slopes and noise, and store it as a JPEG, so that both sides read a file."""
+    rng = np.random.default_rng(size[0] * 10_000 + size[1])
+    x, y = np.meshgrid(np.linspace(0, 6, size[0]), np.linspace(0, 4, size[1]))
+    waves = np.stack([np.sin(x * y), np.cos(x + 2 * y), np.sin(3 * x) * np.cos(y)], axis=-1)
+    array = 127 + 90 * waves + rng.normal(0, 15, waves.shape)
+    file = io.BytesIO()
+    Image.fromarray(array.clip(0, 255).astype(np.uint8)).convert(mode).save(file, "JPEG", quality=90)
+    return Image.open(io.BytesIO(file.getvalue()))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("options", "ours"),
+    [
+        (
+            {"crop_pct": 0.9, "interpolation": "bicubic"},
+            {"resize": "cover", "resize_to": 248, "interpolation": "bicubic"},
+        ),
+        ({"crop_pct": 0.875, "interpolation": "bilinear"}, {"resize": "cover", "resize_to": 256}),
+        ({"crop_pct": 1.0, "crop_mode": "squash", "interpolation": "bicubic"}, {"interpolation": "bicubic"}),
+        (
+            {"crop_pct": 0.9, "crop_mode": "squash", "interpolation": "lanczos"},
+            {"resize_to": 248, "interpolation": "lanczos"},
+        ),
+        (
+            {"crop_pct": 1.0, "crop_mode": "border", "interpolation": "bicubic"},
+            {"resize": "contain", "interpolation": "bicubic"},
+        ),
+        ({"img_size": (112, 208), "crop_pct": 0.9}, {"size": (112, 208), "resize": "cover", "resize_to": (124, 231)}),
+    ],
+    ids=["bicubic", "bilinear", "squash", "squash-crop", "border", "oblong"],
+)
+def test_timm(options: dict[str, Any], ours: dict[str, Any], size: tuple[int, int]) -> None:
+    factory = import_peer("timm.data.transforms_factory").transforms_imagenet_eval
+    statistics: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    picture = photograph(size)
+    pixels = factory(**{"img_size": 224, **statistics, **options}, normalize=False)(picture)
+    preprocess = Preprocess(**{"size": 224, **statistics, **ours})
+    assert torch.equal(preprocess.pixels(picture), torch.as_tensor(np.asarray(pixels)))
+    whole = factory(**{"img_size": 224, **statistics, **options})(picture)
+    assert torch.allclose(preprocess(picture), whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_torchvision(size: tuple[int, int]) -> None:
+    preset = import_peer("torchvision.transforms._presets").ImageClassification(crop_size=224, resize_size=256)
+    ours = Preprocess(size=(224, 224), resize="cover", resize_to=(256, 256), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    picture = photograph(size)
+    assert torch.allclose(ours(picture), preset(picture), atol=1e-6)
+    assert worst(ours.pixels(picture), undo(preset(picture), IMAGENET_MEAN, IMAGENET_STD)) <= 1e-3
+    # On tensors torchvision resizes with torch's own antialiasing.
+    tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    assert worst(ours.pixels(picture), undo(preset(tensor), IMAGENET_MEAN, IMAGENET_STD)) <= 1 + 1e-3
+
+
+def undo(normalised: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
+    m, s = torch.tensor(mean)[:, None, None], torch.tensor(std)[:, None, None]
+    return (normalised * s + m) * 255
+
+
+def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference, in steps of 1/255."""
+    assert found.shape == expected.shape
+    return float((found.float() - expected.float()).abs().max())
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(("resample", "tolerance"), [("bilinear", 1), ("bicubic", 2)])
+def test_transformers(size: tuple[int, int], resample: Any, tolerance: int) -> None:
+    picture = photograph(size)
+    number = Image.Resampling[resample.upper()]
+    ours = Preprocess(interpolation=resample, mean=HALF, std=HALF)
+    slow = import_peer("transformers.models.vit.image_processing_pil_vit").ViTImageProcessorPil(resample=number)
+    fast = import_peer("transformers.models.vit.image_processing_vit").ViTImageProcessor(resample=number)
+    # Pillow rounds to whole pixel values between its two passes, torch (without AVX2) does not; where a picture is
+    # enlarged in both directions, that can amount to one step more.
+    tolerance += max(size) < 224
+    for processor, limit in ((slow, 1e-3), (fast, tolerance + 1e-3)):
+        call: Callable[..., Any] = processor
+        expected = torch.as_tensor(np.asarray(call(picture, return_tensors="pt")["pixel_values"][0]))
+        assert worst(ours.pixels(picture), undo(expected, HALF, HALF)) <= limit
+
+
+def test_grey_pictures() -> None:
+    ours = Preprocess(size=(32, 48), channels=1, mean=(0.5,), std=(0.25,))
+    for mode in ("L", "RGB", "CMYK"):
+        tensor = ours(photograph((100, 80), mode))
+        assert tensor.shape == (1, 32, 48)
+    grey = photograph((100, 80), "L")
+    expected = np.asarray(grey.resize((48, 32), Image.Resampling.BILINEAR), np.float32) / 255
+    assert torch.allclose(ours(grey)[0], torch.from_numpy((expected - 0.5) / 0.25), atol=1e-6)
+    colour = Preprocess(size=(32, 48))(grey)
+    assert colour.shape == (3, 32, 48)
+    assert torch.equal(colour[0], colour[2])
+
+
+def test_batches_are_normalised_alike() -> None:
+    ours = Preprocess(mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    pixels = torch.stack([ours.pixels(photograph(size)) for size in SIZES[:3]])
+    assert torch.equal(ours.normalise(pixels)[1], ours(photograph(SIZES[1])))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mean": (0.5,)}, "preprocess.mean has 1 numbers for 3 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, "every number must be greater than 0"),
+        ({"mean": (0.5, float("nan"), 0.5)}, "finite number"),
+        ({"resize": "crop"}, "resize is 'crop', which is not one of 'squash', 'cover' or 'contain'"),
+        ({"interpolation": "cubic"}, "did you mean 'bicubic'"),
+        ({"size": 0}, "greater than 0"),
+    ],
+)
+def test_bad_settings(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Preprocess(**fields)
+
+
+def test_many_channels_come_as_tensors() -> None:
+    ours = Preprocess(channels=4, mean=(0.5,) * 4, std=(0.5,) * 4)
+    with pytest.raises(InputError, match="takes 4 channels, which a picture file does not have"):
+        ours(photograph((30, 30)))
+    assert ours.normalise(torch.zeros(2, 4, 8, 8, dtype=torch.uint8)).shape == (2, 4, 8, 8)
+
+
+def test_it_travels_as_json() -> None:
+    ours = Preprocess(size=(96, 64), resize="contain", resize_to=(100, 70), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    assert Preprocess.from_json(ours.to_json()) == ours
