@@ -7,16 +7,18 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check format test test-slow test-gpu docs docs-serve drawings golden bench lock clean
+.PHONY: help demo check format test test-slow test-gpu docs docs-serve drawings golden bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-12s %s\n", $$1, $$2}'
 
 # The stamps are remade when the list of dependencies changes, so that a second run installs nothing.
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Vitrail needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=python3.11 demo"; exit 2; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "Vitrail needs Python 3.11 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1 || echo not there)."; \
+	    echo "Name another one: make demo PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip --version >/dev/null || \
+	  { rm -rf $(VENV); echo "'$(PYTHON) -m venv' made no environment with pip (on Debian: apt install python3-venv)."; exit 2; }
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
@@ -49,10 +51,10 @@ test-gpu: $(VENV)/.installed-all ## the tests that need a CUDA device
 	$(BIN)/pytest -q -m gpu
 
 docs: $(VENV)/.installed-all ## build the documentation into site/, any warning is an error
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(VENV)/.installed-all ## read the documentation while writing it
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 drawings: $(VENV)/.installed ## draw the pictures of the documentation again
 	$(BIN)/python docs/drawings/draw.py

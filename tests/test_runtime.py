@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.errors import ConfigError
-from vitrail.runtime import Processes, autocast, choose_device, derive_seed, process_group, seed_everything
+from vitrail.runtime import Processes, autocast, choose_device, derive_seed, process_group, seed_torch
 
 
 def test_the_processor_is_always_there() -> None:
@@ -39,9 +39,9 @@ def test_precision() -> None:
 
 
 def test_seeding() -> None:
-    seed_everything(3)
+    seed_torch(3)
     first = torch.randn(4)
-    seed_everything(3)
+    seed_torch(3)
     assert torch.equal(first, torch.randn(4))
 
 
@@ -83,7 +83,7 @@ def test_two_processes_meet() -> None:
         "from vitrail.runtime import process_group\n"
         "with process_group(torch.device('cpu')) as p:\n"
         "    t = torch.tensor([p.rank + 1.0]); d.all_reduce(t)\n"
-        "    print(p.rank, p.size, p.is_main, t.item(), flush=True)\n"
+        "    import sys; sys.stdout.write(f'{p.rank} {p.size} {p.is_main} {t.item()}\\n')\n"
     )
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     run += [sys.executable, "-c", code]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import create
+    from vitrail.api import create, describe
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
     from vitrail.models.config import ViTConfig
     from vitrail.models.variants import variant_config
@@ -29,11 +29,13 @@ __all__ = [
     "VitrailError",
     "__version__",
     "create",
+    "describe",
     "variant_config",
 ]
 
 _HOME = {
     "create": "vitrail.api",
+    "describe": "vitrail.api",
     "CheckpointError": "vitrail.errors",
     "ConfigError": "vitrail.errors",
     "DataError": "vitrail.errors",

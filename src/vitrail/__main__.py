@@ -2,20 +2,40 @@
 
 import sys
 
-from vitrail.cli.app import app
-from vitrail.errors import VitrailError
-
 
 def main() -> None:
     """Run the command line. What a user caused is one sentence on stderr and exit code 2."""
     try:
-        app()
+        sys.exit(_run())
+    except KeyboardInterrupt:
+        sys.exit(130)  # as the shell does for a program that Ctrl-C ended
+
+
+def _run() -> int:
+    import typer
+
+    from vitrail.cli.app import app
+    from vitrail.errors import VitrailError
+
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # what typer raises for a wrong option; not public
+    try:
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except usage_error as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help already
+            return 2
+        print(f"vitrail: {error.format_message()} (see vitrail --help)", file=sys.stderr)  # type: ignore[attr-defined]
+    except typer.Abort:
+        return 130
     except VitrailError as error:
         print(f"vitrail: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # `vitrail models | head`: the reader left, which is no fault
-        sys.stderr.close()
-        sys.exit(0)
+    except OSError as error:  # a full disk, a closed terminal
+        print(f"vitrail: {error.strerror or error}", file=sys.stderr)
+    else:
+        return code if isinstance(code, int) else 0
+    return 2
 
 
 if __name__ == "__main__":

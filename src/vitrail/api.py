@@ -1,8 +1,18 @@
 """The public functions: what `import vitrail` offers, each one call deep."""
 
+from typing import NamedTuple
+
+import torch
+
+from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
+from vitrail.models.cost import Cost, cost
+from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
+
+LARGE = 150_000_000
+"""A model of more parameters is described without computing anything, because drawing its weights takes long."""
 
 
 def create(
@@ -18,6 +28,35 @@ def create(
     The arguments are the fields people change most. Any other is changed in the config:
     `create(variant_config("B/16").replace(pool="mean"))`.
     """
-    config = name if isinstance(name, ViTConfig) else variant_config(name)
     changes = {"classes": classes, "image_size": image_size, "patch_size": patch_size, "channels": channels}
-    return ViT(config.replace(**{field: value for field, value in changes.items() if value is not None}))
+    return ViT(_config(name).replace(**{field: value for field, value in changes.items() if value is not None}))
+
+
+class Description(NamedTuple):
+    """A model in numbers."""
+
+    config: ViTConfig
+    cost: Cost
+    stages: list[Stage]
+    computed: bool
+    """Whether a real picture went through the model; if not, only shapes were worked out."""
+
+
+def describe(name: str | ViTConfig) -> Description:
+    """Send a picture made on the spot through a fresh model, and say what it becomes at every stage."""
+    config = _config(name)
+    spent = cost(config)
+    computed = spent.parameters <= LARGE
+    with torch.device("cpu" if computed else "meta"), torch.random.fork_rng(devices=[]):
+        model, picture = ViT(config).eval(), sample_picture(config.channels, config.image_size)
+    if not computed:
+        model = model.to("meta")
+    return Description(config, spent, stages(model, picture), computed)
+
+
+def _config(name: str | ViTConfig) -> ViTConfig:
+    if isinstance(name, ViTConfig):
+        return name
+    if isinstance(name, str):
+        return variant_config(name)
+    raise ConfigError(f"expected a model's name, such as 'B/16', or a ViTConfig, found {name!r}")

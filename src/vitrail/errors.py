@@ -40,7 +40,7 @@ class Diverged(VitrailError):  # noqa: N818 - named for what happened to the run
     """Training produced numbers that are not finite."""
 
 
-def suggest(word: str, valid: Iterable[str]) -> str:
+def suggest(word: object, valid: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" with the nearest valid words, or nothing where none is near.
 
     >>> suggest("widht", ["width", "depth"])
@@ -48,6 +48,6 @@ def suggest(word: str, valid: Iterable[str]) -> str:
     """
     choices = list(valid)
     # Compared without case, answered in the right one.
-    near = difflib.get_close_matches(word.lower(), {choice.lower() for choice in choices}, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(str(word).lower(), {choice.lower() for choice in choices}, n=3, cutoff=0.6)
     found = [choice for match in near for choice in choices if choice.lower() == match]
     return "; did you mean " + " or ".join(map(repr, found)) + "?" if found else ""

@@ -17,14 +17,19 @@ _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Return the device called `name`: "cpu", "cuda", "cuda:1", "mps"; "auto" takes the fastest there is."""
+    """Return the device called `name`: "cpu", "cuda", "cuda:1", "mps"; "auto" takes the fastest there is.
+
+    Among the processes of torchrun, "cuda" is the GPU that belongs to this one.
+    """
     usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        return torch.device(next(kind for kind, there in usable.items() if there))
+        name = next(kind for kind, there in usable.items() if there)
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ConfigError(f"no device is called {name!r}{suggest(name, usable)}") from None
+    if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
+        device = torch.device("cuda", _number("LOCAL_RANK"))
     if not usable.get(device.type, False) or (
         device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
     ):
@@ -42,7 +47,7 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
     return torch.autocast(device.type, dtype=_DTYPES[precision])
 
 
-def seed_everything(seed: int) -> None:
+def seed_torch(seed: int) -> None:
     """Start torch's generators, on every device, from `seed`."""
     torch.manual_seed(seed)
 
@@ -83,8 +88,24 @@ def process_group(device: torch.device) -> Iterator[Processes]:
             f"the environment has {', '.join(there)} but not {', '.join(sorted(set(names) - set(there)))}; "
             f"start several processes with torchrun, or unset them"
         )
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    processes = Processes(*(_number(name) for name in names))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     try:
-        yield Processes(*(int(os.environ[name]) for name in names))
+        torch.distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"the processes could not meet ({error}); start them with torchrun") from None
+    try:
+        yield processes
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _number(name: str) -> int:
+    """Read a whole number from the environment."""
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigError(f"{name} should be a whole number, found {os.environ[name]!r}") from None

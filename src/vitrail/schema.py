@@ -1,12 +1,13 @@
 """The base of every config: frozen, typed, finite; an unknown key is an error that names the nearest valid one."""
 
+import operator
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError
 from pydantic import model_validator as _model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from vitrail.errors import ConfigError, suggest
 
@@ -33,6 +34,12 @@ class Frozen(BaseModel):
         finally:
             _inside.reset(token)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(f"a {type(self).__name__} does not change; make another one with replace({name}={value!r})")
+
+    def __delattr__(self, name: str) -> None:
+        raise ConfigError(f"a {type(self).__name__} does not change; {name} stays")
+
     def replace(self, **changes: Any) -> Self:
         """Return a checked copy with some fields changed; the original stays as it was."""
         return type(self).model_validate({**dict(self), **changes})
@@ -52,7 +59,7 @@ class Frozen(BaseModel):
 
 def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
     """Say one validation error: where, what was found, what would be valid."""
-    path = ".".join(str(part) for part in error["loc"])
+    path = ".".join(str(part) for part in error["loc"]) or cls.__name__
     found = error.get("input")
     match error["type"]:
         case "extra_forbidden":
@@ -87,19 +94,29 @@ def _configs_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _configs_in(part)
 
 
+def _as_whole(value: Any) -> Any:
+    """Accept whatever Python takes for an index (NumPy's integers, say) as a whole number; a truth value is none."""
+    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
+
+
 def _as_pair(value: Any) -> Any:
     """Read 16 as (16, 16), and accept a list where JSON or TOML gave one."""
+    value = _as_whole(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return (value, value)
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return tuple(value)
+    raise PydanticCustomError("pair", "it should be one whole number, or two (height, width)")
 
 
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+LIMIT = 1_000_000
+"""No size of a model or a picture is larger; a larger number is a slip that would end in a lack of memory."""
+Positive = Annotated[int, BeforeValidator(_as_whole), Field(gt=0, le=LIMIT)]
+Count = Annotated[int, BeforeValidator(_as_whole), Field(ge=0, le=LIMIT)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_as_pair)]
 """Height and width; one number stands for both."""

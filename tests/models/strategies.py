@@ -44,7 +44,7 @@ def configs(draw: st.DrawFn, /, **fixed: Any) -> ViTConfig:
     choose("mlp_width", [None, 10])
     choose("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"])
     choose("norm_order", ["pre", "post"])
-    for switch in ("norm_before_blocks", "qkv_bias", "qk_norm", "proj_bias", "patch_bias"):
+    for switch in ("norm_before_blocks", "qkv_bias", "qk_norm", "proj_bias", "patch_bias", "mlp_bias"):
         choose(switch, [False, True])
     inner = fields["heads"] * (fields["head_dim"] or fields["width"] // fields["heads"])
     choose("out_proj", [True, False] if inner == fields["width"] else [True])

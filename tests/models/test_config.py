@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from vitrail.errors import ConfigError
 from vitrail.models.config import ConvLayer, ResNet, ViTConfig
@@ -12,7 +12,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"image_size": 225}, "image height 225 is not a multiple of patch height 16; use an image height of 224 or 240"),
     ({"image_size": (224, 8)}, "image width 8 is not a multiple of patch width 16; use an image width of 16"),
     ({"image_size": 0}, "image_size.0 is 0: input should be greater than 0"),
-    ({"image_size": (1, 2, 3)}, "image_size is (1, 2, 3)"),
+    ({"image_size": (1, 2, 3)}, "image_size is (1, 2, 3): it should be one whole number, or two (height, width)"),
+    ({"image_size": "224"}, "image_size is '224': it should be one whole number, or two (height, width)"),
+    ({"image_size": 48.0}, "it should be one whole number, or two"),
+    ({"classes": 10**30}, "less than or equal to 1000000"),
+    ({"image_size": 32_000, "patch_size": 16}, "make 4,000,001 tokens; at most 1,000,000 are allowed"),
+    (
+        {"image_size": 224, "patch_size": 2, "position": "relative"},
+        "at most 10,000 are allowed with position 'relative'",
+    ),
+    ({"layer_scale": 1e300}, "layer_scale is 1e+300"),
     ({"heads": 7}, "width 768 is not a multiple of heads 7; change one, or set head_dim"),
     ({"heads": 7, "head_dim": 64, "out_proj": False}, "7 heads × 64 = 448; set out_proj=True"),
     ({"embed_dropout": -0.1}, "embed_dropout is -0.1: input should be greater than or equal to 0"),
@@ -68,15 +77,18 @@ def test_every_fault_is_named_at_once() -> None:
         ViTConfig.model_validate({"width": 0, "heads": "x", "foo": 1})
 
 
-def test_resnet_width_fills_the_groups() -> None:
-    with pytest.raises(ConfigError, match=r"width_factor 0\.3 gives 19 root channels"):
-        ResNet(width_factor=0.3)
+@pytest.mark.parametrize("factor", [0.3, 0.001, 0.51, 1e308, 0.0])
+def test_resnet_width_fills_the_groups(factor: float) -> None:
+    with pytest.raises(ConfigError, match="width_factor is"):
+        ResNet(width_factor=factor)
 
 
 def test_a_config_cannot_change() -> None:
     config = ViTConfig()
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigError, match=r"does not change; make another one with replace\(width=3\)"):
         config.width = 3  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="width stays"):
+        del config.width
     assert config.replace(width=384, heads=6).width == 384
     assert config.width == 768
     with pytest.raises(ConfigError, match="did you mean 'depth'"):
@@ -86,11 +98,16 @@ def test_a_config_cannot_change() -> None:
 def test_numbers_stand_for_pairs_and_lists_for_tuples() -> None:
     config = ViTConfig.model_validate({"image_size": 96, "patch_size": [8, 16]})
     assert (config.image_size, config.patch_size, config.grid) == ((96, 96), (8, 16), (12, 6))
+    numpy = ViTConfig(width=np.int64(48), heads=np.int32(3), image_size=np.int64(32))
+    assert (numpy.width, numpy.image_size) == (48, (32, 32))
+    assert type(numpy.width) is int
 
 
 def test_text_that_is_no_config() -> None:
     with pytest.raises(ConfigError, match="ViTConfig: Invalid JSON"):
         ViTConfig.from_json("{")
+    with pytest.raises(ConfigError, match=r"ViTConfig is \[\]"):
+        ViTConfig.from_json("[]")
     with pytest.raises(ConfigError, match="did you mean 'width'"):
         ViTConfig.from_json('{"widths": 3}')
 

@@ -45,6 +45,12 @@ def test_timm(pool: Any) -> None:
     assert_alike(parameters(ours), parameters(peer))
 
 
+def test_timm_distilled() -> None:
+    peer = import_peer("timm").create_model("deit_tiny_distilled_patch16_224", depth=1)
+    config = ViTConfig(width=192, depth=1, heads=3, distillation_token=True, init="timm")
+    assert_alike(parameters(ViT(config)), parameters(peer))
+
+
 def test_timm_hybrid() -> None:
     peer = import_peer("timm").create_model("vit_small_r26_s32_224", depth=1)
     ours = ViT(

@@ -1,10 +1,13 @@
 """The table of named models: exact sizes, every spelling, and helpful errors."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import vitrail
 from vitrail.errors import ConfigError
+from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost
 from vitrail.models.variants import VARIANTS, variant_config
 from vitrail.models.vit import ViT
@@ -86,6 +89,24 @@ def test_unknown_name(name: str, hint: str) -> None:
         vitrail.create(name)
     assert hint in str(caught.value)
     assert "vitrail models" in str(caught.value)
+
+
+@pytest.mark.parametrize("thing", [None, 3, {}, ["Ti/16"], b"Ti/16", ViTConfig])
+def test_what_is_no_name(thing: Any) -> None:
+    for function in (vitrail.create, vitrail.describe):
+        with pytest.raises(ConfigError, match="expected a model's name, such as 'B/16', or a ViTConfig"):
+            function(thing)
+    with pytest.raises(ConfigError, match="expected the name of a model"):
+        variant_config(thing)
+    with pytest.raises(ConfigError, match="ViT takes a ViTConfig"):
+        ViT(thing)
+
+
+def test_large_models_are_described_without_computing() -> None:
+    small, large = vitrail.describe("Ti/16"), vitrail.describe("L/16")
+    assert (small.computed, large.computed) == (True, False)
+    assert [stage.name for stage in small.stages][:5] == [stage.name for stage in large.stages][:5]
+    assert large.stages[-1].shape == (1, 1000)
 
 
 def test_a_size_that_does_not_fit_the_patch() -> None:

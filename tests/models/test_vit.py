@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.peers import scramble
@@ -23,8 +24,8 @@ def tiny(**fields: Any) -> ViT:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        ((3, 12, 20), "found a tensor of 3 axes, (3, 12, 20); add a batch axis with x[None]"),
-        ((2, 1, 3, 12, 20), "found a tensor of 5 axes"),
+        ((3, 12, 20), "found 3 axes, (3, 12, 20); add a batch axis with x[None]"),
+        ((2, 1, 3, 12, 20), "found 5 axes"),
         (
             (2, 1, 12, 20),
             "takes pictures of 3 channels, found 1; convert the picture, or build the model with channels=1",
@@ -43,6 +44,35 @@ def test_wrong_pictures_are_explained(shape: tuple[int, ...], words: str) -> Non
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("thing", [None, [1], "x", 3, np.zeros((1, 3, 12, 20), np.float32)])
+def test_what_is_no_tensor(thing: Any) -> None:
+    with pytest.raises(InputError, match=f"expected a tensor of pictures, found {type(thing).__name__}"):
+        tiny()(thing)
+
+
+def test_another_precision_or_device() -> None:
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        with pytest.raises(
+            InputError, match=rf"the model computes in torch.float32, the pictures are {dtype}; use x.to"
+        ):
+            tiny()(torch.zeros(1, 3, 12, 20, dtype=dtype))
+    with pytest.raises(InputError, match="the model is on cpu, the pictures on meta"):
+        tiny()(torch.zeros(1, 3, 12, 20, device="meta"))
+    with pytest.raises(InputError, match=r"expected pictures with pixels, found a tensor of shape \(1, 3, 0, 0\)"):
+        tiny()(torch.zeros(1, 3, 0, 0))
+
+
+@pytest.mark.parametrize("layers", [(0.5,), (True,), ("a",), 0, None, "all", torch.tensor([0.5])])
+def test_layers_that_are_no_numbers(layers: Any) -> None:
+    with pytest.raises(InputError, match=r"expected the numbers of layers|a layer is a whole number"):
+        tiny().trace(torch.zeros(1, 3, 12, 20), attention=layers)
+
+
+@pytest.mark.parametrize("layers", [range(2), iter((0, 1)), [0, 1], torch.tensor([0, 1]), {0: "a", 1: "b"}])
+def test_layers_in_any_collection(layers: Any) -> None:
+    assert set(tiny().trace(torch.zeros(1, 3, 12, 20), attention=layers).attention) == {0, 1}
+
+
 def test_whole_numbers_are_refused() -> None:
     with pytest.raises(InputError, match=r"found torch\.uint8; preprocess the picture first"):
         tiny()(torch.zeros(1, 3, 12, 20, dtype=torch.uint8))
@@ -54,7 +84,7 @@ def test_an_empty_batch_is_a_batch() -> None:
 
 def test_features_are_what_the_head_sees() -> None:
     model, x = tiny(), torch.randn(2, 3, 12, 20)
-    pooled, tokens = model.features(x)
+    pooled, tokens = model.features(x).pooled, model.features(x).tokens
     assert tokens.shape == (2, 16, 24)
     assert torch.equal(model.head(pooled), model(x))
     assert torch.equal(pooled, tokens[:, 0])
@@ -201,6 +231,8 @@ def test_bad_resizes() -> None:
         model.resize(13)
     with pytest.raises(ConfigError, match="no resampling method 'bicubic'; choose one of google, timm"):
         model.resize(24, method="bicubic")
+    with pytest.raises(ConfigError, match="no resampling method None"):
+        model.resize(24, method=None)
     assert model.config == ViTConfig(**TINY)
 
 

@@ -9,7 +9,7 @@ from vitrail.cli.models import models
 
 app = typer.Typer(
     name="vitrail",
-    help="The Vision Transformer, from end to end: pictures in, a trained, measured, explained and served ViT out.",
+    help="Vision Transformers: the named models, and what happens inside them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -41,35 +41,34 @@ def _list_all(as_json: bool) -> None:
     )
     typer.echo(
         f"\nAt {DEFAULT_IMAGE_SIZE}×{DEFAULT_IMAGE_SIZE} pixels and 1,000 classes. GFLOPs are for one picture; a "
-        "multiply-add counts as two,\nso tables that count it as one show half. "
+        "multiply-add\ncounts as two, so tables that count it as one show half.\n"
         "Another size by its name: vit_base_patch16_384. One model in detail: vitrail models B/16."
     )
 
 
 def _show_one(name: str, as_json: bool) -> None:
-    from vitrail.models.cost import cost
-    from vitrail.models.stages import sample_picture, stages
-    from vitrail.models.variants import variant_config
-    from vitrail.models.vit import ViT
+    from vitrail.api import describe
 
-    config = variant_config(name)
-    spent = cost(config)
-    found = stages(ViT(config).eval(), sample_picture(config.channels, config.image_size))
+    found = describe(name)
+    spent = found.cost
     if as_json:
         report = {
             "name": name,
             **spent._asdict(),
-            "stages": [stage._asdict() for stage in found],
-            "config": json.loads(config.to_json()),
+            "stages": [stage._asdict() for stage in found.stages],
+            "config": json.loads(found.config.to_json()),
         }
         typer.echo(json.dumps(report, indent=2))
         return
+    way = "A picture made on the spot went through it, with weights drawn at random:"
+    if not found.computed:
+        way = "What a picture becomes on its way through it (counted, not computed, for so large a model):"
     typer.echo(
         f"{name}: {spent.parameters:,} parameters, {spent.tokens} tokens, {spent.flops / 1e9:,.2f} GFLOPs a picture.\n"
-        "A picture made on the spot went through it, with weights drawn at random:\n"
+        f"{way}\n"
     )
     print_table(
         ("stage", "shape", "numbers", "what it is"),
-        [(s.name, " × ".join(map(str, s.shape)), f"{math.prod(s.shape):,}", s.meaning) for s in found],
+        [(s.name, " × ".join(map(str, s.shape)), f"{math.prod(s.shape):,}", s.meaning) for s in found.stages],
         numbers=("numbers",),
     )

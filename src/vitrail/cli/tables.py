@@ -1,5 +1,6 @@
 """Tables and progress on the terminal, the same for every command."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -7,16 +8,27 @@ Item = TypeVar("Item")
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
-    """Print a table on stdout; the columns named in `numbers` are set to the right."""
+    """Print a table on stdout; the columns named in `numbers` are set to the right. Only the last column wraps."""
     from rich.console import Console
     from rich.table import Table
 
+    lines = [list(row) for row in rows]
+    widths = [max(len(line[i]) for line in [list(header), *lines]) for i in range(len(header))]
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for title in header:
-        table.add_column(title, justify="right" if title in numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    for i, title in enumerate(header):
+        last = i == len(header) - 1
+        table.add_column(
+            title,
+            justify="right" if title in numbers else "left",
+            no_wrap=not last or title in numbers,
+            min_width=min(widths[i], 24) if last else widths[i],
+        )
+    for line in lines:
+        table.add_row(*line)
+    # Wider than a narrow terminal rather than broken names and numbers; whole lines where nobody watches.
+    least = sum(widths[:-1]) + 2 * len(widths) + min(widths[-1], 24)
+    watched = sys.stdout.isatty()
+    Console(width=max(Console().width, least) if watched else max(least, sum(widths) + 2 * len(widths))).print(table)
 
 
 def with_progress(items: Sequence[Item], what: str) -> Iterable[Item]:

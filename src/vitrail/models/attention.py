@@ -6,6 +6,7 @@ number of tokens. Axes: B batch, T tokens, D width, H heads, d width of a head.
 
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,8 +47,9 @@ class Attention(nn.Module):
         logits = (query * self.head_width**-0.5) @ key.transpose(-2, -1)
         if bias is not None:
             logits = logits + bias
-        weights = logits.softmax(dim=-1)
-        x = F.dropout(weights, self.dropout, self.training) @ value
+        # In float32 also under bf16: whoever multiplies the weights of many layers needs rows that sum to 1.
+        weights = logits.softmax(dim=-1, dtype=torch.float32)
+        x = F.dropout(weights, self.dropout, self.training).to(value.dtype) @ value
         return self._merge(x), weights
 
     def _project(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

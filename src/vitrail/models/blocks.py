@@ -11,10 +11,21 @@ from vitrail.models.attention import Attention
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import Places, add_table, pick, read_table
 
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU, which JAX computes by default."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """CLIP's sigmoid approximation of GELU."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
 }
 
@@ -26,9 +37,9 @@ class Mlp(nn.Module):
         super().__init__()
         self.gated = config.activation == "swiglu"
         self.activation = None if self.gated else ACTIVATIONS[config.activation]
-        self.fc1 = nn.Linear(config.width, config.mlp_hidden * (2 if self.gated else 1))
+        self.fc1 = nn.Linear(config.width, config.mlp_hidden * (2 if self.gated else 1), bias=config.mlp_bias)
         self.drop1 = nn.Dropout(config.mlp_dropout)
-        self.fc2 = nn.Linear(config.mlp_hidden, config.width)
+        self.fc2 = nn.Linear(config.mlp_hidden, config.width, bias=config.mlp_bias)
         self.drop2 = nn.Dropout(config.mlp_dropout)
 
     def forward(self, x: Tensor) -> Tensor:

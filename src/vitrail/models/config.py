@@ -9,10 +9,12 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from vitrail.errors import ConfigError
-from vitrail.schema import Count, Frozen, Pair, Positive, Rate, Sequence
+from vitrail.schema import LIMIT, Count, Frozen, Pair, Positive, Rate, Sequence
 
 GROUPS = 32
 """Groups of every GroupNorm in the hybrid's ResNet."""
+RELATIVE_LIMIT = 10_000
+"""Most tokens with relative positions, which keep a number for every pair of them."""
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"]
 Initialisation = Literal["paper", "timm", "torchvision", "lucidrains"]
@@ -34,20 +36,12 @@ class ResNet(Frozen):
 
     depths: Annotated[tuple[Positive, ...], Sequence] = (3, 4, 9)
     """Bottleneck blocks in each stage. () is the root alone, as in R+Ti/16."""
-    width_factor: Annotated[float, Field(gt=0)] = 1.0
-    """Multiplies the 64 channels of the root, and with them every stage's."""
+    width_factor: Annotated[float, Field(ge=0.5, le=64, multiple_of=0.5)] = 1.0
+    """Multiplies the 64 channels of the root, and with them every stage's. A multiple of 0.5, which fills GroupNorm's
+    groups."""
     numerics: Literal["google", "timm"] = "google"
     """Where the small constants go: google divides by (std + 1e-5) and has GroupNorm eps 1e-6; timm divides by
     sqrt(var + 1e-8) and has eps 1e-5."""
-
-    @model_validator(mode="after")
-    def _channels_fill_groups(self) -> Self:
-        if self.root_channels % GROUPS:
-            raise ConfigError(
-                f"resnet.width_factor {self.width_factor:g} gives {self.root_channels} root channels, which is not a "
-                f"multiple of the {GROUPS} groups of GroupNorm; choose a multiple of {GROUPS / 64:g}"
-            )
-        return self
 
     @property
     def root_channels(self) -> int:
@@ -76,7 +70,8 @@ class Layout(NamedTuple):
 
 
 class ViTConfig(Frozen):
-    """A Vision Transformer. The defaults are the paper's ViT-B/16 at 224×224 (arXiv 2010.11929)."""
+    """A Vision Transformer. The defaults are the paper's ViT-B/16 at 224×224 (arXiv 2010.11929), with the exact GELU
+    of every PyTorch library where Google's code computes `gelu_tanh`."""
 
     # The picture and its patches
     image_size: Pair = (224, 224)
@@ -111,7 +106,7 @@ class ViTConfig(Frozen):
     position_covers: Literal["patches", "class", "all"] | None = None
     """Which tokens have a row in the `learned_1d` table: patches only, also class and distillation token, or
     registers too. None: all. Every other kind of position covers patches only."""
-    rope_theta: Annotated[float, Field(gt=0)] = 100.0
+    rope_theta: Annotated[float, Field(gt=0, le=1e9)] = 100.0
     """The base of `rope_2d`'s frequencies."""
 
     # The encoder
@@ -127,7 +122,7 @@ class ViTConfig(Frozen):
     """`pre`: x + f(norm(x)), the paper's. `post`: norm(x + f(x)), the original Transformer's."""
     norm_before_blocks: bool = False
     """A LayerNorm between the embedding and the first block (CLIP)."""
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
     qkv_bias: bool = True
     qk_norm: bool = False
     """LayerNorm on every head's queries and keys."""
@@ -135,7 +130,9 @@ class ViTConfig(Frozen):
     """Whether attention ends in a projection (lucidrains leaves it out for a single head of full width)."""
     proj_bias: bool = True
     """Whether that projection has a bias."""
-    layer_scale: Annotated[float, Field(gt=0)] | None = None
+    mlp_bias: bool = True
+    """Whether the MLP's two layers have biases."""
+    layer_scale: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Initial value of LayerScale's factors. None: no LayerScale."""
 
     # Regularisation: active only in training
@@ -244,6 +241,16 @@ class ViTConfig(Frozen):
         """Width of what the head sees."""
         return self.representation or self.width
 
+    def resolved(self) -> Self:
+        """Return the same model with every default that depends on other fields written out, fit for a file."""
+        return self.replace(
+            head_dim=self.head_width,
+            mlp_width=self.mlp_hidden,
+            conv_stem=self.stem_layers if self.stem == "conv_stem" else None,
+            resnet=self.stem_resnet if self.stem == "resnet" else None,
+            position_covers=self.covers,
+        )
+
     # ── what contradicts ──
 
     @model_validator(mode="after")
@@ -256,6 +263,12 @@ class ViTConfig(Frozen):
                     f"image {side} {image} is not a multiple of patch {side} {patch}; use an image {side} of "
                     f"{choices}, or another patch size"
                 )
+        limit = RELATIVE_LIMIT if self.position == "relative" else LIMIT
+        if self.tokens > limit:
+            raise ConfigError(
+                f"pictures of {_by(self.image_size)} in patches of {_by(self.patch_size)} make {self.tokens:,} tokens; "
+                f"at most {limit:,} are allowed with position {self.position!r}, so use larger patches"
+            )
         return self
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ def cost(config: ViTConfig) -> Cost:
 
 def _count(config: ViTConfig) -> Cost:
     with torch.device("meta"):
-        model = ViT(config).eval()
+        model = ViT(config).eval().to("meta")  # also what a model computes for itself, such as rotations
         picture = torch.empty(1, config.channels, *config.image_size)
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:

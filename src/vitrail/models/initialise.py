@@ -97,7 +97,8 @@ _ROLES: tuple[tuple[str, str], ...] = (
     (r"\w*norm\w*\.weight", "norm_weight"),
     (r"\w*norm\w*\.bias", "norm_bias"),
     (r"cls_token", "class_token"),
-    (r"(dist|reg)_token", "extra_token"),
+    (r"dist_token", "distillation_token"),
+    (r"reg_token", "register"),
     (r"pos_embed(_row|_col)?|rel_pos", "position"),
     (r"attn_pool\.latent", "latent"),
     (r"patch_embed\.backbone\..*conv\d?\.weight", "backbone"),
@@ -130,7 +131,8 @@ SCHEMES: dict[Initialisation, Mapping[str, Fill]] = {
     | {
         "last_norm": _ZERO,
         "class_token": _ZERO,
-        "extra_token": _normal(0.02),
+        "distillation_token": _normal(0.02),
+        "register": _normal(0.02),
         "position": _normal(0.02),
         "latent": _xavier,
         "backbone": _lecun,
@@ -147,7 +149,8 @@ SCHEMES: dict[Initialisation, Mapping[str, Fill]] = {
     | {
         "last_norm": _ZERO,
         "class_token": _normal(1e-6),
-        "extra_token": _normal(1e-6),
+        "distillation_token": _truncated(0.02),
+        "register": _normal(1e-6),
         "position": _truncated(0.02),
         "latent": _width_truncated,
         "backbone": _kaiming_fan_out,
@@ -163,7 +166,8 @@ SCHEMES: dict[Initialisation, Mapping[str, Fill]] = {
     | _ZERO_BIASES
     | {
         "class_token": _ZERO,
-        "extra_token": _normal(0.02),
+        "distillation_token": _normal(0.02),
+        "register": _normal(0.02),
         "position": _normal(0.02),
         "latent": _xavier,
         "backbone": _torch_default,
@@ -179,7 +183,8 @@ SCHEMES: dict[Initialisation, Mapping[str, Fill]] = {
     | _TORCH
     | {
         "class_token": _normal(1.0),
-        "extra_token": _normal(1.0),
+        "distillation_token": _normal(1.0),
+        "register": _normal(1.0),
         "position": _normal(1.0),
         "latent": _normal(1.0),
     },

@@ -24,11 +24,26 @@ class AttentionPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, D) to (B, D)."""
+        query, key, value = self._project(x)
+        return self._merge(F.scaled_dot_product_attention(query, key, value))
+
+    def traced(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `forward` returns, and how much the query looks at each token: (B, H, T)."""
+        query, key, value = self._project(x)
+        logits = (query * self.head_width**-0.5) @ key.transpose(-2, -1)
+        weights = logits.softmax(dim=-1, dtype=torch.float32)
+        return self._merge(weights.to(value.dtype) @ value), weights[:, :, 0]
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query (B, H, 1, d), and keys and values, each (B, H, T, d)."""
         B, T, _ = x.shape
         query = self.q(self.latent).reshape(1, 1, self.heads, self.head_width).transpose(1, 2).expand(B, -1, -1, -1)
         key, value = self.kv(x).reshape(B, T, 2, self.heads, self.head_width).permute(2, 0, 3, 1, 4).unbind(0)
-        x = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        x = self.proj(x)
+        return query, key, value
+
+    def _merge(self, x: Tensor) -> Tensor:
+        """Put the heads (B, H, 1, d) side by side and think about them: (B, D)."""
+        x = self.proj(x.transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norm(x))
         return x[:, 0]
 

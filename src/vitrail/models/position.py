@@ -5,14 +5,14 @@ sequence, special tokens included, so that no code that uses one has to know whe
 gets what changes nothing: a row of zeros, a rotation by no angle, an offset whose term is zero.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.models.config import ViTConfig
-from vitrail.models.resample import Method, resample_grid, resample_line
+from vitrail.models.resample import Method, resample_grid, resample_line, resample_offsets
 
 
 class Places(NamedTuple):
@@ -29,7 +29,7 @@ class Places(NamedTuple):
 
 
 def add_table(owner: nn.Module, config: ViTConfig) -> None:
-    """Give `owner` (the model, or a block) the position table that `read_table` reads."""
+    """Give `owner` (the model, or a block) the learned position table that `read_table` reads."""
     rows, columns = config.grid
     match config.position:
         case "learned_1d":
@@ -37,43 +37,41 @@ def add_table(owner: nn.Module, config: ViTConfig) -> None:
         case "learned_2d":
             owner.pos_embed_row = nn.Parameter(torch.empty(rows, config.width // 2))
             owner.pos_embed_col = nn.Parameter(torch.empty(columns, config.width // 2))
-        case "sincos_2d":
-            owner.register_buffer("pos_embed_fixed", sincos_2d(config.grid, config.width), persistent=False)
 
 
 def read_table(owner: nn.Module, config: ViTConfig) -> Tensor:
     """Return the table of `owner` for the whole sequence, (1, T, D)."""
-    table: Tensor
+    # Plain attributes, not get_parameter(): torch.func.functional_call and parametrisations put tensors in their place.
     match config.position:
         case "learned_1d":
-            table = owner.get_parameter("pos_embed")
+            table = cast("Tensor", owner.pos_embed)
         case "learned_2d":
-            table = outer(owner.get_parameter("pos_embed_row"), owner.get_parameter("pos_embed_col"))
+            table = outer(cast("Tensor", owner.pos_embed_row), cast("Tensor", owner.pos_embed_col))
         case _:
-            table = owner.get_buffer("pos_embed_fixed")
+            table = cast("Tensor", owner.pos_embed_fixed)
     return _fill_gap(table, config)
 
 
-def resize_table(owner: nn.Module, old: ViTConfig, new: ViTConfig, method: Method) -> None:
-    """Fit the table of `owner`, if it has one, to another grid. The rows of special tokens stay as they are."""
-    for name, table in list(owner.named_parameters(recurse=False)):
+def resized_tables(owner: nn.Module, old: ViTConfig, new: ViTConfig, method: Method) -> dict[str, nn.Parameter]:
+    """Return the learned tables of `owner` for another grid, by name. The rows of special tokens stay as they are."""
+    resized: dict[str, nn.Parameter] = {}
+    for name, parameter in owner.named_parameters(recurse=False):
+        table = parameter.detach()
         match name:
             case "pos_embed":
                 start = 0 if old.class_token == "last" else table.shape[1] - old.patches
-                before, patches, after = table.detach().split(
-                    [start, old.patches, table.shape[1] - old.patches - start], dim=1
-                )
-                resampled = torch.cat([before, resample_grid(patches, old.grid, new.grid, method), after], dim=1)
+                before, patches, after = table.split([start, old.patches, table.shape[1] - old.patches - start], dim=1)
+                table = torch.cat([before, resample_grid(patches, old.grid, new.grid, method), after], dim=1)
             case "pos_embed_row":
-                resampled = resample_line(table.detach(), new.grid[0], method)
+                table = resample_line(table, new.grid[0], method)
             case "pos_embed_col":
-                resampled = resample_line(table.detach(), new.grid[1], method)
+                table = resample_line(table, new.grid[1], method)
+            case "rel_pos":
+                table = resample_offsets(table, old.grid, new.grid)
             case _:
                 continue
-        setattr(owner, name, nn.Parameter(resampled, requires_grad=table.requires_grad))
-    for name, fixed in list(owner.named_buffers(recurse=False)):
-        if name == "pos_embed_fixed":
-            setattr(owner, name, sincos_2d(new.grid, new.width).to(fixed))
+        resized[name] = nn.Parameter(table, requires_grad=parameter.requires_grad)
+    return resized
 
 
 def table_rows(config: ViTConfig) -> int:

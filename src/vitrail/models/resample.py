@@ -44,7 +44,7 @@ METHODS: dict[Method, Callable[[Tensor, Grid], Tensor]] = {
 
 def check_method(method: str) -> None:
     """Refuse a method that does not exist."""
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(
             f"no resampling method {method!r}; choose one of {', '.join(get_args(Method))}" + suggest(method, METHODS)
         )

@@ -63,7 +63,10 @@ DEFAULT_IMAGE_SIZE = 224
 
 
 def variant_config(name: str) -> ViTConfig:
-    """Return the config of a named model: "B/16", "R50+B/16", "vit_base_patch16_224", "vit_base_patch16_384"."""
+    """Return the config of a named model, by the paper's name or timm's.
+
+    For example "B/16", "R50+B/16", "vit_base_patch16_224", "vit_base_patch16_384".
+    """
     variant, image_size = _find(name)
     width, depth, heads, mlp_width = SIZES[variant.size]
     return ViTConfig(
@@ -80,11 +83,14 @@ def variant_config(name: str) -> ViTConfig:
 
 def _find(name: str) -> tuple[Variant, int]:
     """Look a name up: the paper's, or timm's with or without a picture size."""
+    if not isinstance(name, str):
+        raise ConfigError(f"expected the name of a model, such as 'B/16', found {name!r}")
     for variant in VARIANTS:
         if name == variant.paper:
             return variant, DEFAULT_IMAGE_SIZE
-        if sized := re.fullmatch(rf"{variant.name}(?:_([1-9]\d*))?", name):
+        if sized := re.fullmatch(rf"{variant.name}(?:_([1-9][0-9]{{0,5}}))?", name):
             return variant, int(sized[1] or DEFAULT_IMAGE_SIZE)
     names = [v.paper for v in VARIANTS] + [f"{v.name}_{DEFAULT_IMAGE_SIZE}" for v in VARIANTS]
     hint = suggest(name, names) or f"; for example {VARIANTS[4].paper!r} or {names[len(VARIANTS) + 4]!r}"
-    raise ConfigError(f"no model is called {name!r}{hint} (`vitrail models` lists all)")
+    shown = name if len(name) <= 60 else f"{name[:60]}…"
+    raise ConfigError(f"no model is called {shown!r}{hint} (`vitrail models` lists all)")

@@ -9,15 +9,17 @@
 Parameter names are timm's, so that a plain ViT's weights load into either.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.errors import InputError
+from vitrail.errors import ConfigError, InputError
 from vitrail.models.blocks import Block
+from vitrail.models.checks import check_pictures, read_layer, read_layers
 from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import initialise
 from vitrail.models.pooling import AttentionPool, PreLogits
@@ -29,23 +31,26 @@ from vitrail.models.position import (
     pick,
     read_table,
     relative_offsets,
-    resize_table,
+    resized_tables,
     rope_2d,
+    sincos_2d,
 )
-from vitrail.models.resample import Method, check_method, resample_offsets
+from vitrail.models.resample import Method, check_method
 from vitrail.models.stems import STEMS, resized_stem
 
 
-class Features(NamedTuple):
+@dataclass(frozen=True)
+class Features:
     """What a picture looks like to the model, before the head."""
 
     pooled: Tensor
-    """(B, D): what the head sees; (B, T, D) where `pool` is none."""
+    """(B, D), or (B, representation): what the head sees; for every token, (B, T, …), where `pool` is none."""
     tokens: Tensor
     """(B, T, D), every token in order; or (B, D, rows, columns), the patches only, with `as_grid`."""
 
 
-class Traced(NamedTuple):
+@dataclass(frozen=True)
+class Traced:
     """A forward pass with the intermediate values that were asked for, all differentiable."""
 
     logits: Tensor
@@ -53,6 +58,8 @@ class Traced(NamedTuple):
     """Attention weights (B, heads, T, T) of the layers asked for; row i says where token i looks."""
     tokens: dict[int, Tensor]
     """Tokens (B, T, D) as they leave the layers asked for."""
+    pooling: Tensor | None = None
+    """How much the pool `map` looks at each token it pools over, (B, heads, tokens); None with any other pool."""
 
 
 class ViT(nn.Module):
@@ -66,6 +73,10 @@ class ViT(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        if not isinstance(config, ViTConfig):
+            raise ConfigError(
+                f"ViT takes a ViTConfig, found {config!r}; a named model is made by vitrail.create('B/16')"
+            )
         self.config = config
         self.gradient_checkpointing = False
         """Recompute each block's activations in the backward pass: less memory, more time."""
@@ -77,7 +88,7 @@ class ViT(nn.Module):
         self.register_parameter("reg_token", _token(config.registers, D) if config.registers else None)
         if config.table_owner == "model":
             add_table(self, config)
-        self._compute_places(config)
+        self._set_places(self._computed_places(config))
         self.pos_drop = nn.Dropout(config.embed_dropout)
         self.norm_pre = self._norm(config.norm_before_blocks)
 
@@ -87,8 +98,8 @@ class ViT(nn.Module):
         self.attn_pool = AttentionPool(config) if config.pool == "map" else None
         self.fc_norm = self._norm(config.final_norm == "after_pool")
         self.pre_logits = PreLogits(D, config.representation) if config.representation else nn.Identity()
-        self.head = self._new_head()
-        self.head_dist = self._new_head() if config.distillation_token else None
+        self.head = _head(config)
+        self.head_dist = _head(config) if config.distillation_token else None
         initialise(self, config)
 
     # ── from picture to logits ──
@@ -98,16 +109,16 @@ class ViT(nn.Module):
         return self._classify(self._encode(x))
 
     def features(self, x: Tensor, *, layer: int | None = None, as_grid: bool = False) -> Features:
-        """Return the pooled vector and the tokens after `layer` (0-based, negative from the end), normed.
+        """Return the pooled vector and the tokens after `layer` (0-based, negative from the end).
 
-        The model is treated as if it ended after that layer: its final norm, pooling and representation layer follow.
-        Raw tokens of a layer come from `trace`.
+        The model is treated as if it ended after that layer: its final norm, pooling and representation layer follow. A
+        norm that comes after pooling is in `pooled` only. Raw tokens of a layer come from `trace`.
         """
         if as_grid and self.training and self.config.patch_dropout:
             raise InputError(
                 "patch dropout leaves no whole grid of patches; call .eval() before features(as_grid=True)"
             )
-        depth = None if layer is None else self._layer(layer) + 1
+        depth = None if layer is None else read_layer(layer, self.config.depth) + 1
         tokens = self.norm(self._encode(x, depth))
         pooled = self._pool(tokens)
         if as_grid:
@@ -115,26 +126,27 @@ class ViT(nn.Module):
             tokens = patches.transpose(1, 2).unflatten(2, self.config.grid)
         return Features(pooled, tokens)
 
-    def trace(self, x: Tensor, *, attention: Sequence[int] = (), tokens: Sequence[int] = ()) -> Traced:
+    def trace(self, x: Tensor, *, attention: Iterable[int] = (), tokens: Iterable[int] = ()) -> Traced:
         """Run `forward` and also return attention weights and tokens of the layers asked for.
 
         Layers whose attention is not asked for keep the fused kernel, so that memory grows with the request alone.
         """
-        traced_layers, kept_layers = ({self._layer(layer) for layer in asked} for asked in (attention, tokens))
+        weights_at, tokens_at = (read_layers(layers, self.config.depth) for layers in (attention, tokens))
         weights_of: dict[int, Tensor] = {}
         tokens_of: dict[int, Tensor] = {}
         state, places = self.embed(x)
         for i, block in enumerate(self.blocks):
-            if i in traced_layers:
+            if i in weights_at.values():
                 state, weights_of[i] = cast("Block", block).traced(state, places)
             else:
                 state = self._run(block, state, places)
-            if i in kept_layers:
+            if i in tokens_at.values():
                 tokens_of[i] = state
         return Traced(
             self._classify(state),
-            attention={layer: weights_of[self._layer(layer)] for layer in attention},
-            tokens={layer: tokens_of[self._layer(layer)] for layer in tokens},
+            pooling=self._pooling(state),
+            attention={asked: weights_of[layer] for asked, layer in weights_at.items()},
+            tokens={asked: tokens_of[layer] for asked, layer in tokens_at.items()},
         )
 
     def distilled(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,13 +158,17 @@ class ViT(nn.Module):
     # ── changing a model that exists ──
 
     def reset_head(self, classes: int) -> None:
-        """Replace the head by a fresh one for `classes` classes; 0 leaves none. Everything else keeps its weights."""
-        self.config = self.config.replace(classes=classes)
-        like = next(self.parameters())
-        self.head = self._new_head().to(like)
-        if self.head_dist is not None:
-            self.head_dist = self._new_head().to(like)
-        initialise(self, self.config, only=("head", "head_dist"))
+        """Replace the head by a fresh one for `classes` classes; 0 leaves none. Everything else keeps its weights.
+
+        The head's parameters are new objects: make the optimiser afterwards.
+        """
+        config, like = self.config.replace(classes=classes), next(self.parameters())
+        heads = [_head(config).to(like).train(self.training) for _ in range(2 if config.distillation_token else 1)]
+        self._set_config(config)
+        self.head = heads[0]
+        if config.distillation_token:
+            self.head_dist = heads[1]
+        initialise(self, config, only=("head", "head_dist"))
 
     def resize(
         self,
@@ -163,31 +179,40 @@ class ViT(nn.Module):
     ) -> None:
         """Fit the model to another picture or patch size, resampling position tables and patch kernels.
 
-        `method` names whose way of resampling positions is followed; see `vitrail.models.resample`.
+        `method` names whose way of resampling positions is followed; see `vitrail.models.resample`. What is resampled
+        becomes new parameters: make the optimiser afterwards.
         """
         changes = {"image_size": image_size, "patch_size": patch_size}
         old, new = self.config, self.config.replace(**{k: v for k, v in changes.items() if v is not None})
         check_method(method)
-        if new.patch_size != old.patch_size:
-            self.patch_embed = resized_stem(self.patch_embed, new)
-        self._resize_positions(old, new, method)
-        self.config = new
+        stem = resized_stem(self.patch_embed, new) if new.patch_size != old.patch_size else self.patch_embed
+        owners = [self, *self.blocks, *(cast("Block", block).attn for block in self.blocks)]
+        tables = [(owner, resized_tables(owner, old, new, method)) for owner in owners]
+        places = self._computed_places(new)
+        # Whatever can fail (too little memory, say) has been done by now, and the model is as it was.
+        self.patch_embed = stem
+        for owner, resized in tables:
+            for name, parameter in resized.items():
+                setattr(owner, name, parameter)
+        self._set_config(new)
+        self._set_places(places)
 
-    def _resize_positions(self, old: ViTConfig, new: ViTConfig, method: Method) -> None:
-        resize_table(self, old, new, method)
-        for block in cast("list[Block]", list(self.blocks)):
-            block.config = new
-            resize_table(block, old, new, method)
-            if block.attn.rel_pos is not None:
-                rows = resample_offsets(block.attn.rel_pos.detach(), old.grid, new.grid)
-                block.attn.rel_pos = nn.Parameter(rows, requires_grad=block.attn.rel_pos.requires_grad)
-        self._compute_places(new)
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """Move to a device without keeping values, as torch does; what follows from the config is computed again."""
+        super().to_empty(device=device, recurse=recurse)
+        self._set_places(self._computed_places(self.config))
+        return self
+
+    def _set_config(self, config: ViTConfig) -> None:
+        self.config = config
+        for block in self.blocks:
+            cast("Block", block).config = config
 
     # ── the steps of the forward pass ──
 
     def embed(self, x: Tensor) -> tuple[Tensor, Places]:
         """Turn pictures into placed tokens (B, T, D), and say what the blocks need to know of their places."""
-        self._check(x)
+        check_pictures(x, self.config, next(self.parameters()))
         config = self.config
         tokens = self._join(self.patch_embed(x))
         table = read_table(self, config) if config.table_owner == "model" else None
@@ -233,20 +258,30 @@ class ViT(nn.Module):
 
     def _pool(self, tokens: Tensor) -> Tensor:
         """Reduce normed tokens (B, T, D) to what the head sees."""
-        layout = self.config.layout
-        if self.config.pool_over == "patches" and self.config.pool in ("mean", "map"):
-            # Counted from both ends, because patch dropout changes the number of patches.
-            tokens = tokens[:, layout.patches.start : tokens.shape[1] - (layout.total - layout.patches.stop)]
         match self.config.pool:
             case "cls":
-                pooled = tokens[:, 0 if layout.class_token == 0 else -1]
+                pooled = tokens[:, 0 if self.config.class_token == "first" else -1]
             case "mean":
-                pooled = tokens.mean(dim=1)
+                pooled = self._pooled_over(tokens).mean(dim=1)
             case "map":
-                pooled = cast("AttentionPool", self.attn_pool)(tokens)
+                pooled = cast("AttentionPool", self.attn_pool)(self._pooled_over(tokens))
             case _:
                 pooled = tokens
         return cast("Tensor", self.pre_logits(self.fc_norm(pooled)))
+
+    def _pooled_over(self, tokens: Tensor) -> Tensor:
+        """Return the tokens that pooling looks at."""
+        if self.config.pool_over == "all":
+            return tokens
+        # Counted from both ends, because patch dropout changes the number of patches.
+        before, after = self.config.layout.patches.start, self.config.tokens - self.config.layout.patches.stop
+        return tokens[:, before : tokens.shape[1] - after]
+
+    def _pooling(self, tokens: Tensor) -> Tensor | None:
+        """Return where the pool `map` looks."""
+        if self.attn_pool is None:
+            return None
+        return self.attn_pool.traced(self._pooled_over(self.norm(tokens)))[1]
 
     def _both_heads(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of the class token and of the distillation token."""
@@ -256,56 +291,32 @@ class ViT(nn.Module):
 
     # ── small helpers ──
 
-    def _compute_places(self, config: ViTConfig) -> None:
-        """Compute the buffers that follow from the grid. They are not saved: the config says it all."""
-        device = next(self.parameters()).device
-        device = torch.device("cpu") if device.type == "meta" else device
-        rotation = rope_2d(config).to(device) if config.position == "rope_2d" else None
-        offsets = relative_offsets(config).to(device) if config.position == "relative" else None
-        self.register_buffer("rotation", rotation, persistent=False)
-        self.register_buffer("offsets", offsets, persistent=False)
+    def _computed_places(self, config: ViTConfig) -> dict[str, Tensor | None]:
+        """Compute the buffers that follow from the grid."""
+        like = next(self.parameters())
+        # On the meta device they are computed all the same, so that a model filled by assigned weights is whole.
+        device = torch.device("cpu") if like.is_meta else like.device
+        kind = config.position
+        return {
+            "pos_embed_fixed": sincos_2d(config.grid, config.width).to(device, like.dtype)
+            if kind == "sincos_2d"
+            else None,
+            "rotation": rope_2d(config).to(device, like.dtype) if kind == "rope_2d" else None,
+            "offsets": relative_offsets(config).to(device) if kind == "relative" else None,
+        }
+
+    def _set_places(self, places: dict[str, Tensor | None]) -> None:
+        """Keep the computed buffers. They are not saved: the config says it all."""
+        # Those that are there first: torch.export counts buffers that are None, but passes none for them.
+        for name, table in sorted(places.items(), key=lambda item: item[1] is None):
+            self.register_buffer(name, table, persistent=False)
 
     def _norm(self, wanted: bool) -> nn.Module:
         return nn.LayerNorm(self.config.width, eps=self.config.norm_eps) if wanted else nn.Identity()
 
-    def _new_head(self) -> nn.Module:
-        return nn.Linear(self.config.pooled_width, self.config.classes) if self.config.classes else nn.Identity()
 
-    def _layer(self, layer: int) -> int:
-        """Read a layer's number, which may count from the end."""
-        depth = self.config.depth
-        if not -depth <= layer < depth:
-            raise InputError(
-                f"layer {layer} does not exist: this model has layers 0 to {depth - 1} (or -1 for the last)"
-            )
-        return layer % depth
-
-    def _check(self, x: Tensor) -> None:
-        """Refuse what is not a batch of pictures of this model's size."""
-        config = self.config
-        if x.ndim != 4:
-            hint = "; add a batch axis with x[None]" if x.ndim == 3 else ""
-            raise InputError(
-                f"expected pictures (batch, channels, height, width), found a tensor of {x.ndim} axes, "
-                f"{tuple(x.shape)}{hint}"
-            )
-        if x.shape[1] != config.channels:
-            last = x.shape[3] == config.channels
-            remedy = f"convert the picture, or build the model with channels={x.shape[1]}"
-            raise InputError(
-                f"this model takes pictures of {config.channels} channels, found {x.shape[1]}; "
-                + ("the channels seem to be last, so use x.permute(0, 3, 1, 2)" if last else remedy)
-            )
-        if tuple(x.shape[2:]) != config.image_size:
-            found, wanted = (f"{h}×{w}" for h, w in (x.shape[2:], config.image_size))
-            raise InputError(
-                f"this model takes pictures of {wanted} pixels, found {found}; resize the pictures, "
-                f"or call model.resize(({x.shape[2]}, {x.shape[3]}))"
-            )
-        if not x.is_floating_point():
-            raise InputError(
-                f"expected normalised floating-point pictures, found {x.dtype}; preprocess the picture first"
-            )
+def _head(config: ViTConfig) -> nn.Module:
+    return nn.Linear(config.pooled_width, config.classes) if config.classes else nn.Identity()
 
 
 def _token(count: int, width: int) -> nn.Parameter:

@@ -1,0 +1,109 @@
+"""What a family of checkpoints is: another library's names, layouts and habits, as one value."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from vitrail.checkpoints.infer import Shapes
+from vitrail.checkpoints.keys import KeyMap, Weights
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import CheckpointError
+from vitrail.models.config import ViTConfig
+
+Hints = dict[str, Any]
+"""Fields of `ViTConfig` that are known without looking at shapes."""
+
+
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "stem": ("conv", "linear"),
+    "patch_bias": (True,),
+    "class_token": ("first",),
+    "registers": (0,),
+    "distillation_token": (False,),
+    "position": ("learned_1d",),
+    "position_at": ("stem",),
+    "head_dim": (None,),
+    "activation": ("gelu", "gelu_tanh", "quick_gelu"),
+    "norm_order": ("pre",),
+    "norm_before_blocks": (False,),
+    "qkv_bias": (True,),
+    "qk_norm": (False,),
+    "out_proj": (True,),
+    "proj_bias": (True,),
+    "layer_scale": (None,),
+    "pool": ("cls",),
+    "final_norm": ("before_pool",),
+    "representation": (None,),
+}
+"""What a plain ViT is: the values every family can express. A family states where it goes further."""
+
+ANY: tuple[Any, ...] = ("anything",)
+"""Lifts a limit that `PLAIN` sets."""
+
+
+def _unchanged(weights: Weights) -> Weights:
+    return weights
+
+
+def _no_hints(_: Shapes) -> Hints:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Another library's ViTs: how to know them, read them, and write them."""
+
+    name: str
+    recognise: Callable[[Shapes], bool]
+    """Whether a file with these names and shapes is of this family."""
+    table: Callable[[ViTConfig | None], KeyMap]
+    """The key table: for a model to be written, or (None) for whatever is read."""
+    preprocess: Preprocess
+    """What the family does to a picture where nothing better is known; its size is replaced by the model's."""
+    tidy: Callable[[Weights], Weights] = _unchanged
+    """Bring the forms a file may come in (prefixes, old names) to the one the table knows."""
+    hints: Callable[[Shapes], Hints] = _no_hints
+    """What the family knows beside the shapes (of the tidied weights, with their names)."""
+    needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The values of config fields that the family can express; any value for fields not named."""
+    nearly: Mapping[str, Any] = field(default_factory=dict)
+    """Fields where another value gives nearly the same numbers, and the family's own value for them."""
+
+    def obstacles(self, config: ViTConfig) -> list[str]:
+        """Return what in a config this family cannot express, one sentence each."""
+        return [
+            f"{name}={getattr(config, name)!r} (it has only {' or '.join(repr(value) for value in allowed)})"
+            for name, allowed in self.needs.items()
+            if allowed is not ANY and getattr(config, name) not in allowed
+        ]
+
+    def differences(self, config: ViTConfig) -> list[str]:
+        """Return where this family computes slightly other numbers."""
+        return [
+            f"{name}={getattr(config, name)!r} (it computes with {value!r})"
+            for name, value in self.nearly.items()
+            if getattr(config, name) != value
+        ]
+
+    def read(self, weights: Weights) -> tuple[Weights, list[str], Hints]:
+        """Turn the family's weights into ours; also return names nobody knows, and what the family knows beside."""
+        weights = self.tidy(weights)
+        hints = self.hints({name: tuple(tensor.shape) for name, tensor in weights.items()})
+        ours, unknown = self.table(None).read(weights)
+        return ours, unknown, hints
+
+    def write(self, weights: Mapping[str, Tensor], config: ViTConfig) -> Weights:
+        """Turn our weights into the family's, or say which field stands in the way."""
+        if found := self.obstacles(config):
+            raise CheckpointError(f"{self.name} cannot express {'; '.join(found)}")
+        return self.table(config).write(weights, config)
+
+
+def strip_prefix(weights: Weights, *prefixes: str) -> Weights:
+    """Remove the first of `prefixes` that any name begins with, from every name that has it."""
+    for prefix in prefixes:
+        if any(name.startswith(prefix) for name in weights):
+            return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights

@@ -1,0 +1,73 @@
+"""timm's `VisionTransformer`, whose names are ours; DeiT's own files have them too."""
+
+from vitrail.checkpoints.family import ANY, PLAIN, Family, strip_prefix
+from vitrail.checkpoints.infer import Shapes
+from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
+from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+
+_UNIT = "patch_embed.backbone.stages.{}.blocks.{}."
+_SAME = [
+    *("cls_token", "dist_token", "reg_token", "pos_embed", "attn_pool.latent"),
+    *(f"patch_embed.proj.{kind}" for kind in ("weight", "bias")),
+    *("blocks.{}.ls1.gamma", "blocks.{}.ls2.gamma"),
+    *(f"patch_embed.backbone.stem.{leaf}" for leaf in ("conv.weight", "norm.weight", "norm.bias")),
+    *(f"{_UNIT}conv{i}.weight" for i in (1, 2, 3)),
+    *(f"{_UNIT}norm{i}.{kind}" for i in (1, 2, 3) for kind in ("weight", "bias")),
+    *(f"{_UNIT}downsample.{leaf}" for leaf in ("conv.weight", "norm.weight", "norm.bias")),
+]
+_LAYERS = ("norm1", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+_ENDS = ("norm_pre", "norm", "fc_norm", "head", "head_dist", "pre_logits.fc")
+_POOL = ("q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")
+TABLE = KeyMap(
+    [
+        *(rule(name, name) for name in _SAME),
+        *layer_rules("blocks.{}.", "blocks.{}.", {leaf: leaf for leaf in _LAYERS}),
+        *layer_rules("attn_pool.", "attn_pool.", {leaf: leaf for leaf in _POOL}),
+        *layer_rules("", "", {leaf: leaf for leaf in _ENDS}),
+    ]
+)
+
+
+def _recognise(shapes: Shapes) -> bool:
+    names = {name.removeprefix("module.") for name in shapes}
+    return {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= names and not names & {
+        "mask_token",
+        "register_tokens",
+    }
+
+
+def _tidy(weights: Weights) -> Weights:
+    """A hybrid that is a root alone has no stages, and timm then leaves the word `stem` out."""
+    return {
+        name.replace("patch_embed.backbone.conv.", "patch_embed.backbone.stem.conv.").replace(
+            "patch_embed.backbone.norm.", "patch_embed.backbone.stem.norm."
+        ): tensor
+        for name, tensor in strip_prefix(weights, "module.").items()
+    }
+
+
+FAMILY = Family(
+    name="timm",
+    recognise=_recognise,
+    table=lambda _: TABLE,
+    tidy=_tidy,
+    hints=lambda _: {"norm_eps": 1e-6, "activation": "gelu"},
+    preprocess=Preprocess(
+        resize="cover", resize_to=(248, 248), interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD
+    ),
+    needs={
+        **PLAIN,
+        "stem": ("conv", "linear", "resnet"),
+        "patch_bias": ANY,
+        "class_token": ("first", "none"),
+        "registers": ANY,
+        "distillation_token": (False, True),
+        "activation": ANY,
+        "norm_before_blocks": ANY,
+        "qkv_bias": ANY,
+        "qk_norm": ANY,
+        "layer_scale": ANY,
+        "pool": ("cls", "mean", "map"),
+        "final_norm": ("before_pool", "after_pool"),
+    },
+)

@@ -1,0 +1,96 @@
+"""transformers' ViT and DeiT, in the names of version 5 and in the older ones that most files on the hub have."""
+
+import re
+
+from vitrail.checkpoints.family import PLAIN, Family, strip_prefix
+from vitrail.checkpoints.infer import Shapes
+from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
+from vitrail.data.preprocess import HALF, Preprocess
+from vitrail.models.config import ViTConfig
+
+_LAYER = "layers.{}."
+_BODY = [
+    rule("embeddings.cls_token", "cls_token"),
+    rule("embeddings.distillation_token", "dist_token"),
+    rule("embeddings.position_embeddings", "pos_embed"),
+    *layer_rules("", "", {"embeddings.patch_embeddings.projection": "patch_embed.proj"}),
+    *(
+        rule(
+            tuple(f"{_LAYER}attention.{part}_proj.{kind}" for part in ("q", "k", "v")),
+            f"blocks.{{}}.attn.qkv.{kind}",
+        )
+        for kind in ("weight", "bias")
+    ),
+    *layer_rules(
+        _LAYER,
+        "blocks.{}.",
+        {
+            "attention.o_proj": "attn.proj",
+            "layernorm_before": "norm1",
+            "layernorm_after": "norm2",
+            "mlp.fc1": "mlp.fc1",
+            "mlp.fc2": "mlp.fc2",
+        },
+    ),
+    *layer_rules("", "", {"layernorm": "norm", "pooler.dense": "pre_logits.fc"}),
+]
+_READ = KeyMap(
+    [*_BODY, *layer_rules("", "", {"classifier": "head", "distillation_classifier": "head_dist"})],
+)
+_OLD = {
+    r"encoder\.layer\.(\d+)\.attention\.attention\.query\.": r"layers.\1.attention.q_proj.",
+    r"encoder\.layer\.(\d+)\.attention\.attention\.key\.": r"layers.\1.attention.k_proj.",
+    r"encoder\.layer\.(\d+)\.attention\.attention\.value\.": r"layers.\1.attention.v_proj.",
+    r"encoder\.layer\.(\d+)\.attention\.output\.dense\.": r"layers.\1.attention.o_proj.",
+    r"encoder\.layer\.(\d+)\.intermediate\.dense\.": r"layers.\1.mlp.fc1.",
+    r"encoder\.layer\.(\d+)\.output\.dense\.": r"layers.\1.mlp.fc2.",
+    r"encoder\.layer\.(\d+)\.": r"layers.\1.",
+    r"cls_classifier\.": "classifier.",
+}
+"""The names before version 5, and what they are called now."""
+
+
+def _recognise(shapes: Shapes) -> bool:
+    names = {re.sub(r"^(vit|deit)\.", "", name) for name in shapes}
+    return "embeddings.patch_embeddings.projection.weight" in names and "embeddings.mask_token" not in names
+
+
+def _tidy(weights: Weights) -> Weights:
+    tidied = {}
+    for name, tensor in strip_prefix(weights, "vit.", "deit.").items():
+        for pattern, replacement in _OLD.items():
+            name, changed = re.subn(rf"^{pattern}", replacement, name)
+            if changed:
+                break
+        tidied[name] = tensor
+    return tidied
+
+
+def _written(config: ViTConfig) -> KeyMap:
+    """A model with a head has its body under a prefix; a bare one has none."""
+    if not config.classes:
+        return KeyMap(_BODY)
+    body = "deit." if config.distillation_token else "vit."
+    heads = (
+        {"cls_classifier": "head", "distillation_classifier": "head_dist"}
+        if config.distillation_token
+        else {"classifier": "head"}
+    )
+    prefixed = [r._replace(theirs=tuple(body + name for name in r.theirs)) for r in _BODY]
+    return KeyMap([*prefixed, *layer_rules("", "", heads)])
+
+
+FAMILY = Family(
+    name="transformers",
+    recognise=_recognise,
+    table=lambda config: _READ if config is None else _written(config),
+    tidy=_tidy,
+    hints=lambda _: {"norm_eps": 1e-12, "activation": "gelu"},
+    preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),
+    needs={
+        **PLAIN,
+        "distillation_token": (False, True),
+        "qkv_bias": (True, False),
+        "activation": ("gelu", "gelu_tanh", "quick_gelu", "relu"),
+    },
+)

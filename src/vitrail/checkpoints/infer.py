@@ -1,0 +1,175 @@
+"""The architecture of a ViT, read off the shapes of its weights.
+
+Shapes say nearly everything. What they cannot say (heads, LayerNorm's eps, which GELU) is a hint of the family the file
+comes from, or an argument of the caller; the number of heads falls back to heads of width 64.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from vitrail.errors import CheckpointError
+from vitrail.models.config import ViTConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+HEAD_WIDTH = 64
+"""What nearly every published ViT has."""
+
+
+def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
+    """Return the config of the model whose parameters have these names and shapes (ours). `hints` are fields of
+    `ViTConfig` that are known otherwise; they win."""
+    fields: dict[str, Any] = {}
+    fields |= _stem(shapes) if "stem" not in hints else {}
+    fields |= _encoder(shapes, hints)
+    fields |= _tokens(shapes)
+    fields |= _answer(shapes, fields)
+    fields |= {k: v for k, v in hints.items() if k not in ("image_size",)}
+    fields |= _position(shapes, fields, hints)
+    return ViTConfig.model_validate(fields)
+
+
+def _need(shapes: Shapes, name: str) -> tuple[int, ...]:
+    if name not in shapes:
+        raise CheckpointError(
+            f"no {name} among the weights: this is not a Vision Transformer, or its file is cut short"
+        )
+    return shapes[name]
+
+
+def _stem(shapes: Shapes) -> dict[str, Any]:
+    _, channels, *patch = _need(shapes, "patch_embed.proj.weight")
+    fields: dict[str, Any] = {"patch_bias": "patch_embed.proj.bias" in shapes}
+    if "patch_embed.norm_in.weight" in shapes:
+        return fields | {"stem": "linear_norm", "patch_size": tuple(patch), "channels": channels}
+    if "patch_embed.backbone.stem.conv.weight" in shapes:
+        return fields | _resnet(shapes, patch)
+    if "patch_embed.backbone.0.conv.weight" in shapes:
+        return fields | _conv_stem(shapes)
+    return fields | {"stem": "conv", "patch_size": tuple(patch), "channels": channels}
+
+
+def _resnet(shapes: Shapes, patch: list[int]) -> dict[str, Any]:
+    root = shapes["patch_embed.backbone.stem.conv.weight"]
+    blocks: dict[int, int] = {}
+    for name in shapes:
+        if found := re.match(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.", name):
+            stage, block = int(found[1]), int(found[2])
+            blocks[stage] = max(blocks.get(stage, 0), block + 1)
+    depths = tuple(blocks[stage] for stage in sorted(blocks))
+    stride = 4 << max(0, len(depths) - 1)
+    return {
+        "stem": "resnet",
+        "resnet": {"depths": depths, "width_factor": root[0] / 64},
+        "patch_size": (patch[0] * stride, patch[1] * stride),
+        "channels": root[1],
+    }
+
+
+def _conv_stem(shapes: Shapes) -> dict[str, Any]:
+    """Read the early convolutions; their strides are not in the weights, so each is taken to halve the picture."""
+    layers: list[dict[str, int]] = []
+    while (name := f"patch_embed.backbone.{len(layers)}.conv.weight") in shapes:
+        layers.append({"channels": shapes[name][0], "kernel": shapes[name][2], "stride": 2})
+    size = 2 ** len(layers)
+    return {
+        "stem": "conv_stem",
+        "conv_stem": tuple(layers),
+        "patch_size": (size, size),
+        "channels": shapes["patch_embed.backbone.0.conv.weight"][1],
+    }
+
+
+def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
+    inner = _need(shapes, "blocks.0.attn.qkv.weight")[0] // 3
+    width = shapes["blocks.0.attn.qkv.weight"][1]
+    layers = {int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))}
+    if layers != set(range(len(layers))):
+        missing = sorted(set(range(max(layers))) - layers)
+        raise CheckpointError(
+            f"layer {missing[0]} of {max(layers) + 1} is missing from the weights; is the file cut short?"
+        )
+    qk_norm = shapes.get("blocks.0.attn.q_norm.weight")
+    heads = hints.get("heads") or (inner // qk_norm[0] if qk_norm else inner // HEAD_WIDTH or 1)
+    if inner % heads:
+        raise CheckpointError(
+            f"{heads} heads do not divide the attention's width {inner}; give another number with heads="
+        )
+    head_dim = inner // heads
+    hidden, gated = _need(shapes, "blocks.0.mlp.fc2.weight")[1], False
+    if _need(shapes, "blocks.0.mlp.fc1.weight")[0] == 2 * hidden:
+        gated = True
+    return {
+        "width": width,
+        "depth": len(layers),
+        "heads": heads,
+        "head_dim": None if head_dim * heads == width else head_dim,
+        "mlp_width": None if hidden == 4 * width else hidden,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in shapes,
+        "out_proj": "blocks.0.attn.proj.weight" in shapes,
+        "proj_bias": "blocks.0.attn.proj.bias" in shapes or "blocks.0.attn.proj.weight" not in shapes,
+        "qk_norm": qk_norm is not None,
+        "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in shapes else None,
+        "norm_before_blocks": "norm_pre.weight" in shapes,
+    } | ({"activation": "swiglu"} if gated else {})
+
+
+def _tokens(shapes: Shapes) -> dict[str, Any]:
+    return {
+        "class_token": "first" if "cls_token" in shapes else "none",
+        "distillation_token": "dist_token" in shapes,
+        "registers": shapes["reg_token"][1] if "reg_token" in shapes else 0,
+    }
+
+
+def _answer(shapes: Shapes, fields: Mapping[str, Any]) -> dict[str, Any]:
+    if "attn_pool.latent" in shapes:
+        pool = "map"
+    else:
+        pool = "mean" if "fc_norm.weight" in shapes or fields["class_token"] == "none" else "cls"
+    final = "before_pool" if "norm.weight" in shapes else "after_pool" if "fc_norm.weight" in shapes else "none"
+    return {
+        "pool": pool,
+        "final_norm": final,
+        "representation": shapes["pre_logits.fc.weight"][0] if "pre_logits.fc.weight" in shapes else None,
+        "classes": shapes["head.weight"][0] if "head.weight" in shapes else 0,
+    }
+
+
+def _position(shapes: Shapes, fields: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the grid of patches: the picture size where it is known, else the square that fits the position table."""
+    patch = fields["patch_size"]
+    if "pos_embed" not in shapes:
+        size = hints.get("image_size") or tuple(224 - 224 % side or side for side in patch)
+        return {"position": hints.get("position", "none"), "image_size": size}
+    rows = shapes["pos_embed"][1]
+    first = int(fields["class_token"] != "none") + int(fields["distillation_token"])
+    covers = {"all": first + fields["registers"], "class": first, "patches": 0}
+    wanted = hints.get("position_covers")
+    choices = {name: rows - special for name, special in covers.items() if wanted in (None, name)}
+    if size := hints.get("image_size"):
+        height, width = (size, size) if isinstance(size, int) else size
+        patches = (height // patch[0]) * (width // patch[1])
+        fitting = [name for name, count in choices.items() if count == patches]
+        if not fitting:
+            raise CheckpointError(
+                f"the position table has {rows} rows, which do not fit a picture of {height}×{width} cut into patches "
+                f"of {patch[0]}×{patch[1]} ({patches} patches and {first + fields['registers']} other tokens)"
+            )
+        return {"image_size": (height, width), "position_covers": _covers(fitting[0], first, fields)}
+    for name, count in choices.items():
+        side = math.isqrt(max(0, count))
+        if side and side * side == count:
+            return {"image_size": (side * patch[0], side * patch[1]), "position_covers": _covers(name, first, fields)}
+    raise CheckpointError(
+        f"the position table has {rows} rows, which are not a square grid; say the picture's size with image_size="
+    )
+
+
+def _covers(name: str, first: int, fields: Mapping[str, Any]) -> str | None:
+    """Leave the default where it means the same."""
+    same_as_all = (
+        name == "all" or (name == "class" and not fields["registers"]) or (not first and not fields["registers"])
+    )
+    return None if same_as_all else name

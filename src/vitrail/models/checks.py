@@ -1,0 +1,60 @@
+"""What a model says to input that does not fit: one sentence with what was found and what to do."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import InputError
+from vitrail.models.config import ViTConfig
+
+
+def check_pictures(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
+    """Refuse what is not a batch of pictures for a model of this config, one of whose weights is `weight`."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"expected a tensor of pictures, found {type(x).__name__}; preprocess the picture first")
+    if x.ndim != 4:
+        hint = "; add a batch axis with x[None]" if x.ndim == 3 else ""
+        raise InputError(
+            f"expected pictures (batch, channels, height, width), found {x.ndim} axes, {tuple(x.shape)}{hint}"
+        )
+    if 0 in x.shape[1:]:
+        raise InputError(f"expected pictures with pixels, found a tensor of shape {tuple(x.shape)}")
+    if x.shape[1] != config.channels:
+        if x.shape[3] == config.channels:
+            remedy = "the channels seem to be last, so use x.permute(0, 3, 1, 2)"
+        else:
+            remedy = f"convert the picture, or build the model with channels={x.shape[1]}"
+        raise InputError(f"this model takes pictures of {config.channels} channels, found {x.shape[1]}; {remedy}")
+    if tuple(x.shape[2:]) != config.image_size:
+        found, wanted = (f"{h}×{w}" for h, w in (x.shape[2:], config.image_size))
+        raise InputError(
+            f"this model takes pictures of {wanted} pixels, found {found}; resize the pictures, "
+            f"or call model.resize(({x.shape[2]}, {x.shape[3]}))"
+        )
+    if not x.is_floating_point():
+        raise InputError(f"expected normalised floating-point pictures, found {x.dtype}; preprocess the picture first")
+    if x.device != weight.device:
+        raise InputError(f"the model is on {weight.device}, the pictures on {x.device}; move one with .to(...)")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise InputError(
+            f"the model computes in {weight.dtype}, the pictures are {x.dtype}; use x.to({weight.dtype}), or autocast"
+        )
+
+
+def read_layers(layers: Iterable[int], depth: int) -> dict[int, int]:
+    """Return, for each number that was asked for, which of `depth` layers it means."""
+    if not isinstance(layers, Iterable) or isinstance(layers, str):
+        raise InputError(f"expected the numbers of layers, such as (0, -1), found {layers!r}")
+    if isinstance(layers, Tensor):
+        layers = layers.tolist()
+    return {layer: read_layer(layer, depth) for layer in layers}
+
+
+def read_layer(layer: int, depth: int) -> int:
+    """Read a layer's number, which may count from the end."""
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise InputError(f"a layer is a whole number, found {layer!r}; this model has layers 0 to {depth - 1}")
+    if not -depth <= layer < depth:
+        raise InputError(f"layer {layer} does not exist: this model has layers 0 to {depth - 1} (or -1 for the last)")
+    return layer % depth
