@@ -43,7 +43,7 @@ ANY: tuple[Any, ...] = ("anything",)
 """Lifts a limit that `PLAIN` sets."""
 
 
-def _unchanged(weights: Weights) -> Weights:
+def _unchanged(weights: Weights, _: Hints) -> Weights:
     return weights
 
 
@@ -62,10 +62,12 @@ class Family:
     """The key table: for a model to be written, or (None) for whatever is read."""
     preprocess: Preprocess
     """What the family does to a picture where nothing better is known; its size is replaced by the model's."""
-    tidy: Callable[[Weights], Weights] = _unchanged
-    """Bring the forms a file may come in (prefixes, old names) to the one the table knows."""
+    tidy: Callable[[Weights, Hints], Weights] = _unchanged
+    """Bring the forms a file may come in (prefixes, old names) to the one the table knows, by the caller's hints."""
     hints: Callable[[Shapes], Hints] = _no_hints
     """What the family knows beside the shapes (of the tidied weights, with their names)."""
+    drops: tuple[str, ...] = ()
+    """Names that only training needs, and that are left out when a file is read."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The values of config fields that the family can express; any value for fields not named."""
     nearly: Mapping[str, Any] = field(default_factory=dict)
@@ -87,10 +89,11 @@ class Family:
             if getattr(config, name) != value
         ]
 
-    def read(self, weights: Weights) -> tuple[Weights, list[str], Hints]:
+    def read(self, weights: Weights, known: Hints) -> tuple[Weights, list[str], Hints]:
         """Turn the family's weights into ours; also return names nobody knows, and what the family knows beside."""
-        weights = self.tidy(weights)
+        weights = self.tidy(weights, known)
         hints = self.hints({name: tuple(tensor.shape) for name, tensor in weights.items()})
+        weights = {name: tensor for name, tensor in weights.items() if name not in self.drops}
         ours, unknown = self.table(None).read(weights)
         return ours, unknown, hints
 

@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     """Their names; several are joined along our first axis."""
     ours: str
     shape: tuple[str, ...] | None = None
-    """Their axes, by name (see `sizes`), where they have other axes than ours."""
+    """Their axes, by name (see `sizes`), where they have other axes than ours. Used to write."""
     fold: tuple[tuple[int, ...], ...] | None = None
     """Which of their axes are taken together, in order, to get ours: ((0,), (1, 2)) folds (D, H, h) to (D, H·h)."""
     permute: tuple[int, ...] | None = None
@@ -38,18 +38,19 @@ class Rule(NamedTuple):
 
     def write(self, tensor: Tensor, sizes: Mapping[str, int]) -> list[Tensor]:
         """Make their tensors of ours."""
-        return [self._write_one(part, sizes) for part in tensor.chunk(len(self.theirs))]
+        parts = tensor.chunk(len(self.theirs)) if len(self.theirs) > 1 else [tensor]
+        return [self._write_one(part, sizes) for part in parts]
 
     def _read_one(self, part: Tensor) -> Tensor:
-        if self.shape is not None and part.ndim != len(self.shape):
+        wanted = max(map(max, self.fold)) + 1 if self.fold is not None else len(self.permute or part.shape)
+        if part.ndim != wanted:
             raise CheckpointError(
-                f"{self.theirs[0]} has {part.ndim} axes, {tuple(part.shape)}, where {len(self.shape)} "
-                f"({' × '.join(self.shape)}) were expected"
+                f"{self.theirs[0]} has {part.ndim} axes, {tuple(part.shape)}, where {wanted} are expected"
             )
         if self.fold is not None:
             axes = [torch.Size([part.shape[axis] for axis in group]).numel() for group in self.fold]
             part = part.reshape(axes)
-        return part if self.permute is None else part.permute(self.permute)
+        return part if self.permute is None else part.permute(self.permute).contiguous()
 
     def _write_one(self, part: Tensor, sizes: Mapping[str, int]) -> Tensor:
         if self.permute is not None:
@@ -98,6 +99,7 @@ def sizes(config: ViTConfig) -> dict[str, int]:
         "Q": config.patch_size[1],
         "N": config.patches,
         "T": config.tokens,
+        "PQC": config.patch_size[0] * config.patch_size[1] * config.channels,
     }
 
 

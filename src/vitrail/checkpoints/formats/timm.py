@@ -1,6 +1,6 @@
 """timm's `VisionTransformer`, whose names are ours; DeiT's own files have them too."""
 
-from vitrail.checkpoints.family import ANY, PLAIN, Family, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
 from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -36,7 +36,7 @@ def _recognise(shapes: Shapes) -> bool:
     }
 
 
-def _tidy(weights: Weights) -> Weights:
+def _tidy(weights: Weights, _: Hints) -> Weights:
     """A hybrid that is a root alone has no stages, and timm then leaves the word `stem` out."""
     return {
         name.replace("patch_embed.backbone.conv.", "patch_embed.backbone.stem.conv.").replace(

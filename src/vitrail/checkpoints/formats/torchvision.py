@@ -2,7 +2,7 @@
 
 import re
 
-from vitrail.checkpoints.family import ANY, PLAIN, Family
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
 from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -35,7 +35,7 @@ def _recognise(shapes: Shapes) -> bool:
     return "class_token" in shapes and "encoder.layers.encoder_layer_0.ln_1.weight" in shapes
 
 
-def _tidy(weights: Weights) -> Weights:
+def _tidy(weights: Weights, _: Hints) -> Weights:
     """Old files call the MLP's layers linear_1 and linear_2; a stem of convolutions ends in conv_last."""
     names = {".mlp.linear_1.": ".mlp.0.", ".mlp.linear_2.": ".mlp.3.", "conv_proj.conv_last.": "conv_proj."}
     return {

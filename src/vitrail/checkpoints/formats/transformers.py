@@ -2,7 +2,7 @@
 
 import re
 
-from vitrail.checkpoints.family import PLAIN, Family, strip_prefix
+from vitrail.checkpoints.family import PLAIN, Family, Hints, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
 from vitrail.data.preprocess import HALF, Preprocess
@@ -55,7 +55,7 @@ def _recognise(shapes: Shapes) -> bool:
     return "embeddings.patch_embeddings.projection.weight" in names and "embeddings.mask_token" not in names
 
 
-def _tidy(weights: Weights) -> Weights:
+def _tidy(weights: Weights, _: Hints) -> Weights:
     tidied = {}
     for name, tensor in strip_prefix(weights, "vit.", "deit.").items():
         for pattern, replacement in _OLD.items():

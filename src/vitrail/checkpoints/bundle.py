@@ -1,0 +1,124 @@
+"""The bundle: a model as one folder, with everything it needs to be used: weights, architecture, preprocessing, names.
+
+model.safetensors   the weights, under our names (timm's)
+config.json         under "vitrail": format_version, vit, preprocess, classes, provenance;
+                    beside it, where timm can express the model, what timm needs to open the folder
+README.md           a model card
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail._version import __version__
+from vitrail.checkpoints.files import read_json, read_weights, whole_folder, write_safetensors
+from vitrail.checkpoints.strict import load_weights
+from vitrail.checkpoints.timm_config import timm_config
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import CheckpointError
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+FORMAT_VERSION = 1
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+
+
+@dataclass
+class Bundle:
+    """A model that can be used: what `vitrail.load` returns."""
+
+    model: ViT
+    preprocess: Preprocess
+    classes: tuple[str, ...] | None = None
+    """The names of the classes in the order of the head's outputs; None where nobody knows them."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Where the weights come from and what was done to them."""
+
+    def __post_init__(self) -> None:
+        outputs = self.model.config.classes
+        if self.classes is not None and len(self.classes) != outputs:
+            raise CheckpointError(f"{len(self.classes)} class names for a head of {outputs} outputs; give one for each")
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the bundle as a folder. It is there whole or not at all."""
+        target = Path(folder)
+        with whole_folder(target, overwrite=overwrite) as temporary:
+            weights = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+            write_safetensors(temporary / WEIGHTS, weights, {"format": "pt"})
+            (temporary / CONFIG).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
+            (temporary / CARD).write_text(self._card(), encoding="utf-8")
+        return target
+
+    def _config(self) -> dict[str, Any]:
+        ours = {
+            "format_version": FORMAT_VERSION,
+            "vit": json.loads(self.model.config.resolved().to_json()),
+            "preprocess": json.loads(self.preprocess.to_json()),
+            "classes": None if self.classes is None else list(self.classes),
+            "provenance": {"written_by": f"vitrail {__version__}", **self.provenance},
+        }
+        return {"vitrail": ours, **timm_config(self.model.config, self.preprocess, self.classes)}
+
+    def _card(self) -> str:
+        config = self.model.config
+        parameters = sum(p.numel() for p in self.model.parameters())
+        height, width = config.image_size
+        lines = [
+            "---",
+            "library_name: vitrail",
+            "tags: [image-classification, vision-transformer]",
+            "---",
+            "",
+            "# Vision Transformer",
+            "",
+            f"{parameters:,} parameters; {config.depth} blocks of width {config.width} with {config.heads} heads; "
+            f"pictures of {height}×{width} pixels in patches of {config.patch_size[0]}×{config.patch_size[1]}.",
+            "",
+            "```python",
+            "import vitrail",
+            "",
+            'bundle = vitrail.load("path/to/this/folder")',
+            "```",
+            "",
+            f"- Classes: {_names(self.classes, config.classes)}",
+            f"- Preprocessing: {self.preprocess.resize} to {height}×{width}, {self.preprocess.interpolation}, mean "
+            f"{list(self.preprocess.mean)}, std {list(self.preprocess.std)}",
+            *(f"- {key}: {value}" for key, value in self.provenance.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
+    if classes is None:
+        return f"{outputs}, without names" if outputs else "none, a backbone"
+    shown = ", ".join(classes[:10])
+    return f"{len(classes)} ({shown}{', …' if len(classes) > 10 else ''})"
+
+
+def is_bundle(config: Mapping[str, Any]) -> bool:
+    """Say whether a config.json is that of a bundle."""
+    return isinstance(config.get("vitrail"), dict)
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """Read a bundle's folder."""
+    ours = read_json(folder / CONFIG)["vitrail"]
+    version = ours.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder} is a bundle of format {version!r}, and this version of vitrail reads format {FORMAT_VERSION}; "
+            f"update vitrail"
+        )
+    missing = [key for key in ("vit", "preprocess", "classes", "provenance") if key not in ours]
+    if missing:
+        raise CheckpointError(f"{folder / CONFIG} lacks {', '.join(missing)} under 'vitrail'; was it edited?")
+    with torch.device("meta"):
+        model = ViT(ViTConfig.from_json(json.dumps(ours["vit"])))
+    load_weights(model, read_weights(folder / WEIGHTS))
+    preprocess = Preprocess.from_json(json.dumps(ours["preprocess"]))
+    classes = None if ours["classes"] is None else tuple(ours["classes"])
+    return Bundle(model.eval(), preprocess, classes, dict(ours["provenance"]))
