@@ -1,20 +1,27 @@
 """Opening any ViT checkpoint: what it is, how it is built, its weights, and how its pictures are prepared."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 
+from vitrail.checkpoints.adapt import ChannelMethod, adapt
 from vitrail.checkpoints.bundle import CONFIG, Bundle, is_bundle, read_bundle
 from vitrail.checkpoints.family import Family, Hints
 from vitrail.checkpoints.files import SUFFIXES, read_json, read_weights
 from vitrail.checkpoints.folders import Known, known_from_folder
 from vitrail.checkpoints.formats import dinov2, google, lucidrains, timm, torchvision, transformers
+from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.infer import Shapes, infer_config
 from vitrail.checkpoints.strict import load_weights
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
+from vitrail.models.config import ViTConfig
+from vitrail.models.resample import Method
 from vitrail.models.vit import ViT
 
+IMAGENET_CLASSES = 1000
 FAMILIES: tuple[Family, ...] = (
     google.FAMILY,
     timm.FAMILY,
@@ -32,13 +39,35 @@ class _Source(NamedTuple):
     known: Known
 
 
-def load(source: str | Path, *, heads: int | None = None) -> Bundle:
+def load(
+    source: str | Path,
+    *,
+    heads: int | None = None,
+    classes: int | tuple[str, ...] | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    patch_size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    position_method: Method = "timm",
+    channel_method: ChannelMethod = "repeat",
+) -> Bundle:
     """Open a checkpoint: a bundle's folder, a folder of transformers or timm, or a file (.npz, .safetensors, .pth, …).
 
     The family is seen from the tensors, not from the file's name, and the architecture from their shapes where no
     config comes along. `heads` says the number of attention heads, which shapes do not tell; by default heads are 64
-    wide.
+    wide. The other arguments adapt the model after it was loaded: a new head, another size, other channels.
     """
+    return adapt(
+        _load(source, heads),
+        classes=classes,
+        image_size=image_size,
+        patch_size=patch_size,
+        channels=channels,
+        position_method=position_method,
+        channel_method=channel_method,
+    )
+
+
+def _load(source: str | Path, heads: int | None) -> Bundle:
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a weight file ({', '.join(SUFFIXES)})")
@@ -64,27 +93,36 @@ def _open(source: _Source, hints: Hints) -> Bundle:
         model = ViT(config)
     load_weights(model, ours)
     known = source.known
-    preprocess = known.preprocess or family.preprocess.replace(
-        size=config.image_size, resize_to=_scaled(family, config)
-    )
-    classes = known.classes if known.classes is not None and len(known.classes) == config.classes else None
+    preprocess = known.preprocess or _default_preprocess(family, config)
+    classes, assumption = _names(known, config)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     provenance: dict[str, Any] = {
         "source": source.file.name,
         "family": family.name,
         "coverage": f"{total} of {total} tensors, {millions:.2f} M parameters",
+        **assumption,
     }
+    if config.classes and not cast("nn.Linear", model.head).weight.any():
+        provenance["warning"] = "the head is all zero, as in Google's ImageNet-21k originals: give it new classes"
     return Bundle(model.eval(), preprocess, classes, provenance)
 
 
-def _scaled(family: Family, config: Any) -> tuple[int, int] | None:
-    """Keep the family's share of the picture that is cropped, at the model's size."""
-    default = family.preprocess
-    if default.resize_to is None:
-        return None
-    sides = zip(config.image_size, default.size, default.resize_to, strict=True)
-    height, width = (round(size * larger / smaller) for size, smaller, larger in sides)
-    return height, width
+def _names(known: Known, config: ViTConfig) -> tuple[tuple[str, ...] | None, dict[str, str]]:
+    """Return the names of the classes, and what was assumed of them."""
+    if known.classes is not None and len(known.classes) == config.classes:
+        return known.classes, {}
+    if config.classes == IMAGENET_CLASSES:
+        return imagenet_names(), {"class names": "assumed to be ImageNet's, because the head has 1,000 outputs"}
+    return None, {}
+
+
+def _default_preprocess(family: Family, config: ViTConfig) -> Preprocess:
+    """Return what the family does to pictures, at the model's size and for its channels."""
+    default = family.preprocess.resized(config.image_size)
+    if config.channels == default.channels:
+        return default
+    mean, std = (sum(n) / len(n) for n in (default.mean, default.std))
+    return default.replace(channels=config.channels, mean=(mean,) * config.channels, std=(std,) * config.channels)
 
 
 def detect(shapes: Shapes, file: Path) -> Family:

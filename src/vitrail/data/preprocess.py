@@ -47,6 +47,13 @@ class Preprocess(Frozen):
             raise ConfigError(f"preprocess.std is {self.std}; every number must be greater than 0")
         return self
 
+    def resized(self, size: tuple[int, int]) -> Self:
+        """Return the same preprocessing for another picture size; what is cropped keeps its share of the picture."""
+        if self.resize_to is None:
+            return self.replace(size=size)
+        sides = zip(size, self.size, self.resize_to, strict=True)
+        return self.replace(size=size, resize_to=tuple(round(new * box / old) for new, old, box in sides))
+
     def __call__(self, picture: Image.Image) -> Tensor:
         """Turn a picture into what the model takes: (channels, height, width), normalised."""
         return self.normalise(self.pixels(picture))

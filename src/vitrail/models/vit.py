@@ -164,7 +164,7 @@ class ViT(nn.Module):
         """
         config, like = self.config.replace(classes=classes), next(self.parameters())
         heads = [_head(config).to(like).train(self.training) for _ in range(2 if config.distillation_token else 1)]
-        self._set_config(config)
+        self.reconfigure(config)
         self.head = heads[0]
         if config.distillation_token:
             self.head_dist = heads[1]
@@ -194,7 +194,7 @@ class ViT(nn.Module):
         for owner, resized in tables:
             for name, parameter in resized.items():
                 setattr(owner, name, parameter)
-        self._set_config(new)
+        self.reconfigure(new)
         self._set_places(places)
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
@@ -203,7 +203,8 @@ class ViT(nn.Module):
         self._set_places(self._computed_places(self.config))
         return self
 
-    def _set_config(self, config: ViTConfig) -> None:
+    def reconfigure(self, config: ViTConfig) -> None:
+        """Tell the model and its blocks what they have become; their weights must be so already."""
         self.config = config
         for block in self.blocks:
             cast("Block", block).config = config

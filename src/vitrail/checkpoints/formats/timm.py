@@ -1,5 +1,7 @@
 """timm's `VisionTransformer`, whose names are ours; DeiT's own files have them too."""
 
+import re
+
 from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
@@ -30,10 +32,9 @@ TABLE = KeyMap(
 
 def _recognise(shapes: Shapes) -> bool:
     names = {name.removeprefix("module.") for name in shapes}
-    return {"patch_embed.proj.weight", "blocks.0.attn.qkv.weight"} <= names and not names & {
-        "mask_token",
-        "register_tokens",
-    }
+    dinov2 = {"mask_token", "register_tokens"} & names
+    blocks = any(re.fullmatch(r"blocks\.\d+\.attn\.qkv\.weight", name) for name in names)
+    return "patch_embed.proj.weight" in names and blocks and not dinov2
 
 
 def _tidy(weights: Weights, _: Hints) -> Weights:

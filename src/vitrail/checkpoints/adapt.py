@@ -1,0 +1,109 @@
+"""Fitting a model that exists to another job: other classes, another picture or patch size, other channels."""
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.errors import CheckpointError
+from vitrail.models.resample import Method
+
+ChannelMethod = Literal["repeat", "mean"]
+"""How kernels for some channels become kernels for others: `repeat` goes through the old ones again and again (timm's
+way; for one channel the old ones are added up, so that a grey picture looks as it did in colour), `mean` gives every
+new channel the mean of the old ones. Both keep the size of the sum."""
+
+
+def adapt(
+    bundle: Bundle,
+    *,
+    classes: int | tuple[str, ...] | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    patch_size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    position_method: Method = "timm",
+    channel_method: ChannelMethod = "repeat",
+) -> Bundle:
+    """Change the bundle's model and preprocessing in place, and write down in its provenance what was done."""
+    done = []
+    if channels is not None and channels != bundle.model.config.channels:
+        done.append(_change_channels(bundle, channels, channel_method))
+    if image_size is not None or patch_size is not None:
+        done += _change_size(bundle, image_size, patch_size, position_method)
+    if classes is not None:
+        done += _change_classes(bundle, classes)
+    if done:
+        bundle.provenance["adapted"] = [*bundle.provenance.get("adapted", []), *done]
+    return bundle
+
+
+def _change_classes(bundle: Bundle, classes: int | tuple[str, ...]) -> list[str]:
+    old, names = bundle.model.config.classes, None if isinstance(classes, int) else tuple(classes)
+    new = classes if isinstance(classes, int) else len(classes)
+    if new == old and names in (None, bundle.classes):
+        return []
+    bundle.model.reset_head(new)
+    bundle.classes = names
+    return [f"head reset {old} -> {new}"]
+
+
+def _change_size(
+    bundle: Bundle,
+    image_size: int | tuple[int, int] | None,
+    patch_size: int | tuple[int, int] | None,
+    method: Method,
+) -> list[str]:
+    old = bundle.model.config
+    bundle.model.resize(image_size, patch_size, method=method)
+    new = bundle.model.config
+    done = []
+    if new.patch_size != old.patch_size:
+        done.append(f"patch {_by(old.patch_size)} -> {_by(new.patch_size)} by pseudo-inverse")
+    if new.grid != old.grid and old.position != "none":
+        done.append(f"position {_by(old.grid)} -> {_by(new.grid)} by {method}")
+    if new.image_size != bundle.preprocess.size:
+        done.append(f"picture {_by(bundle.preprocess.size)} -> {_by(new.image_size)}")
+        bundle.preprocess = bundle.preprocess.resized(new.image_size)
+    return done
+
+
+def _change_channels(bundle: Bundle, channels: int, method: ChannelMethod) -> str:
+    model, old = bundle.model, bundle.model.config.channels
+    if model.config.stem == "linear_norm":
+        raise CheckpointError("the stem 'linear_norm' normalises whole patches, so its channels cannot change")
+    if method not in ("repeat", "mean"):
+        raise CheckpointError(f"no way to change channels is called {method!r}; choose repeat or mean")
+    first = _first_convolution(model)
+    kernel = changed_channels(first.weight.detach(), channels, method)
+    first.weight = nn.Parameter(kernel, requires_grad=first.weight.requires_grad)
+    first.in_channels = channels
+    model.reconfigure(model.config.replace(channels=channels))
+    statistics = {
+        name: (sum(numbers) / len(numbers),) * channels
+        for name, numbers in (("mean", bundle.preprocess.mean), ("std", bundle.preprocess.std))
+    }
+    bundle.preprocess = bundle.preprocess.replace(channels=channels, **statistics)
+    return f"channels {old} -> {channels} by {method}"
+
+
+def _first_convolution(model: nn.Module) -> nn.Conv2d:
+    """Find the one layer that touches pixels."""
+    stem = cast("nn.Module", model.patch_embed)
+    return next(module for module in stem.modules() if isinstance(module, nn.Conv2d))
+
+
+def changed_channels(kernel: Tensor, channels: int, method: ChannelMethod) -> Tensor:
+    """Make kernels (D, C, h, w) for another number of channels, whose answers to a grey picture are the old ones."""
+    old = kernel.shape[1]
+    if method == "mean":
+        return kernel.mean(dim=1, keepdim=True).expand(-1, channels, -1, -1) * (old / channels)
+    whole = kernel.double()
+    if channels == 1:
+        return whole.sum(dim=1, keepdim=True).to(kernel.dtype)
+    repeated = torch.cat([whole] * -(-channels // old), dim=1)[:, :channels]
+    return (repeated * (old / channels)).to(kernel.dtype)
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}x{size[1]}"
