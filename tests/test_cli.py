@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from tests.peers import scramble
 
 import vitrail
 
@@ -91,3 +94,79 @@ def test_a_reader_that_leaves_early_is_no_fault() -> None:
     )
     assert done.stdout == "{\n"
     assert done.stderr == ""
+
+
+# ── checkpoints ──
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = vitrail.create(
+        vitrail.ViTConfig(image_size=(32, 32), patch_size=(8, 8), width=64, depth=2, heads=1, classes=3)
+    )
+    scramble(model)
+    torch.save(model.state_dict(), folder / "vit.pth")
+    return folder / "vit.pth"
+
+
+def test_inspect(checkpoint: Path) -> None:
+    done = run("inspect", str(checkpoint), "--tensors")
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "timm",
+        "2 blocks, width 64, 1 heads",
+        "32×32, 3 channels, patches of 8×8",
+        "blocks.1.mlp.fc2.weight",
+    ):
+        assert words in done.stdout
+    assert "note: the names of the classes are not known" in done.stdout
+    report = json.loads(run("inspect", str(checkpoint), "--json").stdout)
+    assert report["config"]["width"] == 64
+    assert len(report["tensors"]) == 32
+
+
+def test_inspect_finds_what_is_broken(checkpoint: Path, tmp_path: Path) -> None:
+    state = torch.load(checkpoint, weights_only=True)
+    state["blocks.0.mlp.fc1.weight"][0, :3] = float("nan")
+    state["head.weight"].zero_()
+    torch.save(state, tmp_path / "broken.pth")
+    done = run("inspect", str(tmp_path / "broken.pth"))
+    assert "note: blocks.0.mlp.fc1.weight holds 3 numbers that are not finite" in done.stdout
+    assert "note: head.weight is all zero" in done.stdout
+    refused = run("convert", str(tmp_path / "broken.pth"), str(tmp_path / "out"))
+    assert refused.returncode == 2
+    assert "not finite, so nothing was written" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert(checkpoint: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    done = run(
+        "convert", str(checkpoint), str(target), "--to", "transformers", "--image-size", "48x64", "--classes", "5"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "transformers, 32 tensors" in done.stdout
+    assert json.loads((target / "config.json").read_text())["image_size"] == 48
+    again = run("convert", str(checkpoint), str(target), "--to", "transformers")
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--to", "onnx"), "no format is called 'onnx'"),
+        (("--to", "google"), "slightly other numbers: activation='gelu'"),
+        (("--image-size", "big"), "'big' is no size; write 384"),
+        (("--image-size", "33"), "not a multiple of patch"),
+        (("--heads", "7"), "7 heads do not divide"),
+        (("--position", "cubic"), "no resampling method 'cubic'"),
+    ],
+)
+def test_conversions_that_cannot_be(words: tuple[str, ...], message: str, checkpoint: Path, tmp_path: Path) -> None:
+    extra = ("--image-size", "64") if words[0] == "--position" else ()
+    done = run("convert", str(checkpoint), str(tmp_path / "out.npz"), *words, *extra)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -12,28 +12,38 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import create, describe
+    from vitrail.api import convert, create, describe, load
+    from vitrail.checkpoints.bundle import Bundle
+    from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
     from vitrail.models.config import ViTConfig
     from vitrail.models.variants import variant_config
     from vitrail.models.vit import ViT
 
 __all__ = [
+    "Bundle",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "Diverged",
     "InputError",
+    "Preprocess",
     "ViT",
     "ViTConfig",
     "VitrailError",
     "__version__",
+    "convert",
     "create",
     "describe",
+    "load",
     "variant_config",
 ]
 
 _HOME = {
+    "Bundle": "vitrail.checkpoints.bundle",
+    "Preprocess": "vitrail.data.preprocess",
+    "convert": "vitrail.api",
+    "load": "vitrail.api",
     "create": "vitrail.api",
     "describe": "vitrail.api",
     "CheckpointError": "vitrail.errors",

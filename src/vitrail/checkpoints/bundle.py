@@ -47,11 +47,15 @@ class Bundle:
         """Write the bundle as a folder. It is there whole or not at all."""
         target = Path(folder)
         with whole_folder(target, overwrite=overwrite) as temporary:
-            weights = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
-            write_safetensors(temporary / WEIGHTS, weights, {"format": "pt"})
-            (temporary / CONFIG).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
-            (temporary / CARD).write_text(self._card(), encoding="utf-8")
+            self.write(temporary)
         return target
+
+    def write(self, folder: Path) -> None:
+        """Write the bundle's files into a folder that is there. `save` is the safe way."""
+        weights = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        write_safetensors(folder / WEIGHTS, weights, {"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
+        (folder / CARD).write_text(self._card(), encoding="utf-8")
 
     def _config(self) -> dict[str, Any]:
         ours = {

@@ -24,7 +24,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "distillation_token": (False,),
     "position": ("learned_1d",),
     "position_at": ("stem",),
-    "head_dim": (None,),
+    "heads_fill_width": (True,),
     "activation": ("gelu", "gelu_tanh", "quick_gelu"),
     "norm_order": ("pre",),
     "norm_before_blocks": (False,),
@@ -32,12 +32,13 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "qk_norm": (False,),
     "out_proj": (True,),
     "proj_bias": (True,),
+    "mlp_bias": (True,),
     "layer_scale": (None,),
     "pool": ("cls",),
     "final_norm": ("before_pool",),
     "representation": (None,),
 }
-"""What a plain ViT is: the values every family can express. A family states where it goes further."""
+"""What a plain ViT is: what every family can express. A family states where it goes further."""
 
 ANY: tuple[Any, ...] = ("anything",)
 """Lifts a limit that `PLAIN` sets."""

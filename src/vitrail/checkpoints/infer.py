@@ -25,7 +25,9 @@ def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
     fields |= _encoder(shapes, hints)
     fields |= _tokens(shapes)
     fields |= _answer(shapes, fields)
-    fields |= {k: v for k, v in hints.items() if k not in ("image_size",)}
+    fields |= {k: v for k, v in hints.items() if k != "image_size"}
+    if _need(shapes, "blocks.0.mlp.fc1.weight")[0] == 2 * _need(shapes, "blocks.0.mlp.fc2.weight")[1]:
+        fields["activation"] = "swiglu"  # shapes prove what a family only presumes
     fields |= _position(shapes, fields, hints)
     return ViTConfig.model_validate(fields)
 
@@ -97,9 +99,7 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
             f"{heads} heads do not divide the attention's width {inner}; give another number with heads="
         )
     head_dim = inner // heads
-    hidden, gated = _need(shapes, "blocks.0.mlp.fc2.weight")[1], False
-    if _need(shapes, "blocks.0.mlp.fc1.weight")[0] == 2 * hidden:
-        gated = True
+    hidden = _need(shapes, "blocks.0.mlp.fc2.weight")[1]
     return {
         "width": width,
         "depth": len(layers),
@@ -111,8 +111,9 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
         "proj_bias": "blocks.0.attn.proj.bias" in shapes or "blocks.0.attn.proj.weight" not in shapes,
         "qk_norm": qk_norm is not None,
         "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in shapes else None,
+        "mlp_bias": "blocks.0.mlp.fc1.bias" in shapes,
         "norm_before_blocks": "norm_pre.weight" in shapes,
-    } | ({"activation": "swiglu"} if gated else {})
+    }
 
 
 def _tokens(shapes: Shapes) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def expressible(config: ViTConfig) -> bool:
         and config.position == "learned_1d"
         and config.position_at == "stem"
         and (config.covers != "class" or config.registers == 0)
-        and config.heads * config.head_width == config.width
+        and config.heads_fill_width
         and config.activation in _ACTIVATIONS
         and config.norm_order == "pre"
         and config.norm_eps == 1e-6

@@ -5,11 +5,13 @@ from typing import Annotated
 import typer
 
 from vitrail._version import __version__
+from vitrail.cli.convert import convert
+from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
 
 app = typer.Typer(
     name="vitrail",
-    help="Vision Transformers: the named models, and what happens inside them.",
+    help="Vision Transformers: open, inspect and convert checkpoints of every library; build the named models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,4 +35,5 @@ def _root(
     pass
 
 
-app.command()(models)
+for command in (inspect, convert, models):
+    app.command()(command)

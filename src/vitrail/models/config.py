@@ -180,6 +180,11 @@ class ViTConfig(Frozen):
         return self.head_dim if self.head_dim is not None else self.width // self.heads
 
     @property
+    def heads_fill_width(self) -> bool:
+        """Whether the heads together are as wide as the model, as in every plain ViT."""
+        return self.heads * self.head_width == self.width
+
+    @property
     def mlp_hidden(self) -> int:
         """Hidden width of the MLP."""
         return self.mlp_width if self.mlp_width is not None else 4 * self.width

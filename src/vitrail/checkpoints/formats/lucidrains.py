@@ -109,7 +109,7 @@ FAMILY = Family(
         **PLAIN,
         "stem": ("linear_norm",),
         "class_token": ("first", "none"),
-        "head_dim": ANY,
+        "heads_fill_width": ANY,
         "qkv_bias": (False,),
         "out_proj": (True, False),
         "pool": ("cls", "mean"),

@@ -66,6 +66,8 @@ FAMILY = Family(
         "activation": ANY,
         "norm_before_blocks": ANY,
         "qkv_bias": ANY,
+        "proj_bias": ANY,
+        "mlp_bias": ANY,
         "qk_norm": ANY,
         "layer_scale": ANY,
         "pool": ("cls", "mean", "map"),

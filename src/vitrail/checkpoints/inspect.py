@@ -1,0 +1,63 @@
+"""Looking at a checkpoint: what it is, what is in it, and what is odd about it."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+
+
+class TensorRow(NamedTuple):
+    """One tensor of a checkpoint, under our name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    mean: float
+    std: float
+
+
+class Inspection(NamedTuple):
+    """What a checkpoint is."""
+
+    bundle: Bundle
+    tensors: list[TensorRow]
+    oddities: list[str]
+    """What a person should know before using it, one sentence each."""
+
+
+def inspect(source: str | Path, *, heads: int | None = None) -> Inspection:
+    """Open a checkpoint and say what it is, tensor by tensor."""
+    bundle = load(source, heads=heads)
+    state = bundle.model.state_dict()
+    rows = [_row(name, tensor) for name, tensor in state.items()]
+    return Inspection(bundle, rows, _oddities(bundle, state))
+
+
+def _row(name: str, tensor: Tensor) -> TensorRow:
+    numbers = tensor.float()
+    std = float(numbers.std(correction=0)) if numbers.numel() > 1 else 0.0
+    return TensorRow(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), float(numbers.mean()), std)
+
+
+def _oddities(bundle: Bundle, state: dict[str, Tensor]) -> list[str]:
+    found = []
+    for name, tensor in state.items():
+        if not tensor.is_floating_point():
+            continue
+        broken = int((~tensor.isfinite()).sum())
+        if broken:
+            found.append(f"{name} holds {broken} numbers that are not finite")
+        elif name.endswith("weight") and tensor.ndim > 1 and not tensor.any():
+            hint = ", as in Google's ImageNet-21k originals: give it new classes" if name == "head.weight" else ""
+            found.append(f"{name} is all zero{hint}")
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if dtypes != {torch.float32}:
+        found.append(f"the weights are kept as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}")
+    if bundle.classes is None and bundle.model.config.classes:
+        found.append("the names of the classes are not known")
+    assumed = bundle.provenance.get("class names")
+    return [*found, f"the class names are {assumed}"] if assumed else found

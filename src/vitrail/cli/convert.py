@@ -1,0 +1,62 @@
+"""`vitrail convert`: a checkpoint in another library's format."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A folder or a weight file of any family.")],
+    target: Annotated[Path, typer.Argument(help="The folder or file to write.")],
+    to: Annotated[
+        str, typer.Option(help="bundle, google, timm, torchvision, transformers, lucidrains or dinov2.")
+    ] = "bundle",
+    heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Replace the head by a fresh one for so many classes.")] = None,
+    image_size: Annotated[
+        str | None, typer.Option(help="Another picture size: 384, or 192x384 (height first).")
+    ] = None,
+    patch_size: Annotated[str | None, typer.Option(help="Another patch size: 8, or 8x16.")] = None,
+    channels: Annotated[int | None, typer.Option(help="Another number of channels.")] = None,
+    position: Annotated[
+        str, typer.Option(help="Whose way of resampling positions: google, timm, torchvision, transformers, dinov2.")
+    ] = "timm",
+    approximate: Annotated[
+        bool, typer.Option("--approximate", help="Allow a target that computes slightly other numbers.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")] = False,
+) -> None:
+    """Write a checkpoint in another format, open what was written, and compare the answers."""
+    from vitrail.api import convert as run
+
+    done = run(
+        source,
+        target,
+        to=to,  # type: ignore[arg-type]
+        heads=heads,
+        classes=classes,
+        image_size=_size(image_size, "--image-size"),
+        patch_size=_size(patch_size, "--patch-size"),
+        channels=channels,
+        position_method=position,  # type: ignore[arg-type]
+        approximate=approximate,
+        overwrite=overwrite,
+    )
+    for difference in done.differences:
+        typer.echo(f"approximated: {difference}")
+    typer.echo(
+        f"{done.target}: {done.family}, {done.tensors} tensors, {done.parameters / 1e6:.2f} M parameters; "
+        f"opened again, its answers differ by at most {done.change:.1e} of the largest one"
+    )
+
+
+def _size(text: str | None, option: str) -> int | tuple[int, int] | None:
+    """Read 384 or 192x384."""
+    if text is None:
+        return None
+    sides = text.lower().replace("×", "x").split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and len(side) < 8 for side in sides):
+        raise typer.BadParameter(f"{text!r} is no size; write 384, or 192x384 (height first)", param_hint=option)
+    numbers = [int(side) for side in sides]
+    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])

@@ -1,0 +1,70 @@
+"""`vitrail inspect`: what a checkpoint is."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitrail.cli.tables import print_table
+
+
+def inspect(
+    source: Annotated[Path, typer.Argument(help="A folder or a weight file of any family.")],
+    heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say what a checkpoint is: family, size, preprocessing, classes, tensors, oddities."""
+    from vitrail.checkpoints.inspect import inspect as look
+
+    found = look(source, heads=heads)
+    bundle, config = found.bundle, found.bundle.model.config
+    if as_json:
+        report = {
+            "provenance": bundle.provenance,
+            "config": json.loads(config.to_json()),
+            "preprocess": json.loads(bundle.preprocess.to_json()),
+            "classes": bundle.classes,
+            "oddities": found.oddities,
+            "tensors": [row._asdict() for row in found.tensors],
+        }
+        typer.echo(json.dumps(report, indent=2))
+        return
+    parameters = sum(p.numel() for p in bundle.model.parameters())
+    pre, names = bundle.preprocess, bundle.classes
+    rows = [
+        ("from", ", ".join(f"{value}" for key, value in bundle.provenance.items() if key in ("family", "source"))),
+        ("size", f"{parameters:,} parameters: {config.depth} blocks, width {config.width}, {config.heads} heads"),
+        ("pictures", f"{_by(config.image_size)}, {config.channels} channels, patches of {_by(config.patch_size)}"),
+        ("stem and position", f"{config.stem}, {config.position}"),
+        ("encoder", f"{config.norm_order}-norm, {config.activation}, LayerNorm eps {config.norm_eps:g}"),
+        (
+            "answer",
+            f"pool {config.pool}, {config.classes} classes" if config.classes else f"pool {config.pool}, no head",
+        ),
+        ("classes", "not known" if names is None else ", ".join(names[:5]) + (", …" if len(names) > 5 else "")),
+        (
+            "preprocessing",
+            f"{pre.resize} to {_by(pre.resize_to or pre.size)}, cut to {_by(pre.size)}, {pre.interpolation}, "
+            f"mean {_numbers(pre.mean)}, std {_numbers(pre.std)}",
+        ),
+    ]
+    print_table(("what", "found"), rows)
+    for oddity in found.oddities:
+        typer.echo(f"note: {oddity}")
+    if tensors:
+        typer.echo("")
+        print_table(
+            ("tensor", "shape", "kept as", "mean", "std"),
+            [(r.name, "×".join(map(str, r.shape)), r.dtype, f"{r.mean:.4g}", f"{r.std:.4g}") for r in found.tensors],
+            numbers=("mean", "std"),
+        )
+
+
+def _by(size: tuple[int, int]) -> str:
+    return f"{size[0]}×{size[1]}"
+
+
+def _numbers(numbers: tuple[float, ...]) -> str:
+    return "(" + ", ".join(f"{n:.3g}" for n in numbers) + ")"

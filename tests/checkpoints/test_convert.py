@@ -1,0 +1,157 @@
+"""Any format to any other: written by us, opened by the real peer, with the same answers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.peers import import_peer, relative_error, scramble
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.convert import convert
+from vitrail.checkpoints.load import load
+from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vitrail.errors import CheckpointError
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+TINY: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 128, "depth": 2, "heads": 2, "classes": 3}
+
+
+def tiny(**fields: Any) -> Bundle:
+    model = ViT(ViTConfig(**{**TINY, **fields}))
+    scramble(model)
+    preprocess = Preprocess(size=(32, 32), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    return Bundle(model.eval(), preprocess, ("cat", "dog", "newt"))
+
+
+def same(bundle: Bundle, peer: Any) -> None:
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = peer.eval()(x)
+        assert relative_error(bundle.model(x), getattr(expected, "logits", expected)) <= 1e-5
+
+
+def test_to_timm(tmp_path: Path) -> None:
+    bundle = tiny()
+    done = convert(bundle, tmp_path / "timm", to="timm")
+    assert done.change <= 1e-5
+    same(bundle, import_peer("timm").create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True))
+
+
+def test_to_torchvision(tmp_path: Path) -> None:
+    bundle = tiny()
+    convert(bundle, tmp_path / "vit.pth", to="torchvision")
+    module = import_peer("torchvision.models.vision_transformer")
+    peer = module.VisionTransformer(32, 8, 2, 2, 128, 512, num_classes=3)
+    peer.load_state_dict(torch.load(tmp_path / "vit.pth", weights_only=True))
+    same(bundle, peer)
+
+
+@pytest.mark.parametrize("fields", [{"norm_eps": 1e-12}, {"activation": "gelu_tanh"}, {"qkv_bias": False}], ids=str)
+@pytest.mark.parametrize("crop", [False, True])
+def test_to_transformers(fields: dict[str, Any], crop: bool, tmp_path: Path) -> None:
+    bundle = tiny(**fields)
+    if crop:
+        bundle.preprocess = bundle.preprocess.replace(resize="cover", resize_to=36, interpolation="bicubic")
+    convert(bundle, tmp_path / "hf", to="transformers")
+    module = import_peer("transformers")
+    peer = module.AutoModelForImageClassification.from_pretrained(tmp_path / "hf")
+    same(bundle, peer)
+    assert peer.config.id2label == {0: "cat", 1: "dog", 2: "newt"}
+    again = load(tmp_path / "hf")
+    assert (again.classes, again.preprocess) == (bundle.classes, bundle.preprocess)
+    processor = module.AutoImageProcessor.from_pretrained(tmp_path / "hf")
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8))
+    expected = torch.as_tensor(np.asarray(processor(picture, return_tensors="pt")["pixel_values"][0]))
+    assert (bundle.preprocess(picture) - expected).abs().max() <= 2 / 255 / min(IMAGENET_STD) + 1e-4
+
+
+def test_to_transformers_distilled(tmp_path: Path) -> None:
+    bundle = tiny(distillation_token=True)
+    convert(bundle, tmp_path / "hf", to="transformers")
+    module = import_peer("transformers")
+    same(bundle, module.DeiTForImageClassificationWithTeacher.from_pretrained(tmp_path / "hf"))
+
+
+def test_to_lucidrains(tmp_path: Path) -> None:
+    bundle = tiny(stem="linear_norm", qkv_bias=False, norm_eps=1e-5)
+    convert(bundle, tmp_path / "vit.pt", to="lucidrains")
+    peer = import_peer("vit_pytorch").ViT(
+        image_size=32, patch_size=8, num_classes=3, dim=128, depth=2, heads=2, dim_head=64, mlp_dim=512
+    )
+    peer.load_state_dict(torch.load(tmp_path / "vit.pt", weights_only=True))
+    same(bundle, peer)
+
+
+def test_to_google_needs_its_gelu_or_leave_to_approximate(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"activation='gelu' \(it computes with 'gelu_tanh'\); allow it with"):
+        convert(tiny(), tmp_path / "vit.npz", to="google")
+    assert not (tmp_path / "vit.npz").exists()
+    done = convert(tiny(), tmp_path / "vit.npz", to="google", approximate=True)
+    assert 1e-6 < done.change < 1e-2
+    assert done.differences == ["activation='gelu' (it computes with 'gelu_tanh')"]
+    exact = convert(tiny(activation="gelu_tanh"), tmp_path / "exact.npz", to="google")
+    assert exact.change <= 1e-6
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("registers", [0, 4])
+def test_dinov2_backbones(activation: Any, registers: int, tmp_path: Path) -> None:
+    """facebook's own code is not on PyPI; its names are checked, and that the file is read as it was written."""
+    covers = "class" if registers else None
+    fields = {"classes": 0, "registers": registers, "position_covers": covers, "layer_scale": 1e-5, "mlp_width": 96}
+    config = ViTConfig(**{**TINY, **fields, "activation": activation})
+    model = ViT(config)
+    scramble(model)
+    convert(Bundle(model.eval(), Preprocess(size=(32, 32))), tmp_path / "dino.pth", to="dinov2")
+    names = set(torch.load(tmp_path / "dino.pth", weights_only=True))
+    assert {"mask_token", "blocks.0.ls1.gamma", "norm.weight"} <= names
+    assert ("register_tokens" in names) == bool(registers)
+    assert ("blocks.0.mlp.w12.weight" in names) == (activation == "swiglu")
+    again = load(tmp_path / "dino.pth")
+    assert again.provenance["family"] == "dinov2"
+    assert again.model.config == config
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again.model(x), model(x))
+
+
+def test_there_and_back_again(tmp_path: Path) -> None:
+    """bundle -> timm -> transformers -> torchvision -> bundle: the weights are the same to the bit."""
+    bundle = tiny()
+    first = {name: tensor.clone() for name, tensor in bundle.model.state_dict().items()}
+    convert(bundle, tmp_path / "a", to="bundle")
+    convert(load(tmp_path / "a"), tmp_path / "b.safetensors", to="timm")
+    convert(load(tmp_path / "b.safetensors"), tmp_path / "c", to="transformers")
+    convert(load(tmp_path / "c"), tmp_path / "d.pth", to="torchvision")
+    last = load(tmp_path / "d.pth").model.state_dict()
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("fields", "to", "words"),
+    [
+        ({"norm_order": "post"}, "timm", r"timm cannot express norm_order='post' \(it has only 'pre'\)"),
+        ({"registers": 2}, "torchvision", "registers=2"),
+        ({"position": "rope_2d"}, "google", "position='rope_2d'"),
+        ({}, "lucidrains", "stem='conv'.*qkv_bias=True"),
+        ({"norm_eps": 1e-3}, "timm", "timm has no plain ViT|slightly other numbers"),
+        ({}, "onnx", "no format is called 'onnx'; choose one of bundle, google"),
+    ],
+)
+def test_what_a_target_cannot_express(fields: dict[str, Any], to: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        convert(tiny(**fields), tmp_path / "out", to=to)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    bundle = tiny()
+    with torch.no_grad():
+        bundle.model.head.weight[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="not finite, so nothing was written"):
+        convert(bundle, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
