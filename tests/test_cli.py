@@ -142,9 +142,7 @@ def test_inspect_finds_what_is_broken(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_convert(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "hf"
-    done = run(
-        "convert", str(checkpoint), str(target), "--to", "transformers", "--image-size", "48x64", "--classes", "5"
-    )
+    done = run("convert", str(checkpoint), str(target), "--to", "transformers", "--image-size", "48", "--classes", "5")
     assert done.returncode == 0, done.stderr
     assert "transformers, 32 tensors" in done.stdout
     assert json.loads((target / "config.json").read_text())["image_size"] == 48
