@@ -1,5 +1,6 @@
 """Each family, both ways: what the real peer wrote is read with the same logits, what we write the peer opens."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,64 @@ def test_lucidrains(pool: str, heads: int, head_dim: int, tmp_path: Path) -> Non
         assert_writes_back(bundle, lucidrains.FAMILY, peer)
     else:
         assert_writes_back(bundle, lucidrains.FAMILY, peer, strict=False)
+
+
+def test_lucidrains_older_forms(tmp_path: Path) -> None:
+    """Names with `fn` and position tables with a batch axis, as older versions wrote them."""
+    peer = scramble(
+        import_peer("vit_pytorch").ViT(
+            image_size=32, patch_size=8, num_classes=7, dim=64, depth=2, heads=1, dim_head=32, mlp_dim=96
+        )
+    )
+    older = {}
+    for name, tensor in peer.state_dict().items():
+        name = re.sub(r"(layers\.\d+\.0)\.(to_qkv|to_out)", r"\1.fn.\2", name)
+        name = re.sub(r"(layers\.\d+\.1)\.net\.0\.", r"\1.norm.", name)
+        name = re.sub(r"(layers\.\d+\.1)\.net\.1\.", r"\1.fn.net.0.", name)
+        name = re.sub(r"(layers\.\d+\.1)\.net\.4\.", r"\1.fn.net.3.", name)
+        older[name] = tensor[None] if name in ("cls_token", "pos_embedding") else tensor
+    torch.save(older, tmp_path / "old.pt")
+    assert_same_logits(load(tmp_path / "old.pt", heads=1), peer)
+
+
+# ── DINOv2 in transformers' names ──
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("kind", ["Dinov2Model", "Dinov2WithRegistersModel", "Dinov2ForImageClassification"])
+@pytest.mark.parametrize("old_names", [False, True])
+def test_dinov2_in_transformers(swiglu: bool, kind: str, old_names: bool, tmp_path: Path) -> None:
+    module = import_peer("transformers")
+    prefix = "Dinov2WithRegisters" if "Registers" in kind else "Dinov2"
+    options = {k: v for k, v in HF.items() if k != "intermediate_size"}
+    config = getattr(module, f"{prefix}Config")(**options, use_swiglu_ffn=swiglu)
+    peer = scramble(getattr(module, kind)(config))
+    if old_names:
+        state = {
+            name.replace("attention.q_proj", "attention.attention.query")
+            .replace("attention.k_proj", "attention.attention.key")
+            .replace("attention.v_proj", "attention.attention.value")
+            .replace("attention.o_proj", "attention.output.dense")
+            .replace("mlp.down_proj", "mlp.weights_out"): tensor
+            for name, tensor in peer.state_dict().items()
+        }
+        for gate in [name for name in state if "gate_proj" in name]:  # one tensor in the older files
+            joined = torch.cat([state.pop(gate), state.pop(gate.replace("gate_proj", "up_proj"))])
+            state[gate.replace("gate_proj", "weights_in")] = joined
+        torch.save(state, tmp_path / "pytorch_model.bin")
+        config.save_pretrained(tmp_path)
+    else:
+        peer.save_pretrained(tmp_path)
+    bundle = load(tmp_path)
+    assert bundle.provenance["family"] == "dinov2-transformers"
+    assert any("mask_token" in name for name in bundle.provenance["left out"])
+    body = getattr(peer, "dinov2", peer)
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = body(x)
+        assert relative_error(bundle.model(x), expected.pooler_output) <= 1e-5
+        tokens = expected.last_hidden_state
+        assert relative_error(bundle.model.features(x).tokens, tokens) <= 1e-5
 
 
 # ── google: no package to compare with, so the table in numpy and a model of ours ──

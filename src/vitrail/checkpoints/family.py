@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -52,6 +52,19 @@ def _no_hints(_: Shapes) -> Hints:
     return {}
 
 
+class Reading(NamedTuple):
+    """What was read from a family's file."""
+
+    weights: Weights
+    """Under our names."""
+    unknown: list[str]
+    """Names that are not in the family's table."""
+    dropped: list[str]
+    """Names that were left out on purpose."""
+    hints: Hints
+    """What the family knows beside the shapes."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Another library's ViTs: how to know them, read them, and write them."""
@@ -68,7 +81,7 @@ class Family:
     hints: Callable[[Shapes], Hints] = _no_hints
     """What the family knows beside the shapes (of the tidied weights, with their names)."""
     drops: tuple[str, ...] = ()
-    """Names that only training needs, and that are left out when a file is read."""
+    """Names (after tidying) that we have no use for, and that are left out when a file is read."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The values of config fields that the family can express; any value for fields not named."""
     nearly: Mapping[str, Any] = field(default_factory=dict)
@@ -90,13 +103,15 @@ class Family:
             if getattr(config, name) != value
         ]
 
-    def read(self, weights: Weights, known: Hints) -> tuple[Weights, list[str], Hints]:
-        """Turn the family's weights into ours; also return names nobody knows, and what the family knows beside."""
+    def read(self, weights: Weights, known: Hints) -> Reading:
+        """Turn the family's weights into ours. `weights` is emptied on the way."""
         weights = self.tidy(weights, known)
         hints = self.hints({name: tuple(tensor.shape) for name, tensor in weights.items()})
-        weights = {name: tensor for name, tensor in weights.items() if name not in self.drops}
+        dropped = [name for name in weights if name in self.drops]
+        for name in dropped:
+            del weights[name]
         ours, unknown = self.table(None).read(weights)
-        return ours, unknown, hints
+        return Reading(ours, unknown, dropped, hints)
 
     def write(self, weights: Mapping[str, Tensor], config: ViTConfig) -> Weights:
         """Turn our weights into the family's, or say which field stands in the way."""

@@ -29,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     transformers.FAMILY,
     lucidrains.FAMILY,
     dinov2.FAMILY,
+    dinov2.IN_TRANSFORMERS,
 )
 
 
@@ -82,7 +83,7 @@ def _open(source: _Source, hints: Hints) -> Bundle:
     weights = read_weights(source.file)
     total = len(weights)
     family = detect({name: tuple(tensor.shape) for name, tensor in weights.items()}, source.file)
-    ours, unknown, habits = family.read(weights, hints)
+    ours, unknown, dropped, habits = family.read(weights, hints)
     if unknown:
         raise CheckpointError(
             f"{source.file} looks like {family.name}, but {len(unknown)} of its {total} tensors are not known there: "
@@ -99,7 +100,8 @@ def _open(source: _Source, hints: Hints) -> Bundle:
     provenance: dict[str, Any] = {
         "source": source.file.name,
         "family": family.name,
-        "coverage": f"{total} of {total} tensors, {millions:.2f} M parameters",
+        "coverage": f"{total - len(dropped)} of {total} tensors, {millions:.2f} M parameters",
+        **({"left out": dropped} if dropped else {}),
         **assumption,
     }
     if config.classes and not cast("nn.Linear", model.head).weight.any():
