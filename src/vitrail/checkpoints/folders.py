@@ -20,6 +20,8 @@ class Known:
     hints: Hints = field(default_factory=dict)
     preprocess: Preprocess | None = None
     classes: tuple[str, ...] | None = None
+    hub: str | None = None
+    """The name on a hub it was fetched by."""
 
 
 def known_from_folder(folder: Path) -> Known:

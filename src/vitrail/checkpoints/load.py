@@ -1,5 +1,6 @@
 """Opening any ViT checkpoint: what it is, how it is built, its weights, and how its pictures are prepared."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +13,7 @@ from vitrail.checkpoints.family import Family, Hints
 from vitrail.checkpoints.files import SUFFIXES, read_json, read_weights
 from vitrail.checkpoints.folders import Known, known_from_folder
 from vitrail.checkpoints.formats import dinov2, google, lucidrains, timm, torchvision, transformers
+from vitrail.checkpoints.hub import fetch, parse
 from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.infer import Shapes, infer_config
 from vitrail.checkpoints.strict import load_weights
@@ -51,7 +53,9 @@ def load(
     position_method: Method = "timm",
     channel_method: ChannelMethod = "repeat",
 ) -> Bundle:
-    """Open a checkpoint: a bundle's folder, a folder of transformers or timm, or a file (.npz, .safetensors, .pth, …).
+    """Open a checkpoint: a bundle, a folder of transformers or timm, a weight file, or a model on a hub.
+
+    On a hub it is called "hf:org/name", "hf:org/name@revision" or "timm:name.tag".
 
     The family is seen from the tensors, not from the file's name, and the architecture from their shapes where no
     config comes along. `heads` says the number of attention heads, which shapes do not tell; by default heads are 64
@@ -69,12 +73,15 @@ def load(
 
 
 def _load(source: str | Path, heads: int | None) -> Bundle:
-    path = Path(source)
+    name = parse(str(source))
+    path = Path(source) if name is None else fetch(name)
     if not path.exists():
         raise CheckpointError(f"{source} does not exist; give a folder or a weight file ({', '.join(SUFFIXES)})")
     if path.is_dir() and (path / CONFIG).is_file() and is_bundle(read_json(path / CONFIG)):
         return read_bundle(path)
     found = _find(path)
+    if name is not None:
+        found = found._replace(known=replace(found.known, hub=str(source)))
     hints: Hints = {**found.known.hints, **({"heads": heads} if heads is not None else {})}
     return _open(found, hints)
 
@@ -98,7 +105,7 @@ def _open(source: _Source, hints: Hints) -> Bundle:
     classes, assumption = _names(known, config)
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     provenance: dict[str, Any] = {
-        "source": source.file.name,
+        "source": known.hub or source.file.name,
         "family": family.name,
         "coverage": f"{total - len(dropped)} of {total} tensors, {millions:.2f} M parameters",
         **({"left out": dropped} if dropped else {}),

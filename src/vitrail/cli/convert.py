@@ -7,7 +7,7 @@ import typer
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A folder or a weight file of any family.")],
+    source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     target: Annotated[Path, typer.Argument(help="The folder or file to write.")],
     to: Annotated[
         str, typer.Option(help="bundle, google, timm, torchvision, transformers, lucidrains or dinov2.")

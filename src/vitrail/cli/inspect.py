@@ -1,7 +1,6 @@
 """`vitrail inspect`: what a checkpoint is."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ from vitrail.cli.tables import print_table
 
 
 def inspect(
-    source: Annotated[Path, typer.Argument(help="A folder or a weight file of any family.")],
+    source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,

@@ -1,0 +1,88 @@
+"""Models on a hub: `hf:org/name[@revision]` and `timm:name.tag`, through huggingface_hub and its cache.
+
+The cache, offline mode (`HF_HUB_OFFLINE`) and another server (`HF_ENDPOINT`) are huggingface_hub's own and honoured.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from vitrail.errors import CheckpointError
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors")
+BESIDE = ("config.json", "preprocessor_config.json")
+
+
+class HubName(NamedTuple):
+    """A model on a hub."""
+
+    repository: str
+    revision: str | None
+
+
+def parse(source: str) -> HubName | None:
+    """Read "hf:org/name[@revision]" or "timm:name.tag"; None for whatever is a path."""
+    found = re.fullmatch(r"(hf|timm):([^@]+)(?:@(.+))?", source)
+    if found is None:
+        return None
+    kind, name, revision = found.groups()
+    repository = f"timm/{name}" if kind == "timm" else name
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise CheckpointError(f"{source!r} names no model on a hub; write hf:organisation/name, or timm:name.tag")
+    return HubName(repository, revision)
+
+
+def fetch(name: HubName) -> Path:
+    """Download a model's config and weights, unless they are in the cache, and return their folder."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    unreachable: list[Exception] = []
+
+    def get(file: str) -> Path | None:
+        try:
+            return Path(hf_hub_download(name.repository, file, revision=name.revision))
+        except LocalEntryNotFoundError as error:  # offline, or no connection, and not in the cache: it may not exist
+            unreachable.append(error)
+        except EntryNotFoundError:
+            pass
+        return None
+
+    where = name.repository + (f" at {name.revision}" if name.revision else "")
+    try:
+        for file in BESIDE:
+            get(file)
+        weights = next((path for file in WEIGHTS if (path := get(file)) is not None), None)
+    except RevisionNotFoundError:
+        raise CheckpointError(f"the hub has {name.repository}, but not its revision {name.revision!r}") from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"the hub has no model {name.repository}, or it is private; check the name, or log in with hf auth login"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        weights = None
+        unreachable.append(error)
+    if weights is None and unreachable:
+        first = str(unreachable[0]).split(". ", 1)[0].split("\n", 1)[0]
+        raise CheckpointError(f"the hub could not be reached for {where} ({first}); {_cached()}")
+    if weights is None:
+        raise CheckpointError(f"{where} has no weights we know ({', '.join(WEIGHTS)})")
+    return weights.parent
+
+
+def _cached() -> str:
+    """Say which models are in the cache."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        names = sorted(repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model")
+    except CacheNotFound:
+        names = []
+    return f"in the cache there is {', '.join(names[:10])}" if names else "nothing is in the cache"
