@@ -68,6 +68,7 @@ def convert(
     *,
     to: Target = "bundle",
     heads: int | None = None,
+    keys: str | Path | None = None,
     classes: int | tuple[str, ...] | None = None,
     image_size: int | tuple[int, int] | None = None,
     patch_size: int | tuple[int, int] | None = None,
@@ -77,10 +78,14 @@ def convert(
     approximate: bool = False,
     overwrite: bool = False,
 ) -> Conversion:
-    """Open a checkpoint of any family, adapt it if asked to, write it in another format, and compare the answers."""
+    """Open a checkpoint of any family, adapt it if asked to, write it in another format, and compare the answers.
+
+    `keys` names a key table: of the source, or, with `to="own"`, of what is written.
+    """
     bundle = load(
         source,
         heads=heads,
+        keys=None if to == "own" else keys,
         classes=classes,
         image_size=image_size,
         patch_size=patch_size,
@@ -88,7 +93,8 @@ def convert(
         position_method=position_method,
         channel_method=channel_method,
     )
-    return _convert(bundle, target, to=to, approximate=approximate, overwrite=overwrite)
+    written_by = keys if to == "own" else None
+    return _convert(bundle, target, to=to, keys=written_by, approximate=approximate, overwrite=overwrite)
 
 
 def _config(name: str | ViTConfig) -> ViTConfig:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle
+from vitrail.checkpoints.custom import read_key_table
 from vitrail.checkpoints.family import Family
 from vitrail.checkpoints.files import whole_file, whole_folder, write_npz, write_safetensors
 from vitrail.checkpoints.load import FAMILIES, load
@@ -15,7 +16,7 @@ from vitrail.checkpoints.transformers_config import transformers_config, transfo
 from vitrail.errors import CheckpointError, suggest
 from vitrail.models.vit import ViT
 
-Target = Literal["bundle", "google", "timm", "torchvision", "transformers", "lucidrains", "dinov2"]
+Target = Literal["bundle", "google", "timm", "torchvision", "transformers", "lucidrains", "dinov2", "own"]
 TOLERANCE = 1e-5
 """How much the logits of what was written may differ, as a share of the largest one, before it counts as wrong."""
 
@@ -34,18 +35,28 @@ class Conversion(NamedTuple):
 
 
 def convert(
-    bundle: Bundle, target: str | Path, *, to: Target = "bundle", approximate: bool = False, overwrite: bool = False
+    bundle: Bundle,
+    target: str | Path,
+    *,
+    to: Target = "bundle",
+    keys: str | Path | None = None,
+    approximate: bool = False,
+    overwrite: bool = False,
 ) -> Conversion:
     """Write a bundle in another format, open what was written, and compare the logits before it gets its name.
 
     An architecture the target cannot express is refused. Where only small numbers differ (which GELU, LayerNorm's eps),
-    `approximate` allows it, and the change is measured.
+    `approximate` allows it, and the change is measured. "own" writes by the key table that `keys` names.
     """
     if to not in get_args(Target):
         raise CheckpointError(
             f"no format is called {to!r}; choose one of {', '.join(get_args(Target))}{suggest(to, get_args(Target))}"
         )
+    if (to == "own") != (keys is not None):
+        raise CheckpointError("a key table (--keys) goes with the format 'own', and 'own' needs one")
     family = next((family for family in FAMILIES if family.name == to), None)
+    if keys is not None:
+        family = read_key_table(keys)
     differences = [] if family is None else _check(family, bundle, approximate)
     path = Path(target)
     folder = family is None or family.name == "transformers" or (family.name == "timm" and not path.suffix)
@@ -53,8 +64,8 @@ def convert(
         if family is None:
             bundle.write(temporary)
         else:
-            _WRITERS[family.name](bundle, family, temporary)
-        change = _compare(bundle, temporary)
+            _WRITERS.get(family.name, _write_torch)(bundle, family, temporary)
+        change = _compare(bundle, temporary, keys)
         if change > TOLERANCE and not differences:
             raise CheckpointError(
                 f"what was written as {to} answers differently (by {change:.1e} of the largest logit), so it was "
@@ -78,10 +89,10 @@ def _check(family: Family, bundle: Bundle, approximate: bool) -> list[str]:
 
 
 @torch.no_grad()
-def _compare(bundle: Bundle, written: Path) -> float:
+def _compare(bundle: Bundle, written: Path, keys: str | Path | None) -> float:
     """Return how much the answers of what was written differ, on random pictures."""
     config = bundle.model.config
-    again = load(written, heads=config.heads).model
+    again = load(written, heads=config.heads, keys=keys).model
     like = next(bundle.model.parameters())
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(2, config.channels, *config.image_size, generator=generator).to(like)
@@ -117,11 +128,6 @@ def _write_torch(bundle: Bundle, family: Family, path: Path) -> None:
         torch.save(weights, path)
 
 
-def _write_dinov2(bundle: Bundle, family: Family, path: Path) -> None:
-    """facebook's loader wants the token for hidden patches too, which only training uses."""
-    torch.save(_weights(bundle, family) | {"mask_token": torch.zeros(1, bundle.model.config.width)}, path)
-
-
 def _write_timm(bundle: Bundle, family: Family, path: Path) -> None:
     """A folder for timm is a bundle; a file holds the weights alone."""
     if path.is_dir():
@@ -150,5 +156,5 @@ _WRITERS: dict[str, Callable[[Bundle, Family, Path], None]] = {
     "torchvision": _write_torch,
     "transformers": _write_transformers,
     "lucidrains": _write_torch,
-    "dinov2": _write_dinov2,
+    "dinov2": _write_torch,
 }

@@ -48,6 +48,10 @@ def _unchanged(weights: Weights, _: Hints) -> Weights:
     return weights
 
 
+def _nothing(_: ViTConfig) -> Weights:
+    return {}
+
+
 def _no_hints(_: Shapes) -> Hints:
     return {}
 
@@ -82,6 +86,8 @@ class Family:
     """What the family knows beside the shapes (of the tidied weights, with their names)."""
     drops: tuple[str, ...] = ()
     """Names (after tidying) that we have no use for, and that are left out when a file is read."""
+    adds: Callable[[ViTConfig], Weights] = _nothing
+    """Tensors we have no use for, but which the family's loader wants to find."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The values of config fields that the family can express; any value for fields not named."""
     nearly: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +123,7 @@ class Family:
         """Turn our weights into the family's, or say which field stands in the way."""
         if found := self.obstacles(config):
             raise CheckpointError(f"{self.name} cannot express {'; '.join(found)}")
-        return self.table(config).write(weights, config)
+        return self.table(config).write(weights, config) | self.adds(config)
 
 
 def strip_prefix(weights: Weights, *prefixes: str) -> Weights:

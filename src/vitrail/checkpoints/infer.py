@@ -127,6 +127,8 @@ def _tokens(shapes: Shapes) -> dict[str, Any]:
 def _answer(shapes: Shapes, fields: Mapping[str, Any]) -> dict[str, Any]:
     if "attn_pool.latent" in shapes:
         pool = "map"
+    elif fields["distillation_token"]:
+        pool = "cls"
     else:
         pool = "mean" if "fc_norm.weight" in shapes or fields["class_token"] == "none" else "cls"
     final = "before_pool" if "norm.weight" in shapes else "after_pool" if "fc_norm.weight" in shapes else "none"

@@ -9,6 +9,7 @@ from torch import nn
 
 from vitrail.checkpoints.adapt import ChannelMethod, adapt
 from vitrail.checkpoints.bundle import CONFIG, Bundle, is_bundle, read_bundle
+from vitrail.checkpoints.custom import read_key_table
 from vitrail.checkpoints.family import Family, Hints
 from vitrail.checkpoints.files import SUFFIXES, read_json, read_weights
 from vitrail.checkpoints.folders import Known, known_from_folder
@@ -46,6 +47,7 @@ def load(
     source: str | Path,
     *,
     heads: int | None = None,
+    keys: str | Path | None = None,
     classes: int | tuple[str, ...] | None = None,
     image_size: int | tuple[int, int] | None = None,
     patch_size: int | tuple[int, int] | None = None,
@@ -59,10 +61,11 @@ def load(
 
     The family is seen from the tensors, not from the file's name, and the architecture from their shapes where no
     config comes along. `heads` says the number of attention heads, which shapes do not tell; by default heads are 64
-    wide. The other arguments adapt the model after it was loaded: a new head, another size, other channels.
+    wide. `keys` names a key table for a ViT of no known family (`vitrail.checkpoints.custom`). The other arguments
+    adapt the model after it was loaded: a new head, another size, other channels.
     """
     return adapt(
-        _load(source, heads),
+        _load(source, heads, keys),
         classes=classes,
         image_size=image_size,
         patch_size=patch_size,
@@ -72,7 +75,7 @@ def load(
     )
 
 
-def _load(source: str | Path, heads: int | None) -> Bundle:
+def _load(source: str | Path, heads: int | None, keys: str | Path | None) -> Bundle:
     name = parse(str(source))
     path = Path(source) if name is None else fetch(name)
     if not path.exists():
@@ -83,13 +86,14 @@ def _load(source: str | Path, heads: int | None) -> Bundle:
     if name is not None:
         found = found._replace(known=replace(found.known, hub=str(source)))
     hints: Hints = {**found.known.hints, **({"heads": heads} if heads is not None else {})}
-    return _open(found, hints)
+    return _open(found, hints, None if keys is None else read_key_table(keys))
 
 
-def _open(source: _Source, hints: Hints) -> Bundle:
+def _open(source: _Source, hints: Hints, family: Family | None) -> Bundle:
     weights = read_weights(source.file)
     total = len(weights)
-    family = detect({name: tuple(tensor.shape) for name, tensor in weights.items()}, source.file)
+    if family is None:
+        family = detect({name: tuple(tensor.shape) for name, tensor in weights.items()}, source.file)
     ours, unknown, dropped, habits = family.read(weights, hints)
     if unknown:
         raise CheckpointError(

@@ -10,9 +10,14 @@ def convert(
     source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     target: Annotated[Path, typer.Argument(help="The folder or file to write.")],
     to: Annotated[
-        str, typer.Option(help="bundle, google, timm, torchvision, transformers, lucidrains or dinov2.")
+        str,
+        typer.Option(help="bundle, google, timm, torchvision, transformers, lucidrains, dinov2, or own (by --keys)."),
     ] = "bundle",
     heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="A key table (TOML) for a home-made ViT: of the source, or with --to own of the target."),
+    ] = None,
     classes: Annotated[int | None, typer.Option(help="Replace the head by a fresh one for so many classes.")] = None,
     image_size: Annotated[
         str | None, typer.Option(help="Another picture size: 384, or 192x384 (height first).")
@@ -35,6 +40,7 @@ def convert(
         target,
         to=to,  # type: ignore[arg-type]
         heads=heads,
+        keys=keys,
         classes=classes,
         image_size=_size(image_size, "--image-size"),
         patch_size=_size(patch_size, "--patch-size"),

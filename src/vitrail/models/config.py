@@ -208,6 +208,11 @@ class ViTConfig(Frozen):
         return self.position_covers or ("all" if self.position == "learned_1d" else "patches")
 
     @property
+    def registers_placed(self) -> bool:
+        """Whether registers have rows in the position table."""
+        return self.registers > 0 and self.covers == "all"
+
+    @property
     def table_owner(self) -> Literal["model", "blocks", "none"]:
         """Who holds the table that is added to the tokens; one that is computed needs no copy in every block."""
         if self.position not in ("learned_1d", "learned_2d", "sincos_2d"):

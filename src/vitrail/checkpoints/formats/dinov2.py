@@ -46,8 +46,10 @@ FAMILY = Family(
         resize="cover", resize_to=(256, 256), interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD
     ),
     drops=("mask_token",),
+    adds=lambda config: {"mask_token": torch.zeros(1, config.width)},
     needs={
         **PLAIN,
+        "registers_placed": (False,),
         "registers": (0, 4),
         "activation": ("gelu", "gelu_tanh", "quick_gelu", "swiglu"),
         "layer_scale": (1e-5,),
