@@ -415,8 +415,8 @@ def draw_project(folder: Path = HERE) -> None:
     drawing = Drawing(
         520,
         "Vitrail",
-        "Names and configs go in today, pictures and checkpoints are planned. In the middle a ViT made of pieces. "
-        "Out come features, traces and other sizes today; training, measuring, explaining, serving and other formats "
+        "Names, configs and checkpoints go in today, pictures are planned. In the middle a ViT made of pieces. "
+        "Out come features, traces, other sizes and other formats today; training, measuring, explaining and serving "
         "are planned.",
     )
     drawing.text(24, 42, "what goes in", size=17, more='font-weight="600"')
@@ -426,17 +426,17 @@ def draw_project(folder: Path = HERE) -> None:
 
     right = WIDTH - 24 - CARD
     into: tuple[Card, ...] = (
-        (276, "a checkpoint", ("of other libraries",), False),
         (354, "pictures", ("a folder of them",), False),
+        (276, "a checkpoint", ("of any library",), True),
         (76, "a name", ("B/16, S/32, …", f"{len(VARIANTS)} named models"), True),
         (176, "a config", ("every option one", "checked field"), True),
     )
     out: tuple[Card, ...] = (
-        (276, "trained", (), False),
-        (318, "measured", (), False),
-        (360, "explained", (), False),
-        (402, "served", (), False),
-        (444, "in any format", (), False),
+        (318, "trained", (), False),
+        (360, "measured", (), False),
+        (402, "explained", (), False),
+        (444, "served", (), False),
+        (276, "in any format", (), True),
         (76, "looked inside", ("tokens, attention", "of any layer"), True),
         (176, "another size", (f"{len(get_args(Method))} ways to resample", "its positions"), True),
     )
