@@ -82,6 +82,16 @@ def test_timm_distilled(tmp_path: Path) -> None:
     assert_writes_back(bundle, timm.FAMILY, peer)
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224"])
+def test_timm_hybrids(name: str, tmp_path: Path) -> None:
+    peer = scramble(import_peer("timm").create_model(name, depth=2, num_classes=7))
+    torch.save(peer.state_dict(), tmp_path / "hybrid.pth")
+    bundle = load(tmp_path / "hybrid.pth")
+    assert bundle.model.config.resnet_numerics == "timm"
+    assert_same_logits(bundle, peer)
+    assert_writes_back(bundle, timm.FAMILY, peer)
+
+
 # ── torchvision ──
 
 
@@ -269,7 +279,7 @@ def google_arrays(model: ViT) -> dict[str, np.ndarray[Any, Any]]:
     arrays = {
         "embedding/kernel": state["patch_embed.proj.weight"].transpose(2, 3, 1, 0),
         "embedding/bias": state["patch_embed.proj.bias"],
-        "cls": state["cls_token"],
+        **({"cls": state["cls_token"]} if "cls_token" in state else {}),
         "Transformer/posembed_input/pos_embedding": state["pos_embed"],
         "Transformer/encoder_norm/scale": state["norm.weight"],
         "Transformer/encoder_norm/bias": state["norm.bias"],
@@ -364,6 +374,46 @@ def test_google_position_table_without_a_row_for_the_class_token(tmp_path: Path)
     np.savez(tmp_path / "vit.npz", **arrays)
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(load(tmp_path / "vit.npz").model(x), model(x))
+
+
+def test_google_map_head(tmp_path: Path) -> None:
+    """big_vision's MAPHead_0: a probe, an attention with an axis for the heads, a norm and an MLP."""
+    config = ViTConfig(
+        image_size=(32, 32), patch_size=(8, 8), width=48, depth=1, heads=3, classes=7, activation="gelu_tanh",
+        pool="map", class_token="none",
+    )  # fmt: skip
+    model = ViT(config)
+    scramble(model)
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    plain = ViT(config.replace(pool="mean"))
+    shared = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("attn_pool.")}
+    plain.load_state_dict(shared)
+    arrays = google_arrays(plain)
+    head = "MAPHead_0/"
+    attention = f"{head}MultiHeadDotProductAttention_0/"
+    arrays[f"{head}probe"] = state["attn_pool.latent"]
+    kernels = {"query": state["attn_pool.q.weight"], "key": state["attn_pool.kv.weight"][:48]}
+    kernels["value"] = state["attn_pool.kv.weight"][48:]
+    biases = {"query": state["attn_pool.q.bias"], "key": state["attn_pool.kv.bias"][:48]}
+    biases["value"] = state["attn_pool.kv.bias"][48:]
+    for part in ("query", "key", "value"):
+        arrays[f"{attention}{part}/kernel"] = kernels[part].T.reshape(48, 3, 16)
+        arrays[f"{attention}{part}/bias"] = biases[part].reshape(3, 16)
+    arrays[f"{attention}out/kernel"] = state["attn_pool.proj.weight"].T.reshape(3, 16, 48)
+    arrays[f"{attention}out/bias"] = state["attn_pool.proj.bias"]
+    arrays[f"{head}LayerNorm_0/scale"] = state["attn_pool.norm.weight"]
+    arrays[f"{head}LayerNorm_0/bias"] = state["attn_pool.norm.bias"]
+    for i, leaf in ((0, "fc1"), (1, "fc2")):
+        arrays[f"{head}MlpBlock_0/Dense_{i}/kernel"] = state[f"attn_pool.mlp.{leaf}.weight"].T
+        arrays[f"{head}MlpBlock_0/Dense_{i}/bias"] = state[f"attn_pool.mlp.{leaf}.bias"]
+    np.savez(tmp_path / "map.npz", **arrays)
+    bundle = load(tmp_path / "map.npz")
+    assert bundle.model.config == config
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(bundle.model(x), model(x))
+    written = google.FAMILY.write(bundle.model.state_dict(), config)
+    assert set(written) == set(arrays)
+    assert all(np.array_equal(written[name].numpy(), array) for name, array in arrays.items())
 
 
 @pytest.mark.parametrize("depths", [(), (2, 1)])

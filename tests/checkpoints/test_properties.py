@@ -40,16 +40,15 @@ def expressible(draw: st.DrawFn, /, family: Family) -> ViTConfig:
         "classes": draw(st.sampled_from([0, 5])),
     }
     for name, allowed in family.needs.items():
-        if name not in ("heads_fill_width", "registers_placed"):
+        if name not in ("heads_fill_width", "registers_placed", "resnet_numerics"):
             fields[name] = draw(st.sampled_from(FREE[name] if allowed is ANY else list(allowed)))
     fields["heads"] = fields["width"] // 64
     if "registers_placed" in family.needs and fields["registers"]:
         fields["position_covers"] = "class"
     if fields["stem"] == "resnet":
-        fields |= {
-            "patch_size": 8,
-            "resnet": {"depths": draw(st.sampled_from([(), (1,), (1, 2)])), "width_factor": 0.5},
-        }
+        depths = draw(st.sampled_from([(), (1,), (1, 2)]))
+        numerics = family.needs["resnet_numerics"][1]
+        fields |= {"patch_size": 8, "resnet": {"depths": depths, "width_factor": 0.5, "numerics": numerics}}
     side = fields["patch_size"] * draw(st.integers(2, 4))
     try:
         config = ViTConfig(**fields, image_size=side)

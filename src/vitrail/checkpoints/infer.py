@@ -18,14 +18,18 @@ HEAD_WIDTH = 64
 
 
 def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
-    """Return the config of the model whose parameters have these names and shapes (ours). `hints` are fields of
-    `ViTConfig` that are known otherwise; they win."""
+    """Return the config of the model whose parameters have these names and shapes (ours).
+
+    `hints` are fields of `ViTConfig` that are known otherwise; they win. "resnet_numerics" is that field of the ResNet.
+    """
     fields: dict[str, Any] = {}
     fields |= _stem(shapes) if "stem" not in hints else {}
     fields |= _encoder(shapes, hints)
     fields |= _tokens(shapes)
     fields |= _answer(shapes, fields)
-    fields |= {k: v for k, v in hints.items() if k != "image_size"}
+    fields |= {k: v for k, v in hints.items() if k not in ("image_size", "resnet_numerics")}
+    if fields.get("stem") == "resnet" and "resnet_numerics" in hints:
+        fields["resnet"] = {**fields["resnet"], "numerics": hints["resnet_numerics"]}
     if _need(shapes, "blocks.0.mlp.fc1.weight")[0] == 2 * _need(shapes, "blocks.0.mlp.fc2.weight")[1]:
         fields["activation"] = "swiglu"  # shapes prove what a family only presumes
     fields |= _position(shapes, fields, hints)

@@ -208,6 +208,11 @@ class ViTConfig(Frozen):
         return self.position_covers or ("all" if self.position == "learned_1d" else "patches")
 
     @property
+    def resnet_numerics(self) -> Literal["google", "timm"] | None:
+        """Whose small constants the hybrid's ResNet has; None for a model without one."""
+        return self.stem_resnet.numerics if self.stem == "resnet" else None
+
+    @property
     def registers_placed(self) -> bool:
         """Whether registers have rows in the position table."""
         return self.registers > 0 and self.covers == "all"

@@ -158,6 +158,7 @@ FAMILY = Family(
     needs={
         **PLAIN,
         "stem": ("conv", "linear", "resnet"),
+        "resnet_numerics": (None, "google"),
         "class_token": ("first", "none"),
         "representation": ANY,
         "pool": ("cls", "mean", "map"),

@@ -6,6 +6,7 @@ from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
 from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vitrail.models.config import ViTConfig
 
 _UNIT = "patch_embed.backbone.stages.{}.blocks.{}."
 _SAME = [
@@ -30,6 +31,9 @@ TABLE = KeyMap(
 )
 
 
+_ROOT_ALONE = KeyMap([r._replace(theirs=(r.theirs[0].replace("backbone.stem.", "backbone."),)) for r in TABLE.rules])
+
+
 def _recognise(shapes: Shapes) -> bool:
     names = {name.removeprefix("module.") for name in shapes}
     dinov2 = {"mask_token", "register_tokens"} & names
@@ -47,18 +51,25 @@ def _tidy(weights: Weights, _: Hints) -> Weights:
     }
 
 
+def _table(config: ViTConfig | None) -> KeyMap:
+    if config is not None and config.stem == "resnet" and not config.stem_resnet.depths:
+        return _ROOT_ALONE
+    return TABLE
+
+
 FAMILY = Family(
     name="timm",
     recognise=_recognise,
-    table=lambda _: TABLE,
+    table=_table,
     tidy=_tidy,
-    hints=lambda _: {"norm_eps": 1e-6, "activation": "gelu"},
+    hints=lambda _: {"norm_eps": 1e-6, "activation": "gelu", "resnet_numerics": "timm"},
     preprocess=Preprocess(
         resize="cover", resize_to=(248, 248), interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD
     ),
     needs={
         **PLAIN,
         "stem": ("conv", "linear", "resnet"),
+        "resnet_numerics": (None, "timm"),
         "patch_bias": ANY,
         "class_token": ("first", "none"),
         "registers": ANY,
