@@ -15,7 +15,7 @@ help: ## list the targets
 # The stamps are remade when the list of dependencies changes, so that a second run installs nothing.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-	  { echo "Vitrail needs Python 3.11 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1 || echo not there)."; \
+	  { echo "Vitrail needs Python 3.11 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>/dev/null || echo not there)."; \
 	    echo "Name another one: make demo PYTHON=python3.11"; exit 2; }
 	@$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip --version >/dev/null || \
 	  { rm -rf $(VENV); echo "'$(PYTHON) -m venv' made no environment with pip (on Debian: apt install python3-venv)."; exit 2; }
