@@ -117,6 +117,8 @@ def test_inspect(checkpoint: Path) -> None:
         "timm",
         "2 blocks, width 64, 1 heads",
         "32×32, 3 channels, patches of 8×8",
+        "none of the named sizes",
+        "32 of 32 tensors, 0.1",
         "blocks.1.mlp.fc2.weight",
     ):
         assert words in done.stdout
@@ -145,6 +147,8 @@ def test_convert(checkpoint: Path, tmp_path: Path) -> None:
     done = run("convert", str(checkpoint), str(target), "--to", "transformers", "--image-size", "48", "--classes", "5")
     assert done.returncode == 0, done.stderr
     assert "transformers, 32 tensors" in done.stdout
+    assert "head reset 3 -> 5" in done.stdout
+    assert "position 4x4 -> 6x6 by timm" in done.stdout
     assert json.loads((target / "config.json").read_text())["image_size"] == 48
     again = run("convert", str(checkpoint), str(target), "--to", "transformers")
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
@@ -168,3 +172,54 @@ def test_conversions_that_cannot_be(words: tuple[str, ...], message: str, checkp
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+# ── what the disk refuses ──
+
+
+def run_limited(setup: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process that first gives something up. All is imported before, as it may not be readable."""
+    code = f"import sys, vitrail.api, vitrail.checkpoints.inspect, vitrail.__main__ as m\n{setup}\nm.main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+NOBODY = "import os\nif os.geteuid() == 0: os.setgid(65534); os.setuid(65534)"
+
+
+def test_a_folder_without_permission(checkpoint: Path, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "vit.pth").write_bytes(checkpoint.read_bytes())
+    closed.chmod(0o000)
+    try:
+        for words in (("inspect", str(closed)), ("inspect", str(closed / "vit.pth"))):
+            done = run_limited(NOBODY, *words)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert "cannot be read: Permission denied" in done.stderr
+            assert len(done.stderr.splitlines()) == 1
+    finally:
+        closed.chmod(0o700)
+    kept = tmp_path / "kept"
+    kept.mkdir(mode=0o555)
+    done = run_limited(f"{NOBODY}", "convert", str(checkpoint), str(kept / "out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Permission denied" in done.stderr
+    assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["bundle", "google", "torchvision", "transformers"])
+def test_a_full_disk_leaves_the_target_as_it_was(form: str, checkpoint: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the end of the disk: writing stops with an error half-way."""
+    target = tmp_path / {"google": "out.npz", "torchvision": "out.pth"}.get(form, "out")
+    words = ("convert", str(checkpoint), str(target), "--to", form, "--approximate", "--overwrite")
+    assert run(*words).returncode == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))"
+    done = run_limited(full, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "could not be written" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert {path.name for path in tmp_path.iterdir()} == {target.name}

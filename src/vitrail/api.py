@@ -1,18 +1,14 @@
 """The public functions: what `import vitrail` offers, each one call deep."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from vitrail.checkpoints.adapt import ChannelMethod
-from vitrail.checkpoints.convert import Conversion, Target
-from vitrail.checkpoints.convert import convert as _convert
+from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import Cost, cost
-from vitrail.models.resample import Method
 from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
@@ -60,41 +56,6 @@ def describe(name: str | ViTConfig) -> Description:
     if not computed:
         model = model.to("meta")
     return Description(config, spent, stages(model, picture), computed)
-
-
-def convert(
-    source: str | Path,
-    target: str | Path,
-    *,
-    to: Target = "bundle",
-    heads: int | None = None,
-    keys: str | Path | None = None,
-    classes: int | tuple[str, ...] | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    patch_size: int | tuple[int, int] | None = None,
-    channels: int | None = None,
-    position_method: Method = "timm",
-    channel_method: ChannelMethod = "repeat",
-    approximate: bool = False,
-    overwrite: bool = False,
-) -> Conversion:
-    """Open a checkpoint of any family, adapt it if asked to, write it in another format, and compare the answers.
-
-    `keys` names a key table: of the source, or, with `to="own"`, of what is written.
-    """
-    bundle = load(
-        source,
-        heads=heads,
-        keys=None if to == "own" else keys,
-        classes=classes,
-        image_size=image_size,
-        patch_size=patch_size,
-        channels=channels,
-        position_method=position_method,
-        channel_method=channel_method,
-    )
-    written_by = keys if to == "own" else None
-    return _convert(bundle, target, to=to, keys=written_by, approximate=approximate, overwrite=overwrite)
 
 
 def _config(name: str | ViTConfig) -> ViTConfig:

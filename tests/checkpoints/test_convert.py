@@ -24,7 +24,7 @@ def tiny(**fields: Any) -> Bundle:
     model = ViT(ViTConfig(**{**TINY, **fields}))
     scramble(model)
     preprocess = Preprocess(size=(32, 32), mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    return Bundle(model.eval(), preprocess, ("cat", "dog", "newt"))
+    return Bundle(model.eval(), preprocess, ("cat", "dog", "newt") if model.config.classes else None)
 
 
 def same(bundle: Bundle, peer: Any) -> None:
@@ -74,6 +74,44 @@ def test_to_transformers_distilled(tmp_path: Path) -> None:
     convert(bundle, tmp_path / "hf", to="transformers")
     module = import_peer("transformers")
     same(bundle, module.DeiTForImageClassificationWithTeacher.from_pretrained(tmp_path / "hf"))
+
+
+def test_oblong_pictures_that_transformers_cannot_cover(tmp_path: Path) -> None:
+    bundle = tiny(image_size=(32, 48))
+    bundle.preprocess = bundle.preprocess.replace(size=(32, 48), resize="cover", resize_to=(36, 54))
+    words = r"preprocess\.resize='cover' to 36×54, cut to 32×48 \(no image processor of transformers does that"
+    with pytest.raises(CheckpointError, match=words):
+        convert(bundle, tmp_path / "hf", to="transformers")
+    done = convert(bundle, tmp_path / "hf", to="transformers", approximate=True)
+    assert done.change <= 1e-5
+    assert len(done.differences) == 1
+    again = load(tmp_path / "hf")
+    assert (again.preprocess.resize, again.preprocess.size) == ("squash", (32, 48))
+
+
+@pytest.mark.parametrize(
+    ("activation", "registers", "hidden"), [("gelu", 0, 256), ("swiglu", 4, 344), ("gelu", 2, 512)]
+)
+def test_to_dinov2_in_transformers(activation: Any, registers: int, hidden: int, tmp_path: Path) -> None:
+    fields = {"classes": 0, "layer_scale": 1e-5, "registers": registers, "mlp_width": hidden, "activation": activation}
+    model = scramble(ViT(ViTConfig(**{**TINY, **fields}, position_covers="class" if registers else None)))
+    bundle = Bundle(model.eval(), Preprocess(size=(32, 32)))
+    convert(bundle, tmp_path / "dino", to="dinov2-transformers")
+    peer, said = import_peer("transformers").AutoModel.from_pretrained(tmp_path / "dino", output_loading_info=True)
+    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    x = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert relative_error(bundle.model(x), peer.eval()(x).pooler_output) <= 1e-5
+    again = load(tmp_path / "dino")
+    assert again.provenance["family"] == "dinov2-transformers"
+    assert again.model.config.resolved() == bundle.model.config.resolved()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_an_mlp_that_no_dinov2_has(activation: Any, tmp_path: Path) -> None:
+    bundle = tiny(classes=0, layer_scale=1e-5, activation=activation, mlp_width=100)
+    with pytest.raises(CheckpointError, match="cannot express mlp_width=100 with width=128"):
+        convert(bundle, tmp_path / "dino", to="dinov2-transformers")
 
 
 def test_to_lucidrains(tmp_path: Path) -> None:

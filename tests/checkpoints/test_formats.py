@@ -92,6 +92,26 @@ def test_timm_hybrids(name: str, tmp_path: Path) -> None:
     assert_writes_back(bundle, timm.FAMILY, peer)
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_timm_rope(prefix: str, tmp_path: Path) -> None:
+    peer = scramble(import_peer("timm").create_model("vit_small_patch16_rope_224", depth=2, img_size=64)).eval()
+    torch.save({f"{prefix}{name}": tensor for name, tensor in peer.state_dict().items()}, tmp_path / "rope.pth")
+    bundle = load(tmp_path / "rope.pth", image_size=64)
+    assert bundle.provenance["family"] == "timm-rope"
+    assert (bundle.model.config.position, bundle.model.config.heads) == ("rope_2d", 6)
+    assert_same_logits(bundle, peer)
+    assert_writes_back(bundle, timm.ROPE, peer)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_rope_mixed_224", "vit_small_patch16_rope_ape_224", "vit_small_patch16_dinov3"]
+)
+def test_other_rotations_of_timm_are_refused(name: str, tmp_path: Path) -> None:
+    torch.save(import_peer("timm").create_model(name, depth=1).state_dict(), tmp_path / "other.pth")
+    with pytest.raises(CheckpointError, match=r"looks like timm, but \d of its \d+ tensors are not known there: "):
+        load(tmp_path / "other.pth")
+
+
 # ── torchvision ──
 
 

@@ -196,6 +196,48 @@ def test_fresh_names_may_be_missing() -> None:
     assert torch.equal(model.head.weight, before)
 
 
+def test_fresh_names_start_fresh_and_are_said(tmp_path: Path) -> None:
+    state = tiny().state_dict()
+    del state["blocks.1.norm1.bias"]
+    torch.save(state, tmp_path / "less.pth")
+    with pytest.raises(CheckpointError, match=r"1 missing \(blocks\.1\.norm1\.bias\)"):
+        load(tmp_path / "less.pth", heads=3, fresh=("head.*",))
+    bundle = load(tmp_path / "less.pth", heads=3, fresh=("blocks.1.norm1.*",))
+    assert bundle.provenance["fresh"] == ["blocks.1.norm1.bias"]
+    assert "fresh: blocks.1.norm1.bias" in bundle.coverage
+    assert not bundle.model.blocks[1].norm1.bias.any()
+    assert torch.equal(bundle.model.blocks[1].norm1.weight, state["blocks.1.norm1.weight"])
+    Bundle(tiny(), Preprocess(size=(32, 32))).save(tmp_path / "bundle")
+    save_file(state, tmp_path / "bundle" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="1 missing"):
+        load(tmp_path / "bundle")
+    assert load(tmp_path / "bundle", fresh=("blocks.*",)).provenance["fresh"] == ["blocks.1.norm1.bias"]
+
+
+def test_the_load_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save(tiny().state_dict(), tmp_path / "a.pth")
+    with caplog.at_level("INFO", logger="vitrail"):
+        bundle = load(tmp_path / "a.pth", heads=3, classes=5, image_size=48, position_method="google")
+    old = tiny().config
+    position = f"position {old.grid[0]}x{old.grid[1]} -> {48 // old.patch_size[0]}x{48 // old.patch_size[1]} by google"
+    count = sum(p.numel() for p in tiny().parameters()) / 1e6
+    whole = f"{len(tiny().state_dict())} of {len(tiny().state_dict())} tensors, {count:.2f} M parameters"
+    assert bundle.coverage == f"{whole}, {position}, picture 32x32 -> 48x48, head reset {old.classes} -> 5"
+    assert [record.message for record in caplog.records] == [f"{tmp_path / 'a.pth'}: {bundle.coverage}"]
+
+
+def test_the_wanted_size_explains_an_oblong_table(tmp_path: Path) -> None:
+    config = tiny().config.replace(image_size=(2 * tiny().config.patch_size[0], 5 * tiny().config.patch_size[1]))
+    torch.save(ViT(config).state_dict(), tmp_path / "oblong.pth")
+    with pytest.raises(CheckpointError, match="not a square grid; say the picture's size with image_size="):
+        load(tmp_path / "oblong.pth", heads=3)
+    with pytest.raises(CheckpointError, match="do not fit a picture of 32×32"):
+        load(tmp_path / "oblong.pth", heads=3, image_size=32)
+    bundle = load(tmp_path / "oblong.pth", heads=3, image_size=config.image_size)
+    assert bundle.model.config.grid == (2, 5)
+    assert "position" not in bundle.coverage
+
+
 # ── whole or not at all ──
 
 

@@ -9,7 +9,7 @@ import vitrail
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost
-from vitrail.models.variants import VARIANTS, variant_config
+from vitrail.models.variants import VARIANTS, variant_config, variant_name
 from vitrail.models.vit import ViT
 
 PARAMETERS = {
@@ -112,3 +112,21 @@ def test_large_models_are_described_without_computing() -> None:
 def test_a_size_that_does_not_fit_the_patch() -> None:
     with pytest.raises(ConfigError, match="image height 225 is not a multiple of patch height 16"):
         vitrail.create("vit_base_patch16_225")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.paper)
+def test_a_config_knows_its_name(variant: Any) -> None:
+    config = variant_config(variant.paper)
+    assert variant_name(config) == variant.paper
+    other = config.replace(image_size=448, classes=5, pool="mean", layer_scale=1e-5)
+    assert variant_name(other) == variant.paper
+    assert variant_name(config.replace(depth=config.depth + 1)) is None
+
+
+def test_names_of_sizes_without_a_row() -> None:
+    small = variant_config("S/16").replace(patch_size=14)
+    assert variant_name(small) == "S/14"
+    assert variant_name(small.replace(patch_size=(14, 16))) is None
+    hybrid = variant_config("R50+B/16")
+    assert variant_name(hybrid.replace(patch_size=32)) is None
+    assert variant_name(hybrid.replace(resnet={"depths": (3, 4, 9), "width_factor": 2.0})) is None

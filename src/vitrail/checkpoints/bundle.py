@@ -7,16 +7,14 @@ README.md           a model card
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vitrail._version import __version__
 from vitrail.checkpoints.files import read_json, read_weights, whole_folder, write_safetensors
-from vitrail.checkpoints.strict import load_weights
+from vitrail.checkpoints.strict import loaded_model
 from vitrail.checkpoints.timm_config import timm_config
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
@@ -42,6 +40,21 @@ class Bundle:
         outputs = self.model.config.classes
         if self.classes is not None and len(self.classes) != outputs:
             raise CheckpointError(f"{len(self.classes)} class names for a head of {outputs} outputs; give one for each")
+
+    @property
+    def coverage(self) -> str:
+        """What was found in the file and done to it, in one line."""
+        fresh = self.provenance.get("fresh", [])
+        count = sum(p.numel() for p in self.model.parameters())
+        return ", ".join(
+            [
+                self.provenance.get(
+                    "coverage", f"{len(self.model.state_dict())} tensors, {count / 1e6:.2f} M parameters"
+                ),
+                *([f"fresh: {' '.join(fresh)}"] if fresh else []),
+                *self.provenance.get("adapted", []),
+            ]
+        )
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the bundle as a folder. It is there whole or not at all."""
@@ -108,7 +121,7 @@ def is_bundle(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("vitrail"), dict)
 
 
-def read_bundle(folder: Path) -> Bundle:
+def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
     """Read a bundle's folder."""
     ours = read_json(folder / CONFIG)["vitrail"]
     version = ours.get("format_version")
@@ -120,9 +133,9 @@ def read_bundle(folder: Path) -> Bundle:
     missing = [key for key in ("vit", "preprocess", "classes", "provenance") if key not in ours]
     if missing:
         raise CheckpointError(f"{folder / CONFIG} lacks {', '.join(missing)} under 'vitrail'; was it edited?")
-    with torch.device("meta"):
-        model = ViT(ViTConfig.from_json(json.dumps(ours["vit"])))
-    load_weights(model, read_weights(folder / WEIGHTS))
+    config = ViTConfig.from_json(json.dumps(ours["vit"]))
+    model, started_fresh = loaded_model(config, read_weights(folder / WEIGHTS), fresh=fresh)
     preprocess = Preprocess.from_json(json.dumps(ours["preprocess"]))
     classes = None if ours["classes"] is None else tuple(ours["classes"])
-    return Bundle(model.eval(), preprocess, classes, dict(ours["provenance"]))
+    provenance = {**ours["provenance"], **({"fresh": started_fresh} if started_fresh else {})}
+    return Bundle(model, preprocess, classes, provenance)

@@ -12,11 +12,30 @@ from vitrail.checkpoints.custom import read_key_table
 from vitrail.checkpoints.family import Family
 from vitrail.checkpoints.files import whole_file, whole_folder, write_npz, write_safetensors
 from vitrail.checkpoints.load import FAMILIES, load
-from vitrail.checkpoints.transformers_config import transformers_config, transformers_preprocessor
+from vitrail.checkpoints.transformers_config import (
+    dinov2_config,
+    preprocessor_differences,
+    transformers_config,
+    transformers_preprocessor,
+)
 from vitrail.errors import CheckpointError, suggest
+from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
-Target = Literal["bundle", "google", "timm", "torchvision", "transformers", "lucidrains", "dinov2", "own"]
+Target = Literal[
+    "bundle",
+    "google",
+    "timm",
+    "torchvision",
+    "transformers",
+    "timm-rope",
+    "lucidrains",
+    "dinov2",
+    "dinov2-transformers",
+    "own",
+]
+_FOLDERS = ("transformers", "dinov2-transformers")
+"""Families whose models are folders, with a config and a preprocessor beside the weights."""
 TOLERANCE = 1e-5
 """How much the logits of what was written may differ, as a share of the largest one, before it counts as wrong."""
 
@@ -35,7 +54,7 @@ class Conversion(NamedTuple):
 
 
 def convert(
-    bundle: Bundle,
+    source: str | Path | Bundle,
     target: str | Path,
     *,
     to: Target = "bundle",
@@ -43,10 +62,12 @@ def convert(
     approximate: bool = False,
     overwrite: bool = False,
 ) -> Conversion:
-    """Write a bundle in another format, open what was written, and compare the logits before it gets its name.
+    """Write a checkpoint in another format, open what was written, and compare the logits before it gets its name.
 
-    An architecture the target cannot express is refused. Where only small numbers differ (which GELU, LayerNorm's eps),
-    `approximate` allows it, and the change is measured. "own" writes by the key table that `keys` names.
+    `source` is whatever `load` opens, or a bundle, which may have been adapted: `convert(load("B_16.npz",
+    image_size=384), …)`. An architecture the target cannot express is refused. Where only small numbers differ (which
+    GELU, LayerNorm's eps), `approximate` allows it, and the change is measured. "own" writes by the key table that
+    `keys` names.
     """
     if to not in get_args(Target):
         raise CheckpointError(
@@ -54,38 +75,37 @@ def convert(
         )
     if (to == "own") != (keys is not None):
         raise CheckpointError("a key table (--keys) goes with the format 'own', and 'own' needs one")
-    family = next((family for family in FAMILIES if family.name == to), None)
-    if keys is not None:
-        family = read_key_table(keys)
-    differences = [] if family is None else _check(family, bundle, approximate)
+    family = next((family for family in FAMILIES if family.name == to), None) if keys is None else read_key_table(keys)
+    bundle = source if isinstance(source, Bundle) else load(source)
+    numbers = [] if family is None else family.differences(bundle.model.config)
+    pixels = [] if family is None or family.name not in _FOLDERS else preprocessor_differences(bundle.preprocess)
+    if family is not None:
+        _check(family, bundle.model.config, [*numbers, *pixels], approximate)
     path = Path(target)
-    folder = family is None or family.name == "transformers" or (family.name == "timm" and not path.suffix)
+    folder = family is None or family.name in _FOLDERS or (family.name == "timm" and not path.suffix)
     with (whole_folder if folder else whole_file)(path, overwrite=overwrite) as temporary:
         if family is None:
             bundle.write(temporary)
         else:
             _WRITERS.get(family.name, _write_torch)(bundle, family, temporary)
         change = _compare(bundle, temporary, keys)
-        if change > TOLERANCE and not differences:
+        if change > TOLERANCE and not numbers:
             raise CheckpointError(
                 f"what was written as {to} answers differently (by {change:.1e} of the largest logit), so it was "
                 f"thrown away; this is a fault of vitrail, please report it"
             )
     parameters = sum(p.numel() for p in bundle.model.parameters())
-    return Conversion(path, to, len(bundle.model.state_dict()), parameters, change, differences)
+    return Conversion(path, to, len(bundle.model.state_dict()), parameters, change, [*numbers, *pixels])
 
 
-def _check(family: Family, bundle: Bundle, approximate: bool) -> list[str]:
-    config = bundle.model.config
+def _check(family: Family, config: ViTConfig, differences: list[str], approximate: bool) -> None:
     if found := family.obstacles(config):
         raise CheckpointError(f"{family.name} cannot express {'; '.join(found)}")
-    differences = family.differences(config)
     if differences and not approximate:
         raise CheckpointError(
             f"{family.name} would compute slightly other numbers: {'; '.join(differences)}; allow it with "
             f"--approximate (approximate=True), and the change is measured"
         )
-    return differences
 
 
 @torch.no_grad()
@@ -125,7 +145,10 @@ def _write_torch(bundle: Bundle, family: Family, path: Path) -> None:
     if path.suffix == ".safetensors":
         write_safetensors(path, weights, {"format": "pt"})
     else:
-        torch.save(weights, path)
+        try:
+            torch.save(weights, path)
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise OSError(str(error).split("\n", 1)[0]) from None
 
 
 def _write_timm(bundle: Bundle, family: Family, path: Path) -> None:
@@ -142,9 +165,11 @@ def _write_timm(bundle: Bundle, family: Family, path: Path) -> None:
 
 
 def _write_transformers(bundle: Bundle, family: Family, path: Path) -> None:
+    config = bundle.model.config
+    plain = family.name == "transformers"
     write_safetensors(path / WEIGHTS, _weights(bundle, family), {"format": "pt"})
     for name, content in (
-        (CONFIG, transformers_config(bundle.model.config, bundle.classes)),
+        (CONFIG, transformers_config(config, bundle.classes) if plain else dinov2_config(config)),
         ("preprocessor_config.json", transformers_preprocessor(bundle.preprocess)),
     ):
         (path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -157,4 +182,5 @@ _WRITERS: dict[str, Callable[[Bundle, Family, Path], None]] = {
     "transformers": _write_transformers,
     "lucidrains": _write_torch,
     "dinov2": _write_torch,
+    "dinov2-transformers": _write_transformers,
 }

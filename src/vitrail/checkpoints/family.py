@@ -56,6 +56,10 @@ def _no_hints(_: Shapes) -> Hints:
     return {}
 
 
+def _no_obstacles(_: ViTConfig) -> list[str]:
+    return []
+
+
 class Reading(NamedTuple):
     """What was read from a family's file."""
 
@@ -90,6 +94,8 @@ class Family:
     """Tensors we have no use for, but which the family's loader wants to find."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The values of config fields that the family can express; any value for fields not named."""
+    refuses: Callable[[ViTConfig], list[str]] = _no_obstacles
+    """What else the family cannot express, one sentence each."""
     nearly: Mapping[str, Any] = field(default_factory=dict)
     """Fields where another value gives nearly the same numbers, and the family's own value for them."""
 
@@ -99,7 +105,7 @@ class Family:
             f"{name}={getattr(config, name)!r} (it has only {' or '.join(repr(value) for value in allowed)})"
             for name, allowed in self.needs.items()
             if allowed is not ANY and getattr(config, name) not in allowed
-        ]
+        ] + self.refuses(config)
 
     def differences(self, config: ViTConfig) -> list[str]:
         """Return where this family computes slightly other numbers."""

@@ -21,13 +21,14 @@ def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
     """Return the config of the model whose parameters have these names and shapes (ours).
 
     `hints` are fields of `ViTConfig` that are known otherwise; they win. "resnet_numerics" is that field of the ResNet.
+    "wanted_size" is the picture size the model is wanted for; it decides where the table of positions is no square.
     """
     fields: dict[str, Any] = {}
     fields |= _stem(shapes) if "stem" not in hints else {}
     fields |= _encoder(shapes, hints)
     fields |= _tokens(shapes)
     fields |= _answer(shapes, fields)
-    fields |= {k: v for k, v in hints.items() if k not in ("image_size", "resnet_numerics")}
+    fields |= {k: v for k, v in hints.items() if k in ViTConfig.model_fields and k != "image_size"}
     if fields.get("stem") == "resnet" and "resnet_numerics" in hints:
         fields["resnet"] = {**fields["resnet"], "numerics": hints["resnet_numerics"]}
     if _need(shapes, "blocks.0.mlp.fc1.weight")[0] == 2 * _need(shapes, "blocks.0.mlp.fc2.weight")[1]:
@@ -169,6 +170,8 @@ def _position(shapes: Shapes, fields: Mapping[str, Any], hints: Mapping[str, Any
         side = math.isqrt(max(0, count))
         if side and side * side == count:
             return {"image_size": (side * patch[0], side * patch[1]), "position_covers": _covers(name, first, fields)}
+    if wanted_size := hints.get("wanted_size"):
+        return _position(shapes, fields, {**hints, "image_size": wanted_size})
     raise CheckpointError(
         f"the position table has {rows} rows, which are not a square grid; say the picture's size with image_size="
     )

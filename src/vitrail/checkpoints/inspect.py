@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
+from vitrail.models.variants import variant_name
 
 
 class TensorRow(NamedTuple):
@@ -24,17 +25,19 @@ class Inspection(NamedTuple):
     """What a checkpoint is."""
 
     bundle: Bundle
+    variant: str | None
+    """The paper's name for a model of this size, such as "B/16"."""
     tensors: list[TensorRow]
     oddities: list[str]
     """What a person should know before using it, one sentence each."""
 
 
-def inspect(source: str | Path, *, heads: int | None = None) -> Inspection:
+def inspect(source: str | Path, *, heads: int | None = None, keys: str | Path | None = None) -> Inspection:
     """Open a checkpoint and say what it is, tensor by tensor."""
-    bundle = load(source, heads=heads)
+    bundle = load(source, heads=heads, keys=keys)
     state = bundle.model.state_dict()
     rows = [_row(name, tensor) for name, tensor in state.items()]
-    return Inspection(bundle, rows, _oddities(bundle, state))
+    return Inspection(bundle, variant_name(bundle.model.config), rows, _oddities(bundle, state))
 
 
 def _row(name: str, tensor: Tensor) -> TensorRow:

@@ -1,10 +1,11 @@
 """Opening any ViT checkpoint: what it is, how it is built, its weights, and how its pictures are prepared."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import nn
 
 from vitrail.checkpoints.adapt import ChannelMethod, adapt
@@ -17,17 +18,17 @@ from vitrail.checkpoints.formats import dinov2, google, lucidrains, timm, torchv
 from vitrail.checkpoints.hub import fetch, parse
 from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.infer import Shapes, infer_config
-from vitrail.checkpoints.strict import load_weights
+from vitrail.checkpoints.strict import loaded_model
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
 from vitrail.models.resample import Method
-from vitrail.models.vit import ViT
 
 IMAGENET_CLASSES = 1000
 FAMILIES: tuple[Family, ...] = (
     google.FAMILY,
     timm.FAMILY,
+    timm.ROPE,
     torchvision.FAMILY,
     transformers.FAMILY,
     lucidrains.FAMILY,
@@ -54,6 +55,7 @@ def load(
     channels: int | None = None,
     position_method: Method = "timm",
     channel_method: ChannelMethod = "repeat",
+    fresh: Sequence[str] = (),
 ) -> Bundle:
     """Open a checkpoint: a bundle, a folder of transformers or timm, a weight file, or a model on a hub.
 
@@ -61,11 +63,13 @@ def load(
 
     The family is seen from the tensors, not from the file's name, and the architecture from their shapes where no
     config comes along. `heads` says the number of attention heads, which shapes do not tell; by default heads are 64
-    wide. `keys` names a key table for a ViT of no known family (`vitrail.checkpoints.custom`). The other arguments
-    adapt the model after it was loaded: a new head, another size, other channels.
+    wide. `keys` names a key table for a ViT of no known family (`vitrail.checkpoints.custom`). Names of ours that match
+    a pattern of `fresh`, such as "head.*", may be missing and start fresh; whatever else is missing is an error. The
+    other arguments adapt the model after it was loaded: a new head, another size, other channels. What was found and
+    done is in the bundle's `coverage`, and logged.
     """
-    return adapt(
-        _load(source, heads, keys),
+    bundle = adapt(
+        _load(source, heads, keys, fresh, image_size),
         classes=classes,
         image_size=image_size,
         patch_size=patch_size,
@@ -73,23 +77,36 @@ def load(
         position_method=position_method,
         channel_method=channel_method,
     )
+    logging.getLogger("vitrail").info("%s: %s", source, bundle.coverage)
+    return bundle
 
 
-def _load(source: str | Path, heads: int | None, keys: str | Path | None) -> Bundle:
+def _load(
+    source: str | Path,
+    heads: int | None,
+    keys: str | Path | None,
+    fresh: Sequence[str],
+    image_size: int | tuple[int, int] | None,
+) -> Bundle:
     name = parse(str(source))
     path = Path(source) if name is None else fetch(name)
-    if not path.exists():
-        raise CheckpointError(f"{source} does not exist; give a folder or a weight file ({', '.join(SUFFIXES)})")
-    if path.is_dir() and (path / CONFIG).is_file() and is_bundle(read_json(path / CONFIG)):
-        return read_bundle(path)
-    found = _find(path)
+    try:
+        if not path.exists():
+            raise CheckpointError(f"{source} does not exist; give a folder or a weight file ({', '.join(SUFFIXES)})")
+        if path.is_dir() and (path / CONFIG).is_file() and is_bundle(read_json(path / CONFIG)):
+            return read_bundle(path, fresh=fresh)
+        found = _find(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     if name is not None:
         found = found._replace(known=replace(found.known, hub=str(source)))
     hints: Hints = {**found.known.hints, **({"heads": heads} if heads is not None else {})}
-    return _open(found, hints, None if keys is None else read_key_table(keys))
+    if image_size is not None:
+        hints["wanted_size"] = image_size
+    return _open(found, hints, None if keys is None else read_key_table(keys), fresh)
 
 
-def _open(source: _Source, hints: Hints, family: Family | None) -> Bundle:
+def _open(source: _Source, hints: Hints, family: Family | None, fresh: Sequence[str]) -> Bundle:
     weights = read_weights(source.file)
     total = len(weights)
     if family is None:
@@ -101,9 +118,7 @@ def _open(source: _Source, hints: Hints, family: Family | None) -> Bundle:
             f"{', '.join(unknown[:8])}{', …' if len(unknown) > 8 else ''}"
         )
     config = infer_config({name: tuple(tensor.shape) for name, tensor in ours.items()}, {**habits, **hints})
-    with torch.device("meta"):
-        model = ViT(config)
-    load_weights(model, ours)
+    model, started_fresh = loaded_model(config, ours, fresh=fresh)
     known = source.known
     preprocess = known.preprocess or _default_preprocess(family, config)
     classes, assumption = _names(known, config)
@@ -113,6 +128,7 @@ def _open(source: _Source, hints: Hints, family: Family | None) -> Bundle:
         "family": family.name,
         "coverage": f"{total - len(dropped)} of {total} tensors, {millions:.2f} M parameters",
         **({"left out": dropped} if dropped else {}),
+        **({"fresh": started_fresh} if started_fresh else {}),
         **assumption,
     }
     if config.classes and not cast("nn.Linear", model.head).weight.any():
@@ -159,10 +175,7 @@ def _find(path: Path) -> _Source:
     """Find the weights in a folder, and what a config beside them says."""
     if path.is_file():
         return _Source(path, Known())
-    try:
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
     if not files:
         raise CheckpointError(f"{path} holds no weight file ({', '.join(SUFFIXES)})")
     # The same weights often lie there twice, in an older format too.

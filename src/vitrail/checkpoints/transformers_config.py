@@ -1,10 +1,10 @@
 """The configs that transformers reads beside the weights."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+from vitrail.checkpoints.formats.dinov2 import whole_ratio
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu", "relu": "relu"}
@@ -37,6 +37,47 @@ def transformers_config(config: ViTConfig, classes: Sequence[str] | None) -> dic
     }
 
 
+def dinov2_config(config: ViTConfig) -> dict[str, Any]:
+    """Return config.json for a DINOv2 backbone; one with registers is another class there."""
+    gated = config.activation == "swiglu"
+    kind, name = ("dinov2_with_registers", "Dinov2WithRegisters") if config.registers else ("dinov2", "Dinov2")
+    return {
+        "architectures": [f"{name}Model"],
+        "model_type": kind,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "mlp_ratio": whole_ratio(config),
+        "use_swiglu_ffn": gated,
+        "hidden_act": "gelu" if gated else _ACTIVATIONS[config.activation],
+        "layer_norm_eps": config.norm_eps,
+        "layerscale_value": config.layer_scale,
+        "image_size": _one(config.image_size),
+        "patch_size": _one(config.patch_size),
+        "num_channels": config.channels,
+        "qkv_bias": config.qkv_bias,
+        **({"num_register_tokens": config.registers} if config.registers else {}),
+    }
+
+
+def preprocessor_differences(preprocess: Preprocess) -> list[str]:
+    """Say where transformers has no image processor that does the same."""
+    box, size = preprocess.resize_to or preprocess.size, preprocess.size
+    if _processor(preprocess) != "none":
+        return []
+    return [
+        f"preprocess.resize={preprocess.resize!r} to {box[0]}×{box[1]}, cut to {size[0]}×{size[1]} (no image processor "
+        f"of transformers does that: what is written squashes pictures to {size[0]}×{size[1]})"
+    ]
+
+
+def _processor(preprocess: Preprocess) -> Literal["squash", "shortest_edge", "none"]:
+    box = preprocess.resize_to or preprocess.size
+    if preprocess.resize == "squash" and box == preprocess.size:
+        return "squash"
+    return "shortest_edge" if preprocess.resize == "cover" and box[0] == box[1] else "none"
+
+
 def transformers_preprocessor(preprocess: Preprocess) -> dict[str, Any]:
     """Return preprocessor_config.json; a processor that crops is another class there."""
     height, width = preprocess.size
@@ -49,21 +90,15 @@ def transformers_preprocessor(preprocess: Preprocess) -> dict[str, Any]:
         "image_mean": list(preprocess.mean),
         "image_std": list(preprocess.std),
     }
-    box = preprocess.resize_to or preprocess.size
-    if preprocess.resize == "squash" and box == preprocess.size:
-        return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}, **common}
-    if preprocess.resize == "cover" and box[0] == box[1]:
+    if _processor(preprocess) == "shortest_edge":
         return {
             "image_processor_type": "BitImageProcessor",
-            "size": {"shortest_edge": box[0]},
+            "size": {"shortest_edge": (preprocess.resize_to or preprocess.size)[0]},
             "do_center_crop": True,
             "crop_size": {"height": height, "width": width},
             **common,
         }
-    raise CheckpointError(
-        f"transformers has no image processor that resizes by {preprocess.resize!r} to {box[0]}×{box[1]} and then cuts "
-        f"{height}×{width} out"
-    )
+    return {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}, **common}
 
 
 def _one(size: tuple[int, int]) -> int | list[int]:

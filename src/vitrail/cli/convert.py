@@ -11,7 +11,10 @@ def convert(
     target: Annotated[Path, typer.Argument(help="The folder or file to write.")],
     to: Annotated[
         str,
-        typer.Option(help="bundle, google, timm, torchvision, transformers, lucidrains, dinov2, or own (by --keys)."),
+        typer.Option(
+            help="bundle, google, timm, torchvision, transformers, "
+            "lucidrains, dinov2, dinov2-transformers, timm-rope, or own (by --keys)."
+        ),
     ] = "bundle",
     heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
     keys: Annotated[
@@ -34,21 +37,28 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, open what was written, and compare the answers."""
     from vitrail.api import convert as run
+    from vitrail.api import load
 
-    done = run(
+    own = to == "own"
+    bundle = load(
         source,
-        target,
-        to=to,  # type: ignore[arg-type]
         heads=heads,
-        keys=keys,
+        keys=None if own else keys,
         classes=classes,
         image_size=_size(image_size, "--image-size"),
         patch_size=_size(patch_size, "--patch-size"),
         channels=channels,
         position_method=position,  # type: ignore[arg-type]
+    )
+    done = run(
+        bundle,
+        target,
+        to=to,  # type: ignore[arg-type]
+        keys=keys if own else None,
         approximate=approximate,
         overwrite=overwrite,
     )
+    typer.echo(f"{source}: {bundle.coverage}")
     for difference in done.differences:
         typer.echo(f"approximated: {difference}")
     typer.echo(

@@ -1,6 +1,7 @@
 """`vitrail inspect`: what a checkpoint is."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,16 +12,19 @@ from vitrail.cli.tables import print_table
 def inspect(
     source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
+    keys: Annotated[Path | None, typer.Option(help="A key table (TOML) for a home-made ViT.")] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Say what a checkpoint is: family, size, preprocessing, classes, tensors, oddities."""
+    """Say what a checkpoint is: family, variant, size, preprocessing, classes, tensors, oddities."""
     from vitrail.checkpoints.inspect import inspect as look
 
-    found = look(source, heads=heads)
+    found = look(source, heads=heads, keys=keys)
     bundle, config = found.bundle, found.bundle.model.config
     if as_json:
         report = {
+            "variant": found.variant,
+            "coverage": bundle.coverage,
             "provenance": bundle.provenance,
             "config": json.loads(config.to_json()),
             "preprocess": json.loads(bundle.preprocess.to_json()),
@@ -34,6 +38,7 @@ def inspect(
     pre, names = bundle.preprocess, bundle.classes
     rows = [
         ("from", ", ".join(f"{value}" for key, value in bundle.provenance.items() if key in ("family", "source"))),
+        ("variant", found.variant or "none of the named sizes"),
         ("size", f"{parameters:,} parameters: {config.depth} blocks, width {config.width}, {config.heads} heads"),
         ("pictures", f"{_by(config.image_size)}, {config.channels} channels, patches of {_by(config.patch_size)}"),
         ("stem and position", f"{config.stem}, {config.position}"),
@@ -49,7 +54,7 @@ def inspect(
             f"mean {_numbers(pre.mean)}, std {_numbers(pre.std)}",
         ),
     ]
-    print_table(("what", "found"), rows)
+    print_table(("what", "found"), [*rows, ("loaded", bundle.coverage)])
     for oddity in found.oddities:
         typer.echo(f"note: {oddity}")
     if tensors:

@@ -81,6 +81,24 @@ def variant_config(name: str) -> ViTConfig:
     )
 
 
+def variant_name(config: ViTConfig) -> str | None:
+    """Return the paper's name for a model of this size, such as "B/16"; None where no named size fits.
+
+    The sizes go with any square patch, also one that the table has no row for: "S/14".
+    """
+    size = Size(config.width, config.depth, config.heads, config.mlp_hidden)
+    patch, other = config.patch_size
+    resnet = config.stem_resnet.depths if config.stem == "resnet" else None
+    for variant in VARIANTS:
+        if SIZES[variant.size] != size or variant.resnet != resnet or patch != other:
+            continue
+        if resnet is None:
+            return f"{variant.paper.partition('/')[0]}/{patch}"
+        if variant.patch == patch and config.stem_resnet.width_factor == 1:
+            return variant.paper
+    return None
+
+
 def _find(name: str) -> tuple[Variant, int]:
     """Look a name up: the paper's, or timm's with or without a picture size."""
     if not isinstance(name, str):

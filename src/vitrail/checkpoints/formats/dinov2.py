@@ -1,10 +1,10 @@
-"""DINOv2 as a backbone: facebook's files (timm's names but for registers and SwiGLU), and transformers' (read only)."""
+"""DINOv2 as a backbone: facebook's files (timm's names but for registers and SwiGLU), and transformers'."""
 
 import re
 
 import torch
 
-from vitrail.checkpoints.family import PLAIN, Family, Hints, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, strip_prefix
 from vitrail.checkpoints.formats.timm import TABLE as TIMM
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
@@ -62,30 +62,37 @@ FAMILY = Family(
 # ── the way transformers spells it ──
 
 _LAYER = "encoder.layer.{}."
-_TRANSFORMERS = KeyMap(
-    [
-        rule("embeddings.cls_token", "cls_token"),
-        rule("embeddings.register_tokens", "reg_token"),
-        rule("embeddings.position_embeddings", "pos_embed"),
-        *layer_rules("", "", {"embeddings.patch_embeddings.projection": "patch_embed.proj", "layernorm": "norm"}),
-        *(
-            rule(tuple(f"{_LAYER}attention.{part}_proj.{kind}" for part in "qkv"), f"blocks.{{}}.attn.qkv.{kind}")
-            for kind in ("weight", "bias")
-        ),
-        *layer_rules(_LAYER, "blocks.{}.", {"attention.o_proj": "attn.proj", "norm1": "norm1", "norm2": "norm2"}),
-        *layer_rules(_LAYER, "blocks.{}.", {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}),
-        *(rule(f"{_LAYER}layer_scale{i}.lambda1", f"blocks.{{}}.ls{i}.gamma") for i in (1, 2)),
-    ]
-)
-_OLD = {
-    ".attention.attention.query.": ".attention.q_proj.",
-    ".attention.attention.key.": ".attention.k_proj.",
-    ".attention.attention.value.": ".attention.v_proj.",
-    ".attention.output.dense.": ".attention.o_proj.",
+_QKV = tuple(f"{_LAYER}attention.attention.{part}." for part in ("query", "key", "value"))
+
+
+def _transformers_table(fc1: str, fc2: str) -> KeyMap:
+    """Return the table in the names that transformers writes to files, of any version."""
+    leaves = {"attention.output.dense": "attn.proj", "norm1": "norm1", "norm2": "norm2", fc1: "mlp.fc1", fc2: "mlp.fc2"}
+    return KeyMap(
+        [
+            rule("embeddings.cls_token", "cls_token"),
+            rule("embeddings.register_tokens", "reg_token"),
+            rule("embeddings.position_embeddings", "pos_embed"),
+            *layer_rules("", "", {"embeddings.patch_embeddings.projection": "patch_embed.proj", "layernorm": "norm"}),
+            *(rule(tuple(part + kind for part in _QKV), f"blocks.{{}}.attn.qkv.{kind}") for kind in ("weight", "bias")),
+            *layer_rules(_LAYER, "blocks.{}.", leaves),
+            *(rule(f"{_LAYER}layer_scale{i}.lambda1", f"blocks.{{}}.ls{i}.gamma") for i in (1, 2)),
+        ]
+    )
+
+
+_IN_TRANSFORMERS = _transformers_table("mlp.fc1", "mlp.fc2")
+_IN_TRANSFORMERS_GATED = _transformers_table("mlp.weights_in", "mlp.weights_out")
+_IN_MEMORY = {
+    ".attention.q_proj.": ".attention.attention.query.",
+    ".attention.k_proj.": ".attention.attention.key.",
+    ".attention.v_proj.": ".attention.attention.value.",
+    ".attention.o_proj.": ".attention.output.dense.",
     ".mlp.weights_in.": ".mlp.fc1.",
     ".mlp.weights_out.": ".mlp.fc2.",
     ".mlp.down_proj.": ".mlp.fc2.",
 }
+"""What version 5 calls them in `state_dict()`, which people save too; and one name for both kinds of MLP."""
 
 
 def _recognise_transformers(shapes: Shapes) -> bool:
@@ -95,7 +102,7 @@ def _recognise_transformers(shapes: Shapes) -> bool:
 def _tidy_transformers(weights: Weights, _: Hints) -> Weights:
     tidied: Weights = {}
     for name, tensor in strip_prefix(weights, "dinov2.", "dinov2_with_registers.").items():
-        for old, new in _OLD.items():
+        for old, new in _IN_MEMORY.items():
             name = name.replace(old, new)
         tidied[name] = tensor
     for gate in [name for name in tidied if ".mlp.gate_proj." in name]:
@@ -105,15 +112,40 @@ def _tidy_transformers(weights: Weights, _: Hints) -> Weights:
     return tidied
 
 
+def _written_in_transformers(config: ViTConfig | None) -> KeyMap:
+    gated = config is not None and config.activation == "swiglu"
+    return _IN_TRANSFORMERS_GATED if gated else _IN_TRANSFORMERS
+
+
+def whole_ratio(config: ViTConfig) -> int | None:
+    """Return the MLP's width as transformers says it: a whole number of model widths, for a gated MLP before it is cut
+    to two thirds and rounded up to a multiple of 8. None where there is no such number."""
+    for ratio in range(1, 17):
+        hidden = config.width * ratio
+        if config.activation == "swiglu":
+            hidden = -(-(hidden * 2 // 3) // 8) * 8
+        if hidden == config.mlp_hidden:
+            return ratio
+    return None
+
+
+def _refuse_odd_widths(config: ViTConfig) -> list[str]:
+    if whole_ratio(config) is not None:
+        return []
+    whole = "two thirds of a multiple of the width, in eights" if config.activation == "swiglu" else "whole multiples"
+    return [f"mlp_width={config.mlp_hidden} with width={config.width} (it has only {whole})"]
+
+
 IN_TRANSFORMERS = Family(
     name="dinov2-transformers",
     recognise=_recognise_transformers,
-    table=lambda _: _TRANSFORMERS,
+    table=_written_in_transformers,
     tidy=_tidy_transformers,
     hints=FAMILY.hints,
     preprocess=FAMILY.preprocess,
     # Its classifier reads the class token beside the mean of the patches, which no head of ours does.
     drops=("embeddings.mask_token", "classifier.weight", "classifier.bias"),
-    needs=FAMILY.needs,
-    nearly=FAMILY.nearly,
+    adds=lambda config: {"embeddings.mask_token": torch.zeros(1, config.width)},
+    needs={**FAMILY.needs, "registers": ANY},
+    refuses=_refuse_odd_widths,
 )

@@ -1,4 +1,4 @@
-"""timm's `VisionTransformer`, whose names are ours; DeiT's own files have them too."""
+"""timm's `VisionTransformer`, whose names are ours (DeiT's own files have them too), and its ViTs with RoPE."""
 
 import re
 
@@ -38,7 +38,7 @@ def _recognise(shapes: Shapes) -> bool:
     names = {name.removeprefix("module.") for name in shapes}
     dinov2 = {"mask_token", "register_tokens"} & names
     blocks = any(re.fullmatch(r"blocks\.\d+\.attn\.qkv\.weight", name) for name in names)
-    return "patch_embed.proj.weight" in names and blocks and not dinov2
+    return "patch_embed.proj.weight" in names and blocks and not dinov2 and not _recognise_rope(shapes)
 
 
 def _tidy(weights: Weights, _: Hints) -> Weights:
@@ -84,4 +84,38 @@ FAMILY = Family(
         "pool": ("cls", "mean", "map"),
         "final_norm": ("before_pool", "after_pool"),
     },
+)
+
+
+# ── timm's ViTs with rotary positions (vit_*_patch16_rope_224), which are another class there ──
+
+_ROPE_TABLE = KeyMap([r._replace(theirs=(re.sub(r"ls([12])\.gamma", r"gamma_\1", r.theirs[0]),)) for r in TABLE.rules])
+
+
+def _recognise_rope(shapes: Shapes) -> bool:
+    """Its other models with gamma_1 (EVA, DINOv3, learned frequencies, registers) turn in other ways, and are not ours.
+
+    They have a position table, frequencies, registers, or keys without a bias.
+    """
+    names = {name.removeprefix("module.") for name in shapes}
+    other = {"pos_embed", "rope.freqs", "reg_token", "fc_norm.weight", "blocks.0.attn.q_bias"} & names
+    return {"blocks.0.gamma_1", "blocks.0.attn.qkv.bias", "cls_token"} <= names and not other
+
+
+ROPE = Family(
+    name="timm-rope",
+    recognise=_recognise_rope,
+    table=lambda _: _ROPE_TABLE,
+    tidy=lambda weights, _: strip_prefix(weights, "module."),
+    hints=lambda _: {"norm_eps": 1e-6, "activation": "gelu", "position": "rope_2d", "rope_theta": 100.0},
+    preprocess=FAMILY.preprocess,
+    needs={
+        **PLAIN,
+        "stem": ("conv", "linear"),
+        "activation": ("gelu",),
+        "position": ("rope_2d",),
+        "rope_theta": (100.0,),
+        "layer_scale": (1e-5,),
+    },
+    nearly={"norm_eps": 1e-6},
 )
