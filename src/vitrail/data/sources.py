@@ -1,0 +1,115 @@
+"""`Source`: pictures with labels, by number. Every kind of data is one: folders, manifests, shards, arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.errors import DataError
+
+Pixels = NDArray[Any]
+"""A decoded picture: (height, width, channels) or (height, width)."""
+Labels = NDArray[np.int64]
+
+
+class Source(Protocol):
+    """Pictures that can be asked for by number, from any process.
+
+    A source is cheap to copy to another process (it holds names, not pictures) and keeps no file open across a fork.
+    """
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of their numbers."""
+
+    @property
+    def labels(self) -> Labels:
+        """The class of every picture, by number; -1 where it is not known."""
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+
+    def name(self, index: int) -> str:
+        """Return what a person would call a picture: the path of its file, or where in a file it is."""
+
+    def read(self, index: int) -> bytes | Pixels:
+        """Return a picture as it is stored: the content of its file, or its pixels where it has no file."""
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return two numbers that change when the stored picture does, without reading it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some pictures of a source, as a source: the part for training, for instance."""
+
+    whole: Source
+    indices: NDArray[np.int64]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the whole source's classes."""
+        return self.whole.classes
+
+    @property
+    def labels(self) -> Labels:
+        """The class of every picture."""
+        return self.whole.labels[self.indices]
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.indices)
+
+    def name(self, index: int) -> str:
+        """Return what a person would call a picture."""
+        return self.whole.name(int(self.indices[index]))
+
+    def read(self, index: int) -> bytes | Pixels:
+        """Return a picture as it is stored."""
+        return self.whole.read(int(self.indices[index]))
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return two numbers that change when the stored picture does."""
+        return self.whole.stamp(int(self.indices[index]))
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Pictures that lie in memory: (pictures, height, width) or (pictures, height, width, channels)."""
+
+    pictures: Pixels
+    labels: Labels
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.pictures.ndim not in (3, 4):
+            raise DataError(
+                f"pictures in memory have axes (pictures, height, width[, channels]), found {self.pictures.shape}"
+            )
+        if len(self.pictures) != len(self.labels):
+            raise DataError(f"{len(self.pictures)} pictures with {len(self.labels)} labels; give one for each")
+        check_labels(self.labels, self.classes)
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.pictures)
+
+    def name(self, index: int) -> str:
+        """Return what a person would call a picture."""
+        return f"picture {index}"
+
+    def read(self, index: int) -> Pixels:
+        """Return the pixels of a picture."""
+        return np.asarray(self.pictures[index])
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return where the picture is; arrays in memory are taken not to change."""
+        return index, 0
+
+
+def check_labels(labels: Labels, classes: Sequence[str]) -> None:
+    """See to it that every label is the number of a class, or -1."""
+    if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < len(classes):
+        raise DataError(f"labels go from {labels.min()} to {labels.max()}, but there are {len(classes)} classes")
