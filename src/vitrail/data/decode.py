@@ -1,0 +1,300 @@
+"""Picture files become pixels: uint8, (height, width, channels), upright, of the channels a model takes.
+
+`open_picture` reads the header alone, so that a training pipeline can decide where to cut before anything is decoded;
+a JPEG is then decoded at the smallest scale that still covers what will be cut out.
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import simplejpeg
+from PIL import Image, UnidentifiedImageError
+
+from vitrail.data.sources import Pixels
+from vitrail.errors import DataError
+
+PIXEL_LIMIT = 178_956_970
+"""Most pixels of a picture: half a gigabyte as RGB. A small file can claim any size, so this is checked first."""
+BACKGROUND = 255
+"""What is seen through transparent pixels: white."""
+SLOW_SCALE = 5
+"""JPEGs are decoded at 1/8 … 5/8 of their size, or whole: the scales between take longer than the whole picture."""
+_STARTS = {
+    b"\xff\xd8": "JPEG",
+    b"\x89PNG": "PNG",
+    b"GIF8": "GIF",
+    b"RIFF": "WebP",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+}
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+class Picture(Protocol):
+    """A picture whose size is known, and whose pixels are made when they are asked for."""
+
+    height: int
+    width: int
+
+    def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:
+        """Decode: uint8, (height, width, channels).
+
+        With a `scale` below 1 the result may be smaller, but no smaller than that share of the picture along a side.
+        """
+
+
+def open_picture(stored: bytes | Pixels) -> Picture:
+    """Read the header of a picture file; pixels are taken as they are."""
+    if isinstance(stored, np.ndarray):
+        return _Array(stored)
+    if not stored:
+        raise DataError("the file is empty")
+    if stored[:3] == b"\xff\xd8\xff":
+        with contextlib.suppress(ValueError):  # what libjpeg-turbo finds odd is left to Pillow to judge
+            return _Jpeg(stored)
+    if stored[:6] == b"\x93NUMPY":
+        return _Array(_numpy(stored))
+    return _Other(stored)
+
+
+def decode(stored: bytes | Pixels, channels: int = 3) -> Pixels:
+    """Decode a whole picture: uint8, (height, width, channels)."""
+    return open_picture(stored).pixels(channels)
+
+
+class _Array:
+    """Pixels that need no decoding."""
+
+    def __init__(self, array: Pixels) -> None:
+        if array.ndim not in (2, 3) or array.size == 0:
+            raise DataError(f"an array with axes {array.shape} is no picture; it needs (height, width[, channels])")
+        self.array = array if array.ndim == 3 else array[:, :, None]
+        self.height, self.width = self.array.shape[:2]
+        _check_size(self.width, self.height)
+
+    def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - nothing to save
+        array = _to_bytes(self.array)
+        found = array.shape[2]
+        if found == channels:
+            return array
+        if found == 1 and channels == 3:
+            return np.broadcast_to(array, (self.height, self.width, 3))
+        if found in (3, 4) and channels in (1, 3):
+            return _as_mode(Image.fromarray(np.ascontiguousarray(array)), "L" if channels == 1 else "RGB")
+        raise _other_channels(found, channels)
+
+
+class _Jpeg:
+    """A JPEG, decoded by libjpeg-turbo at the scale that is asked for; the odd ones are left to Pillow."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self.stored_height, self.stored_width, self.colours, _ = simplejpeg.decode_jpeg_header(content)
+        _check_size(self.stored_width, self.stored_height)
+        # Looking for the word is much cheaper than reading the tags, which few files have.
+        self.turn = _orientation(content) if b"Exif\x00\x00" in content[:65536] else None
+        self.height, self.width = _seen_size(self.stored_height, self.stored_width, self.turn)
+
+    def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:
+        if channels not in (1, 3):
+            raise _other_channels(3, channels)
+        if self.colours not in ("Gray", "YCbCr", "RGB"):
+            return _Other(self.content).pixels(channels)
+        try:
+            array = self._decoded(int(np.ceil(8 * scale)))
+        except ValueError:  # a stray byte is no harm and Pillow passes over it; it tells a cut file, too
+            return _Other(self.content).pixels(channels)
+        if self.turn is not None:
+            array = _turned(array, self.turn)
+        if array.shape[2] == channels:
+            return array
+        return _grey(array) if channels == 1 else np.broadcast_to(array, (*array.shape[:2], 3))
+
+    def _decoded(self, eighths: int) -> Pixels:
+        small = eighths <= SLOW_SCALE
+        return simplejpeg.decode_jpeg(  # type: ignore[no-any-return]
+            self.content,
+            colorspace="GRAY" if self.colours == "Gray" else "RGB",
+            min_height=-(-self.stored_height * eighths // 8) if small else 0,
+            min_width=-(-self.stored_width * eighths // 8) if small else 0,
+        )
+
+
+class _Other:
+    """Every other format, by Pillow."""
+
+    def __init__(self, content: bytes) -> None:
+        try:
+            with _quiet():
+                picture = Image.open(io.BytesIO(content))
+                exif = picture.getexif()
+        except Image.DecompressionBombError:
+            raise DataError(
+                f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
+            ) from None
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
+            kind = next((kind for start, kind in _STARTS.items() if content.startswith(start)), None)
+            if kind is not None:
+                raise DataError(f"a damaged {kind}: its header cannot be read") from None
+            raise DataError(f"no picture: the file begins with {content[:8]!r}") from None
+        self.picture = picture
+        _check_size(*picture.size)
+        # Pillow turns TIFFs upright by itself.
+        self.turn = None if picture.format == "TIFF" else _TURNS.get(exif.get(_ORIENTATION, 1))
+        self.height, self.width = _seen_size(picture.height, picture.width, self.turn)
+
+    def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - only JPEG can shrink
+        try:
+            with _quiet():
+                self.picture.load()
+            if channels in (1, 3, 4):
+                array = _as_mode(self.picture, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
+            else:
+                array = _frames(self.picture, channels)
+        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+            raise DataError(f"a damaged {self.picture.format or 'picture'}: {_reason(error)}") from None
+        return array if self.turn is None else _turned(array, self.turn)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Pillow from warning of what we check ourselves (size) or do not need (odd tags)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _as_mode(picture: Image.Image, mode: str) -> Pixels:
+    """Bring any mode of Pillow to grey, RGB or RGBA, eight bits each."""
+    if picture.mode.startswith(("I", "F")):
+        # Pillow says "I" for the 16-bit pictures of some formats, whose numbers may all be small.
+        array = np.asarray(picture)
+        sixteen = picture.mode == "I" and picture.format in ("PNG", "PPM")
+        grey = Image.fromarray(_to_bytes(array.clip(0, 65535).astype(np.uint16) if sixteen else array))
+        picture = grey if mode == "L" else grey.convert("RGB")
+    if mode != "RGBA" and picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        ground = Image.new("RGBA", picture.size, (BACKGROUND,) * 4)
+        picture = Image.alpha_composite(ground, picture).convert("RGB")
+    if picture.mode != mode:
+        picture = picture.convert(mode)
+    array = np.asarray(picture)
+    return array if array.ndim == 3 else array[:, :, None]
+
+
+def _frames(picture: Image.Image, channels: int) -> Pixels:
+    """Take the pages of a TIFF for channels, as microscopes and satellites write them."""
+    pages = getattr(picture, "n_frames", 1)
+    if pages != channels:
+        raise _other_channels(pages if pages > 1 else len(picture.getbands()), channels)
+    layers = []
+    for page in range(pages):
+        picture.seek(page)
+        layers.append(_to_bytes(np.asarray(picture)))
+    if any(layer.shape != layers[0].shape or layer.ndim != 2 for layer in layers):
+        raise DataError(f"the {pages} pages are not grey pictures of one size, so they are no channels")
+    return np.stack(layers, axis=2)
+
+
+def _to_bytes(array: Pixels) -> Pixels:
+    """Bring numbers to 0…255: 16 bits lose their lower half, fractions are taken to go from 0 to 1."""
+    if array.dtype == np.uint8:
+        return array
+    if array.dtype == np.bool_:
+        return array.astype(np.uint8) * 255
+    low, high = float(array.min()), float(array.max())
+    sixteen = array.dtype.kind == "u" and array.dtype.itemsize == 2
+    if sixteen or (array.dtype.kind in "iu" and low >= 0 and 255 < high <= 65535):
+        return ((array.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+    if array.dtype.kind in "iu" and low >= 0 and high <= 255:
+        return array.astype(np.uint8)
+    if array.dtype.kind == "f" and low >= 0 and high <= 1:
+        return (array * 255).round().astype(np.uint8)
+    raise DataError(
+        f"its {array.dtype} numbers go from {low:g} to {high:g}; whole numbers 0…255 or 0…65535, or fractions 0…1, "
+        f"are pictures"
+    )
+
+
+def _grey(array: Pixels) -> Pixels:
+    return np.asarray(Image.fromarray(array).convert("L"))[:, :, None]
+
+
+def _orientation(content: bytes) -> Image.Transpose | None:
+    try:
+        with _quiet():
+            return _TURNS.get(Image.open(io.BytesIO(content)).getexif().get(_ORIENTATION, 1))
+    except (OSError, ValueError, SyntaxError):  # tags that cannot be read say nothing; the pixels may be fine
+        return None
+
+
+def _swaps(turn: Image.Transpose) -> bool:
+    """Say whether height and width change places."""
+    return turn in (
+        Image.Transpose.ROTATE_90,
+        Image.Transpose.ROTATE_270,
+        Image.Transpose.TRANSPOSE,
+        Image.Transpose.TRANSVERSE,
+    )
+
+
+def _seen_size(height: int, width: int, turn: Image.Transpose | None) -> tuple[int, int]:
+    """Return the size of a picture after it was turned upright."""
+    return (width, height) if turn is not None and _swaps(turn) else (height, width)
+
+
+def _turned(array: Pixels, turn: Image.Transpose) -> Pixels:
+    """Turn pixels as Pillow turns pictures, by views."""
+    match turn:
+        case Image.Transpose.FLIP_LEFT_RIGHT:
+            return array[:, ::-1]
+        case Image.Transpose.FLIP_TOP_BOTTOM:
+            return array[::-1]
+        case Image.Transpose.ROTATE_180:
+            return array[::-1, ::-1]
+        case Image.Transpose.TRANSPOSE:
+            return array.swapaxes(0, 1)
+        case Image.Transpose.TRANSVERSE:
+            return array[::-1, ::-1].swapaxes(0, 1)
+        case Image.Transpose.ROTATE_90:
+            return array.swapaxes(0, 1)[::-1]
+        case _:
+            return array.swapaxes(0, 1)[:, ::-1]
+
+
+def _numpy(content: bytes) -> Pixels:
+    try:
+        return np.asarray(np.load(io.BytesIO(content), allow_pickle=False))
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(f"a damaged NumPy file: {_reason(error)}") from None
+
+
+def _check_size(width: int, height: int) -> None:
+    if width * height > PIXEL_LIMIT:
+        raise DataError(
+            f"a picture of {height:,}×{width:,} = {height * width:,} pixels, and {PIXEL_LIMIT:,} is the limit; "
+            f"make it smaller"
+        )
+
+
+def _other_channels(found: int, wanted: int) -> DataError:
+    return DataError(f"a picture of {found} channels, where {wanted} are wanted")
+
+
+def _reason(error: Exception) -> str:
+    """Return what a library said, in one line."""
+    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,248 @@
+"""Files of every format, written by other libraries or by hand, become the pixels that were written."""
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+import tifffile
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from vitrail.data import decode as module
+from vitrail.data.decode import decode, open_picture
+from vitrail.errors import DataError
+
+Array = NDArray[Any]
+
+
+def scene(height: int = 37, width: int = 53) -> Array:
+    """Make a smooth picture whose corners all differ, so that a turn or a swap of channels shows."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = (127 + 120 * np.sin(x / 9), 127 + 120 * np.cos(y / 7), 40 + 3 * x + 1.2 * y)
+    return np.stack(waves, axis=2).clip(0, 255).astype(np.uint8)
+
+
+def saved(picture: Image.Image, form: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return file.getvalue()
+
+
+def png(height: int, width: int, depth: int, colour: int, rows: bytes, *chunks: tuple[bytes, bytes]) -> bytes:
+    """Write a PNG by hand, as the standard says."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    stride = len(rows) // height
+    lines = b"".join(b"\0" + rows[i : i + stride] for i in range(0, len(rows), stride))
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(lines)), (b"IEND", b"")]
+    body = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def tiff(array: Array, **options: Any) -> bytes:
+    file = io.BytesIO()
+    tifffile.imwrite(file, array, **options)
+    return file.getvalue()
+
+
+# ── JPEG ──
+
+
+@pytest.mark.parametrize("subsampling", ["444", "422", "420", "440", "Gray"])
+def test_jpeg_written_by_libjpeg_turbo_is_what_pillow_reads(subsampling: str) -> None:
+    content = simplejpeg.encode_jpeg(scene(), quality=92, colorsubsampling=subsampling)
+    assert np.array_equal(decode(content), np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+    assert np.array_equal(decode(content, 1)[:, :, 0], np.asarray(Image.open(io.BytesIO(content)).convert("L")))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_jpeg_modes(mode: str, progressive: bool) -> None:
+    content = saved(Image.fromarray(scene()).convert(mode), "JPEG", quality=95, progressive=progressive)
+    assert np.array_equal(decode(content), np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+    if mode != "L":
+        assert np.abs(decode(content).astype(int) - scene()).mean() < 6
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation(form: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"quality": 100, "lossless": True} if form == "WEBP" else {"quality": 95} if form == "JPEG" else {}
+    content = saved(Image.fromarray(scene()), form, exif=exif, **options)
+    upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
+    picture = open_picture(content)
+    assert (picture.height, picture.width) == upright.shape[:2]
+    assert np.array_equal(picture.pixels(3), upright)
+
+
+def test_tags_that_cannot_be_read_do_no_harm() -> None:
+    content = saved(Image.fromarray(scene()), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    assert decode(content).shape == (37, 53, 3)
+
+
+@pytest.mark.parametrize("eighths", range(1, 9))
+def test_a_smaller_scale_covers_what_is_asked_for(eighths: int) -> None:
+    big = np.asarray(Image.fromarray(scene()).resize((530, 370)))
+    content = simplejpeg.encode_jpeg(big, quality=95)
+    small = open_picture(content).pixels(3, scale=eighths / 8)
+    assert small.shape[0] >= 370 * eighths / 8
+    assert small.shape[1] >= 530 * eighths / 8
+    if eighths <= module.SLOW_SCALE:
+        assert small.shape[1] <= 530 * eighths / 8 + 1
+    else:
+        assert small.shape == big.shape
+    expected = np.asarray(Image.fromarray(big).resize(small.shape[1::-1], Image.Resampling.BOX)).astype(int)
+    assert np.abs(small.astype(int) - expected).mean() < 3
+
+
+def test_a_turned_picture_at_a_smaller_scale() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = saved(Image.fromarray(scene(80, 160)), "JPEG", exif=exif, quality=95)
+    picture = open_picture(content)
+    assert (picture.height, picture.width) == (160, 80)
+    assert picture.pixels(3, scale=0.5).shape == (80, 40, 3)
+
+
+def test_stray_bytes_in_a_jpeg_are_passed_over_as_pillow_does() -> None:
+    content = simplejpeg.encode_jpeg(scene(), quality=90)
+    where = content.index(b"\xff\xda")  # before the scan
+    stray = content[:where] + b"\0\0\0" + content[where:]
+    assert np.array_equal(decode(stray), decode(content))
+
+
+# ── other formats ──
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("PNG", {}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"}), ("WEBP", {"lossless": True})],
+)
+def test_formats_without_loss(form: str, options: dict[str, Any]) -> None:
+    assert np.array_equal(decode(saved(Image.fromarray(scene()), form, **options)), scene())
+
+
+def test_gif_and_webp_show_their_first_frame() -> None:
+    frames = [Image.fromarray(scene()), Image.fromarray(scene()[::-1])]
+    for form, options in (("GIF", {}), ("WEBP", {"lossless": True})):
+        content = saved(frames[0], form, save_all=True, append_images=frames[1:], **options)
+        first = Image.open(io.BytesIO(content))
+        first.seek(0)
+        assert np.array_equal(decode(content), np.asarray(first.convert("RGB")))
+        assert np.abs(decode(content).astype(int) - scene()).mean() < 20
+
+
+def test_png_by_hand() -> None:
+    grey = np.arange(6, dtype=np.uint8).reshape(2, 3) * 40
+    assert np.array_equal(decode(png(2, 3, 8, 0, grey.tobytes()), 1)[:, :, 0], grey)
+    assert np.array_equal(decode(png(2, 3, 8, 0, grey.tobytes())), np.repeat(grey[:, :, None], 3, axis=2))
+    bits = png(2, 3, 1, 0, bytes([0b10100000, 0b01000000]))
+    assert decode(bits, 1)[:, :, 0].tolist() == [[255, 0, 255], [0, 255, 0]]
+
+
+@pytest.mark.parametrize("top", [65535, 300, 200])
+def test_sixteen_bits_are_scaled_and_not_cut(top: int) -> None:
+    """Also a dark picture, whose numbers would fit into eight bits, keeps its place on the scale."""
+    deep = np.linspace(0, top, 20).round().astype(">u2").reshape(4, 5)
+    expected = (deep.astype(float) * 255 / 65535).round()
+    assert np.array_equal(decode(png(4, 5, 16, 0, deep.tobytes()), 1)[:, :, 0], expected)
+    assert np.array_equal(decode(tiff(deep.astype("<u2")), 1)[:, :, 0], expected)
+    assert np.array_equal(decode(tiff(deep, byteorder=">"), 3)[:, :, 2], expected)
+
+
+def test_palettes_and_their_transparency() -> None:
+    palette = bytes([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    chunks = ((b"PLTE", palette), (b"tRNS", bytes([255, 0, 255])))
+    content = png(1, 3, 8, 3, bytes([0, 1, 2]), *chunks)
+    assert decode(content)[0].tolist() == [[255, 0, 0], [255, 255, 255], [0, 0, 255]]
+    assert decode(png(1, 3, 8, 3, bytes([0, 1, 2]), chunks[0]))[0].tolist() == [[255, 0, 0], [0, 255, 0], [0, 0, 255]]
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "TIFF"])
+def test_transparent_pixels_show_white(form: str) -> None:
+    clear = np.dstack([scene(), np.full(scene().shape[:2], 255, np.uint8)])
+    clear[:10, :, 3] = 0
+    clear[10:20, :, 3] = 128
+    options = {"lossless": True, "exact": True} if form == "WEBP" else {}
+    array = decode(saved(Image.fromarray(clear), form, **options)).astype(int)
+    assert (array[:10] == 255).all()
+    assert np.abs(array[10:20] - (scene()[10:20].astype(int) + 255) / 2).max() <= 2
+    assert np.array_equal(array[20:], scene()[20:])
+    assert np.array_equal(decode(saved(Image.fromarray(clear), form, **options), 4), clear)
+
+
+def test_grey_with_transparency() -> None:
+    content = saved(Image.fromarray(np.full((2, 2, 2), [100, 0], np.uint8)), "PNG")
+    assert (decode(content) == 255).all()
+    assert (decode(content, 1) == 255).all()
+
+
+def test_pages_are_channels() -> None:
+    deep = np.random.default_rng(0).integers(0, 65535, (13, 6, 7), np.uint16)
+    content = tiff(deep, photometric="minisblack")
+    assert np.array_equal(decode(content, 13), (deep.astype(float) * 255 / 65535).round().transpose(1, 2, 0))
+    with pytest.raises(DataError, match="a picture of 13 channels, where 5 are wanted"):
+        decode(content, 5)
+
+
+def test_numpy_files_and_arrays() -> None:
+    array = np.random.default_rng(0).integers(0, 255, (6, 7, 5), np.uint8)
+    file = io.BytesIO()
+    np.save(file, array)
+    assert np.array_equal(decode(file.getvalue(), 5), array)
+    assert np.array_equal(decode(array[:, :, 0], 3)[:, :, 2], array[:, :, 0])
+    assert np.array_equal(decode(scene(), 1)[:, :, 0], np.asarray(Image.fromarray(scene()).convert("L")))
+    assert np.array_equal(decode(scene() / 255.0), scene())
+    assert decode(np.ones((2, 2), bool), 1).max() == 255
+    with pytest.raises(DataError, match=r"float64 numbers go from -1 to 1; whole numbers 0…255"):
+        decode(np.array([[-1.0, 1.0]]))
+    with pytest.raises(DataError, match="a picture of 5 channels, where 3 are wanted"):
+        decode(array)
+
+
+# ── what is no picture ──
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "the file is empty"),
+        (b"hello, I am a text file", r"no picture: the file begins with b'hello, I'"),
+        (simplejpeg.encode_jpeg(scene())[:-400], "a damaged JPEG: image file is truncated"),
+        (simplejpeg.encode_jpeg(scene())[:30], "a damaged JPEG: its header cannot be read"),
+        (saved(Image.fromarray(scene()), "PNG")[:-300], "a damaged PNG: "),
+        (saved(Image.fromarray(scene()), "WEBP")[:-100], "a damaged WebP"),
+        (saved(Image.fromarray(scene()), "GIF")[:200], "a damaged GIF"),
+        (tiff(scene())[:-1000], "a damaged TIFF: "),
+        (saved(Image.fromarray(scene()), "BMP")[:-100], "a damaged BMP: image file is truncated"),
+        (b"\x93NUMPY\x01\x00v\x00{", "a damaged NumPy file: "),
+        (png(60_000, 60_000, 8, 0, bytes(60_000)), r"pixels.*limit; make it smaller"),
+        (png(14_000, 14_000, 8, 0, bytes(14_000)), r"more than 178,956,970 pixels, which is the limit"),
+    ],
+)
+def test_what_cannot_be_decoded_is_said(content: bytes, words: str) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        decode(content)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_jpeg_that_claims_to_be_huge() -> None:
+    content = bytearray(simplejpeg.encode_jpeg(scene()))
+    frame = content.index(b"\xff\xc0") + 5
+    content[frame : frame + 4] = struct.pack(">HH", 65_000, 65_000)
+    with pytest.raises(DataError, match="65,000×65,000"):
+        open_picture(bytes(content))
+
+
+@pytest.mark.parametrize("channels", [2, 5])
+def test_channels_a_file_does_not_have(channels: int) -> None:
+    for content in (simplejpeg.encode_jpeg(scene()), saved(Image.fromarray(scene()), "PNG")):
+        with pytest.raises(DataError, match=f"a picture of 3 channels, where {channels} are wanted"):
+            decode(content, channels)
