@@ -1,0 +1,117 @@
+"""The stream: which picture stands at which position, for ever, as a pure function of the seed.
+
+    step s takes positions [s·B, (s+1)·B)
+    position p is picture shuffle(epoch)[p % n] of epoch p // n
+
+Nothing here remembers anything: any step of any run can be worked out by itself, so a run that stops goes on where it
+was at no cost, and every split over processes, micro-batches and workers sees the same stream.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources import Labels
+from vitrail.errors import ConfigError, DataError
+from vitrail.runtime import derive_seed
+
+Numbers = NDArray[np.int64]
+
+
+class Share(NamedTuple):
+    """Which of several equal parts of a batch is meant."""
+
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """An endless stream of pictures for training."""
+
+    pictures: int
+    batch: int
+    seed: int = 0
+    repeats: int = 1
+    """How often a batch shows the same picture, each time cut anew (repeated augmentation, arXiv 1902.05509)."""
+    balance: Labels | None = None
+    """The class of every picture, where every class is to be seen equally often; None shows every picture equally
+    often."""
+
+    def __post_init__(self) -> None:
+        if self.pictures < 1:
+            raise DataError("there are no pictures to train on")
+        if self.batch < 1 or self.batch % self.repeats:
+            raise ConfigError(
+                f"a batch of {self.batch} cannot show every picture {self.repeats} times; use a multiple of "
+                f"{self.repeats}"
+            )
+        if self.balance is not None and len(self.balance) != self.pictures:
+            raise DataError(f"{len(self.balance)} labels for {self.pictures} pictures; give one for each")
+
+    def positions(self, step: int, share: Share = Share()) -> Numbers:  # noqa: B008 - a constant
+        """Return the positions of a step, or of one of the contiguous, equal shares it is cut into."""
+        if self.batch % share.parts:
+            raise ConfigError(
+                f"a batch of {self.batch} cannot be cut into {share.parts} equal parts; use a multiple of {share.parts}"
+            )
+        size = self.batch // share.parts
+        first = step * self.batch + share.part * size
+        return np.arange(first, first + size, dtype=np.int64)
+
+    def pictures_at(self, positions: Numbers) -> Numbers:
+        """Return which pictures stand at these positions."""
+        # The copies of a picture stand a whole round apart, so that neighbours, which mixing pairs, are different.
+        own = self.batch // self.repeats
+        rounds = positions // self.batch * own + positions % self.batch % own
+        if self.balance is not None:
+            return np.array([self._balanced(int(place)) for place in rounds], dtype=np.int64)
+        epochs, places = np.divmod(rounds, self.pictures)
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = shuffle(self.seed, int(epoch), self.pictures)[places[here]]
+        return found
+
+    def epoch(self, step: int) -> float:
+        """Return how often every picture was shown (the repeats counted once) before a step."""
+        return step * (self.batch // self.repeats) / self.pictures
+
+    @cached_property
+    def _members(self) -> list[Numbers]:
+        """The pictures of each class that has any."""
+        labels = self.balance if self.balance is not None else np.zeros(self.pictures, np.int64)
+        order = np.argsort(labels, kind="stable")
+        starts = np.flatnonzero(np.diff(labels[order])) + 1
+        return np.split(order, starts)
+
+    def _balanced(self, place: int) -> int:
+        """Go through the classes in rounds, each round in another order, and through each class's own pictures."""
+        turn, slot = divmod(place, len(self._members))
+        own = self._members[int(shuffle(self.seed, turn, len(self._members), "classes")[slot])]
+        lap, number = divmod(turn, len(own))
+        return int(own[shuffle(self.seed, lap, len(own), f"class {own[0]}")[number]])
+
+
+def shuffle(seed: int, epoch: int, length: int, what: str = "pictures") -> Numbers:
+    """Return the numbers 0 … length - 1 in the order of an epoch."""
+    return (_shuffle_small if length <= 100_000 else _shuffle_large)(seed, epoch, length, what)
+
+
+def _shuffle(seed: int, epoch: int, length: int, what: str) -> Numbers:
+    generator = np.random.Philox(key=[derive_seed(seed, what), epoch])
+    # Sorting raw random words is the same on every machine and in every version of NumPy.
+    return np.argsort(generator.random_raw(length), kind="stable")
+
+
+# Many small ones are kept (balancing asks for one a class), but only two large ones: this epoch's and the next one's.
+_shuffle_small = lru_cache(maxsize=1024)(_shuffle)
+_shuffle_large = lru_cache(maxsize=2)(_shuffle)
+
+
+def evaluation_share(pictures: int, share: Share) -> range:
+    """Return the pictures that one of several processes scores: all of them, each exactly once, as even as can be."""
+    return range(pictures * share.part // share.parts, pictures * (share.part + 1) // share.parts)
