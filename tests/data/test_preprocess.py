@@ -27,6 +27,21 @@ def photograph(size: tuple[int, int], mode: str = "RGB") -> Image.Image:
     return Image.open(io.BytesIO(file.getvalue()))
 
 
+@pytest.mark.parametrize("resize", ["squash", "cover", "contain"])
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_decoded_pixels_fare_as_pictures_do(resize: Any, channels: int) -> None:
+    five = np.random.default_rng(0).integers(0, 255, (37, 53, 5), np.uint8)
+    pre = Preprocess(size=(32, 24), resize=resize, resize_to=(40, 30), channels=channels, mean=(0.4,) * channels,
+                     std=(0.2,) * channels)  # fmt: skip
+    fitted = pre.fit(five[:, :, :channels])
+    assert fitted.shape == (32, 24, channels)
+    for layer in range(channels):
+        alone = pre.replace(channels=1, mean=(0.4,), std=(0.2,)).pixels(Image.fromarray(five[:, :, layer].copy()))
+        assert np.array_equal(fitted[:, :, layer], alone[0])
+    with pytest.raises(InputError, match=f"takes {channels} channels, and the picture has 4"):
+        pre.fit(five[:, :, :4])
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(
     ("options", "ours"),

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -60,10 +61,21 @@ class Preprocess(Frozen):
 
     def pixels(self, picture: Image.Image) -> Tensor:
         """Resize and crop a picture: (channels, height, width), uint8."""
-        picture = self._cut(self._resized(self._coloured(picture)))
-        array = np.asarray(picture)
+        array = np.asarray(self._fit(self._coloured(picture)))
         array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
         return torch.from_numpy(array.copy())
+
+    def fit(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Resize and crop decoded pixels (height, width, channels), of any number of channels."""
+        if pixels.shape[2] != self.channels:
+            raise InputError(f"this model takes {self.channels} channels, and the picture has {pixels.shape[2]}")
+        if self.channels == 3:
+            return np.asarray(self._fit(Image.fromarray(pixels)))
+        layers = [
+            np.asarray(self._fit(Image.fromarray(np.ascontiguousarray(layer)), fill=mean))
+            for layer, mean in zip(pixels.transpose(2, 0, 1), self.mean, strict=True)
+        ]
+        return np.stack(layers, axis=2)
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Turn pixels 0…255 (…, channels, height, width) into normalised float32, on whatever device they are."""
@@ -84,13 +96,16 @@ class Preprocess(Frozen):
             return picture
         return picture.resize((width, height), Image.Resampling[self.interpolation.upper()])
 
-    def _cut(self, picture: Image.Image) -> Image.Image:
+    def _fit(self, picture: Image.Image, fill: float | None = None) -> Image.Image:
+        return self._cut(self._resized(picture), self.mean if fill is None else (fill,))
+
+    def _cut(self, picture: Image.Image, mean: tuple[float, ...]) -> Image.Image:
         """Cut the centre out, after padding a picture that is too small."""
         height, width = self.size
         extra = max(0, height - picture.height), max(0, width - picture.width)
         if any(extra):
-            colours = [round(255 * m) if self.resize == "contain" else 0 for m in self.mean]
-            colour = tuple(colours) if self.channels == 3 else colours[0]
+            colours = [round(255 * m) if self.resize == "contain" else 0 for m in mean]
+            colour = tuple(colours) if len(colours) == 3 else colours[0]
             larger = Image.new(picture.mode, (picture.width + extra[1], picture.height + extra[0]), colour)
             larger.paste(picture, (extra[1] // 2, extra[0] // 2))
             picture = larger
