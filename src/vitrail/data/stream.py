@@ -28,6 +28,10 @@ class Share(NamedTuple):
     parts: int = 1
 
 
+WHOLE = Share()
+"""The only part."""
+
+
 @dataclass(frozen=True, eq=False)
 class Stream:
     """An endless stream of pictures for training."""
@@ -52,7 +56,7 @@ class Stream:
         if self.balance is not None and len(self.balance) != self.pictures:
             raise DataError(f"{len(self.balance)} labels for {self.pictures} pictures; give one for each")
 
-    def positions(self, step: int, share: Share = Share()) -> Numbers:  # noqa: B008 - a constant
+    def positions(self, step: int, share: Share = WHOLE) -> Numbers:
         """Return the positions of a step, or of one of the contiguous, equal shares it is cut into."""
         if self.batch % share.parts:
             raise ConfigError(

@@ -1,0 +1,256 @@
+"""Batches: pictures read, decoded, augmented and put together by worker processes, as uint8 until the device.
+
+A worker makes whole batches: it writes pixels straight into memory it shares with the caller, who sends them to the
+device and normalises there. What a worker cannot read comes back as a value, with the file's name, not as a traceback.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from vitrail.data import augment
+from vitrail.data.augment import Augmentation
+from vitrail.data.decode import Picture, open_picture
+from vitrail.data.draws import draws
+from vitrail.data.mixing import Mixing, draw_mix
+from vitrail.data.preprocess import Preprocess, resized_size
+from vitrail.data.sources import Pixels, Source
+from vitrail.data.stream import WHOLE, Share, Stream, evaluation_share
+from vitrail.errors import DataError
+
+BadFiles = Literal["skip", "refuse"]
+"""What happens to a picture that cannot be read: another one takes its place and it is recorded, or the run stops."""
+TRIES = 32
+"""How many pictures in a row may be unreadable before the data as a whole counts as broken."""
+MOST_WORKERS = 16
+
+
+class BadPicture(NamedTuple):
+    """A picture that could not be read, and why."""
+
+    name: str
+    reason: str
+
+
+class Batch(NamedTuple):
+    """Pictures on their way to a model."""
+
+    pixels: Tensor
+    """(B, C, H, W), uint8, channels last in memory."""
+    labels: Tensor
+    """(B,), -1 where the class is not known."""
+    indices: Tensor
+    """(B,), which pictures of the source these are."""
+    share: Tensor
+    """(B,), how much of its own label each picture keeps (`mixing`)."""
+    box: Tensor
+    """(B, 4), what comes from the partner (`mixing`)."""
+    bad: tuple[BadPicture, ...] = ()
+    """Pictures that should have been here."""
+
+    def to(self, device: torch.device) -> Self:
+        """Send the tensors to a device, without waiting where memory is pinned."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def micro(self, part: int, parts: int) -> Self:
+        """Return one of several equal, contiguous parts."""
+        size = len(self.labels) // parts
+        return self._each(lambda tensor: tensor[part * size : (part + 1) * size])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return self._replace(
+            pixels=change(self.pixels),
+            labels=change(self.labels),
+            indices=change(self.indices),
+            share=change(self.share),
+            box=change(self.box),
+        )
+
+
+class _Refused(NamedTuple):
+    """Takes the place of a batch that could not be made; the caller raises it."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Training(Dataset[Any]):
+    """The training batches of one process, by step: a pure function of step, seed and files."""
+
+    source: Source
+    stream: Stream
+    preprocess: Preprocess
+    """Gives size and channels, and the resizing where nothing is cropped at random."""
+    augmentation: Augmentation
+    mixing: Mixing = field(default_factory=Mixing)
+    share: Share = WHOLE
+    bad_files: BadFiles = "skip"
+
+    def __getitem__(self, step: int) -> Batch | _Refused:
+        """Make the batch of a step."""
+        positions = self.stream.positions(step, self.share)
+        indices = self.stream.pictures_at(positions)
+        mix = draw_mix(self.mixing, self.stream.seed, positions, self.preprocess.size)
+        pixels, bad = _empty(len(positions), self.preprocess), []
+        try:
+            for row, position in enumerate(positions):
+                indices[row], failed = self._fill(pixels.numpy()[row], int(indices[row]), int(position))
+                bad += failed
+        except DataError as error:
+            return _Refused(str(error))
+        labels = torch.from_numpy(self.source.labels[indices].astype(np.int64))
+        numbers = (torch.from_numpy(indices), torch.from_numpy(mix.share), torch.from_numpy(mix.box))
+        return Batch(pixels.permute(0, 3, 1, 2), labels, *numbers, tuple(bad))
+
+    def _fill(self, place: Pixels, index: int, position: int) -> tuple[int, list[BadPicture]]:
+        """Write a picture into its place, or the next one that can be read; return which, and those that cannot."""
+        bad: list[BadPicture] = []
+        for attempt in range(min(TRIES, len(self.source))):
+            chosen = (index + attempt) % len(self.source)
+            try:
+                place[:] = self._made(chosen, position)
+            except DataError as error:
+                if self.bad_files == "refuse":
+                    raise DataError(f"{self.source.name(chosen)}: {error}") from None
+                bad.append(BadPicture(self.source.name(chosen), str(error)))
+            else:
+                return chosen, bad
+        raise DataError(
+            f"{len(bad)} pictures in a row cannot be read, from {bad[0].name} ({bad[0].reason}) on; look at them with "
+            f"vitrail check"
+        )
+
+    def _made(self, index: int, position: int) -> Pixels:
+        picture, size = open_picture(self.source.read(index)), self.preprocess.size
+        plan = augment.plan(self.augmentation, picture.height, picture.width, size, draws(self.stream.seed, position))
+        if plan.box is None:
+            return augment.apply(plan, self.preprocess.fit(picture.pixels(self.preprocess.channels)), size)
+        scale = max(size[0] / plan.box.height, size[1] / plan.box.width)
+        return augment.apply(plan, picture.pixels(self.preprocess.channels, scale=scale), size)
+
+
+@dataclass(frozen=True)
+class Evaluation(Dataset[Any]):
+    """The batches in which every picture of a source is seen exactly once, in order, the last one smaller."""
+
+    source: Source
+    preprocess: Preprocess
+    batch: int
+    share: Share = WHOLE
+    bad_files: BadFiles = "refuse"
+    fast_decode: bool = False
+    """Decode JPEGs at a smaller scale where that is enough; the pixels then differ a little."""
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-len(evaluation_share(len(self.source), self.share)) // self.batch)
+
+    def __getitem__(self, number: int) -> Batch | _Refused:
+        """Make a batch by its number."""
+        indices = evaluation_share(len(self.source), self.share)[number * self.batch : (number + 1) * self.batch]
+        pixels = _empty(len(indices), self.preprocess)
+        bad: list[BadPicture] = []
+        good: list[int] = []
+        for index in indices:
+            try:
+                pixels.numpy()[len(good)] = self._made(index)
+            except DataError as error:
+                if self.bad_files == "refuse":
+                    return _Refused(f"{self.source.name(index)}: {error}")
+                bad.append(BadPicture(self.source.name(index), str(error)))
+            else:
+                good.append(index)
+        count = len(good)
+        labels = torch.from_numpy(self.source.labels[np.array(good, np.int64)].astype(np.int64))
+        nothing = (torch.ones(count), torch.zeros(count, 4, dtype=torch.int64))
+        return Batch(pixels[:count].permute(0, 3, 1, 2), labels, torch.tensor(good), *nothing, tuple(bad))
+
+    def _made(self, index: int) -> Pixels:
+        picture = open_picture(self.source.read(index))
+        scale = self._scale(picture) if self.fast_decode else 1.0
+        return self.preprocess.fit(picture.pixels(self.preprocess.channels, scale=scale))
+
+    def _scale(self, picture: Picture) -> float:
+        pre = self.preprocess
+        width, height = resized_size((picture.width, picture.height), pre.resize_to or pre.size, pre.resize)
+        return max(width / picture.width, height / picture.height)
+
+
+def training_batches(
+    data: Training, start: int, stop: int, *, workers: int | None = None, pin: bool = False, method: str | None = None
+) -> Iterator[Batch]:
+    """Give the batches of steps [start, stop), made ahead by `workers` processes; 0 makes them here."""
+    yield from _batches(data, range(start, stop), workers, pin, method)
+
+
+def evaluation_batches(
+    data: Evaluation, *, workers: int | None = None, pin: bool = False, method: str | None = None
+) -> Iterator[Batch]:
+    """Give every batch, in order."""
+    yield from _batches(data, range(len(data)), workers, pin, method)
+
+
+def _batches(
+    data: Training | Evaluation, numbers: range, workers: int | None, pin: bool, method: str | None
+) -> Iterator[Batch]:
+    workers = min(default_workers() if workers is None else workers, len(numbers))
+    loader = DataLoader(
+        data,
+        batch_size=None,
+        sampler=numbers,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin,
+        worker_init_fn=_leave_the_end_to_the_caller,
+        multiprocessing_context=method if workers else None,
+        prefetch_factor=2 if workers else None,
+    )
+    try:
+        for made in loader:
+            if isinstance(made, _Refused):
+                raise DataError(made.message)
+            yield made
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            f"a process that reads pictures ended ({str(error).splitlines()[0].rstrip('. ')}); this is most often a "
+            f"lack of memory: use fewer workers, or a smaller batch"
+        ) from None
+
+
+def default_workers() -> int:
+    """Return how many processes read pictures by default: one for each core that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS)
+
+
+def _empty(count: int, preprocess: Preprocess) -> Tensor:
+    """Return room for pictures (B, H, W, C); a worker takes it from memory that the caller sees too."""
+    room = torch.empty(count, *preprocess.size, preprocess.channels, dtype=torch.uint8)
+    return room.share_memory_() if get_worker_info() is not None else room
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
+
+
+def _leave_the_end_to_the_caller(_: int) -> None:
+    """Ctrl-C reaches every process; the caller ends the workers, so they print no tracebacks of their own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.excepthook = _print_unless_the_caller_left
+
+
+def _print_unless_the_caller_left(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The thread that hands memory over finds nobody at the other end when the caller leaves early."""
+    if not issubclass(kind, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)

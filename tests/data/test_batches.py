@@ -1,0 +1,239 @@
+"""Batches are a pure function of step, seed and files: whoever makes them, wherever a run starts."""
+
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitrail.data.augment import Augmentation, preset
+from vitrail.data.batches import (
+    Batch,
+    Evaluation,
+    Training,
+    default_workers,
+    evaluation_batches,
+    training_batches,
+)
+from vitrail.data.mixing import Mixing
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources import Arrays, Pixels
+from vitrail.data.stream import Share, Stream
+from vitrail.errors import ConfigError, DataError
+
+SIZE = (16, 24)
+PRE = Preprocess(size=SIZE)
+
+
+class Files:
+    """JPEGs in memory, some of them damaged: a source as any other."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, count: int, damaged: tuple[int, ...] = ()) -> None:
+        self.labels = np.arange(count, dtype=np.int64) % 3
+        self.contents = []
+        for number in range(count):
+            rng = np.random.default_rng(number)
+            smooth = rng.integers(0, 255, (4, 5, 3), np.uint8)
+            file = io.BytesIO()
+            Image.fromarray(smooth).resize((60 + number, 50)).save(file, "JPEG")
+            self.contents.append(file.getvalue()[: 200 if number in damaged else None])
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def name(self, index: int) -> str:
+        return f"pictures/{index}.jpg"
+
+    def read(self, index: int) -> bytes | Pixels:
+        return self.contents[index]
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        return len(self.contents[index]), 0
+
+
+def training(files: Files, batch: int = 8, **fields: Any) -> Training:
+    stream = Stream(len(files), batch, seed=3)
+    given = {"augmentation": preset("augreg_medium1"), "mixing": Mixing(mixup=0.2, cutmix=1.0), **fields}
+    return Training(files, stream, PRE, **given)
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one[:5], other[:5], strict=True)) and one.bad == other.bad
+
+
+FILES = Files(20, damaged=(7,))
+STRAIGHT = [training(FILES)[step] for step in range(6)]
+
+
+@given(start=st.integers(0, 5), parts=st.sampled_from([1, 2, 4]), micros=st.sampled_from([1, 2]))
+@settings(deadline=None, derandomize=True, max_examples=20)
+def test_any_start_any_share(start: int, parts: int, micros: int) -> None:
+    for step in range(start, 6):
+        shares = [training(FILES, share=Share(part, parts))[step] for part in range(parts)]
+        if len(shares[0].labels) % micros == 0:
+            shares = [share.micro(micro, micros) for share in shares for micro in range(micros)]
+        for number in range(5):
+            assert torch.equal(torch.cat([share[number] for share in shares]), STRAIGHT[step][number])
+
+
+@pytest.mark.parametrize(("workers", "method"), [(0, None), (1, "fork"), (2, "fork"), (2, "spawn")])
+def test_any_number_of_workers(workers: int, method: str | None) -> None:
+    made = list(training_batches(training(FILES), 2, 6, workers=workers, method=method))
+    assert len(made) == 4
+    assert all(same(one, other) for one, other in zip(made, STRAIGHT[2:], strict=True))
+
+
+def test_what_a_batch_is() -> None:
+    batch = STRAIGHT[0]
+    assert batch.pixels.shape == (8, 3, *SIZE)
+    assert batch.pixels.dtype == torch.uint8
+    assert batch.pixels.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(batch.labels, torch.from_numpy(FILES.labels)[batch.indices])
+    moved = batch.to(torch.device("cpu"))
+    assert same(moved, batch)
+    assert PRE.normalise(batch.pixels).dtype == torch.float32
+
+
+def test_pixels_are_the_pictures() -> None:
+    """Without augmentation a training batch holds what evaluation sees, and that is what Pillow makes of the file."""
+    plain = training(Files(20), augmentation=preset("none"), mixing=Mixing())
+    for step in range(3):
+        batch = plain[step]
+        for pixels, index in zip(batch.pixels, batch.indices, strict=True):
+            assert torch.equal(pixels, PRE.pixels(Image.open(io.BytesIO(plain.source.read(int(index))))))
+    seen = list(evaluation_batches(Evaluation(Files(20), PRE, 6), workers=0))
+    assert [len(batch.labels) for batch in seen] == [6, 6, 6, 2]
+    pixels = torch.cat([batch.pixels for batch in seen])
+    assert torch.equal(pixels, torch.stack([PRE.pixels(Image.open(io.BytesIO(c))) for c in Files(20).contents]))
+
+
+def test_flips_and_crops_differ_by_position_and_not_by_picture() -> None:
+    one = Training(Files(1), Stream(1, 6), PRE, Augmentation())
+    assert len({batch.numpy().tobytes() for batch in one[0].pixels}) == 6
+
+
+@given(pictures=st.integers(1, 20), batch=st.integers(1, 9), parts=st.integers(1, 4))
+@settings(deadline=None, derandomize=True, max_examples=25)
+def test_evaluation_sees_every_picture_once(pictures: int, batch: int, parts: int) -> None:
+    source = Arrays(np.arange(pictures, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8),
+                    np.zeros(pictures, np.int64), ("x",))  # fmt: skip
+    pre = Preprocess(size=4, channels=1, mean=(0.5,), std=(0.5,))
+    seen = [
+        int(row)
+        for part in range(parts)
+        for made in evaluation_batches(Evaluation(source, pre, batch, Share(part, parts)), workers=0)
+        for row in made.pixels[:, 0, 0, 0]
+    ]
+    assert seen == list(range(pictures))
+
+
+def test_fast_decoding_is_asked_for_and_close() -> None:
+    rng = np.random.default_rng(0)
+    file = io.BytesIO()
+    Image.fromarray(rng.integers(0, 255, (6, 8, 3), np.uint8)).resize((800, 600)).save(file, "JPEG", quality=95)
+    files = Files(1)
+    files.contents = [file.getvalue()]
+    exact, fast = (Evaluation(files, PRE, 1, fast_decode=fast)[0].pixels.int() for fast in (False, True))
+    assert torch.equal(exact[0], PRE.pixels(Image.open(io.BytesIO(file.getvalue()))).int())
+    assert 0 < (exact - fast).abs().float().mean() < 2
+
+
+# ── pictures that cannot be read ──
+
+
+def test_a_bad_picture_is_replaced_by_a_pure_rule_and_named() -> None:
+    bad = {bad for batch in STRAIGHT for bad in batch.bad}
+    assert {name for name, _ in bad} == {"pictures/7.jpg"}
+    assert all("JPEG" in reason for _, reason in bad)
+    assert not any((batch.indices == 7).any() for batch in STRAIGHT)
+    stream = Stream(20, 8, seed=3)
+    for step, batch in enumerate(STRAIGHT):
+        wanted = stream.pictures_at(stream.positions(step))
+        wanted[wanted == 7] = 8
+        assert np.array_equal(batch.indices.numpy(), wanted)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_picture_stops_the_run_where_that_is_asked_for(workers: int) -> None:
+    with pytest.raises(DataError, match=r"^pictures/7\.jpg: a damaged JPEG: [^\n]*$"):
+        list(training_batches(training(FILES, bad_files="refuse"), 0, 6, workers=workers))
+    with pytest.raises(DataError, match=r"^pictures/7\.jpg: a damaged JPEG"):
+        list(evaluation_batches(Evaluation(FILES, PRE, 8), workers=workers))
+    seen = list(evaluation_batches(Evaluation(FILES, PRE, 8, bad_files="skip"), workers=workers))
+    assert [len(batch.labels) for batch in seen] == [7, 8, 4]
+    assert [bad.name for batch in seen for bad in batch.bad] == ["pictures/7.jpg"]
+
+
+def test_nothing_but_bad_pictures() -> None:
+    with pytest.raises(DataError, match=r"4 pictures in a row cannot be read, from pictures/\d\.jpg"):
+        list(training_batches(training(Files(4, damaged=(0, 1, 2, 3)), batch=2), 0, 1, workers=0))
+
+
+def test_odd_parts_of_pairs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no whole pairs"):
+        training(FILES, batch=6, share=Share(0, 2))[0]
+
+
+# ── processes ──
+
+
+def test_a_worker_that_dies_is_explained() -> None:
+    class Deadly(Files):
+        def read(self, index: int) -> bytes | Pixels:
+            if index == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().read(index)
+
+    with pytest.raises(DataError, match=r"a process that reads pictures ended .*; this is most often a lack of memory"):
+        list(evaluation_batches(Evaluation(Deadly(20), PRE, 4), workers=1, method="fork"))
+
+
+def test_data_travels_to_other_processes_as_it_is() -> None:
+    again = pickle.loads(pickle.dumps(training(FILES)))
+    assert same(again[1], STRAIGHT[1])
+
+
+def test_ctrl_c_prints_no_tracebacks_of_workers(tmp_path: Path) -> None:
+    code = """
+        import sys, numpy as np
+        from vitrail.data.batches import Evaluation, evaluation_batches
+        from vitrail.data.preprocess import Preprocess
+        from vitrail.data.sources import Arrays
+        data = Arrays(np.zeros((100000, 8, 8), np.uint8), np.zeros(100000, np.int64), ("x",))
+        pre = Preprocess(size=8, channels=1, mean=(0.5,), std=(0.5,))
+        try:
+            for number, batch in enumerate(evaluation_batches(Evaluation(data, pre, 2), workers=2)):
+                if number == 5:
+                    print("go", flush=True)
+        except KeyboardInterrupt:
+            sys.exit(130)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "go\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "")
+
+
+def test_default_workers() -> None:
+    assert 1 <= default_workers() <= 16
