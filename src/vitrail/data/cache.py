@@ -1,0 +1,260 @@
+"""The cache: pictures decoded and made smaller once, in one file that is mapped into memory.
+
+    pixels.bin   the pixels of every picture, one after another
+    table.npz    for every picture: where its pixels are, their size, their checksum, and the stamp of its file
+
+A picture whose file changed is decoded anew, when the cache is opened. Training then reads pixels at the speed of
+memory. What it costs: crops are cut from the smaller picture, so a small crop is less sharp.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from vitrail.data.decode import open_picture
+from vitrail.data.listing import Progress, cache_folder, load_index, save_index
+from vitrail.data.preprocess import resized_size
+from vitrail.data.sources import Keyed, Labels, Pixels, Source
+from vitrail.errors import DataError
+
+FORMAT = 1
+SAVE_EVERY = 10.0
+"""Seconds between two writes of the table: what an interruption can lose."""
+_MISSING = -1
+
+
+class CacheSize(NamedTuple):
+    """What pictures are kept as."""
+
+    short_side: int
+    """Larger pictures are made smaller until their shorter side has so many pixels; smaller ones stay as they are."""
+    channels: int = 3
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Where every picture's pixels are."""
+
+    offsets: NDArray[np.int64]
+    """-1 for a picture that is not there, or cannot be decoded."""
+    shapes: NDArray[np.int32]
+    checksums: NDArray[np.uint32]
+    stamps: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, pictures: int) -> "_Table":
+        return cls(
+            np.full(pictures, _MISSING, np.int64),
+            np.zeros((pictures, 2), np.int32),
+            np.zeros(pictures, np.uint32),
+            np.full((pictures, 2), _MISSING, np.int64),
+        )
+
+    @classmethod
+    def load(cls, file: Path, pictures: int) -> "_Table | None":
+        arrays = load_index(file)
+        if arrays is None or any(len(array) != pictures for array in arrays.values()):
+            return None
+        return cls(*(arrays[name].copy() for name in ("offsets", "shapes", "checksums", "stamps")))
+
+    def save(self, file: Path) -> None:
+        save_index(file, vars(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """A source whose pictures are read from the cache; those that are not in it come from their files."""
+
+    whole: Source
+    folder: Path
+    size: CacheSize
+    table: _Table
+    _opened: dict[int, NDArray[np.uint8]] = field(default_factory=dict, repr=False)
+    _checked: dict[int, NDArray[np.bool_]] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Travel to another process without the mapping, which is that process's own business."""
+        return {**vars(self), "_opened": {}, "_checked": {}}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes."""
+        return self.whole.classes
+
+    @property
+    def labels(self) -> Labels:
+        """The class of every picture."""
+        return self.whole.labels
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.whole)
+
+    def name(self, index: int) -> str:
+        """Return what a person would call a picture."""
+        return self.whole.name(index)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return two numbers that change when the stored picture does."""
+        return self.whole.stamp(index)
+
+    def read(self, index: int) -> bytes | Pixels:
+        """Return the pixels of a picture; the first time in a process they are checked."""
+        offset = int(self.table.offsets[index])
+        if offset == _MISSING:
+            return self.whole.read(index)
+        height, width = map(int, self.table.shapes[index])
+        pixels = self._mapped()[offset : offset + height * width * self.size.channels]
+        checked = self._checked[os.getpid()]
+        if not checked[index]:
+            if zlib.crc32(pixels.data) != self.table.checksums[index]:
+                raise DataError(
+                    f"its pixels in the cache {self.folder} are damaged; delete that folder, and it is made anew"
+                )
+            checked[index] = True
+        return pixels.reshape(height, width, self.size.channels)
+
+    def _mapped(self) -> NDArray[np.uint8]:
+        process = os.getpid()  # after a fork the parent's mapping is left alone
+        if process not in self._opened:
+            self._opened[process] = np.memmap(self.folder / "pixels.bin", np.uint8, mode="r")
+            self._checked[process] = np.zeros(len(self), bool)
+        return self._opened[process]
+
+
+def cached(
+    source: Source,
+    size: CacheSize,
+    *,
+    folder: Path | None = None,
+    workers: int = 0,
+    on_progress: Progress | None = None,
+) -> Cached:
+    """Open the cache of a source, after bringing it up to date: what is new or has changed is decoded.
+
+    It lies in `folder`, by default with our other caches, under a name made of the pictures' names and the size.
+    """
+    place = (cache_folder() / "pixels" if folder is None else folder) / _identity(source, size)
+    file, pixels = place / "table.npz", place / "pixels.bin"
+    stamps = np.array([source.stamp(i) for i in range(len(source))], np.int64).reshape(-1, 2)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with _alone(place):
+            table = _Table.load(file, len(source)) if pixels.is_file() else None
+            if table is None or table.offsets.max(initial=_MISSING) >= pixels.stat().st_size:
+                table = _Table.empty(len(source))
+                pixels.write_bytes(b"")
+            stale = np.flatnonzero((table.stamps != stamps).any(axis=1))
+            _fill(source, size, table, stale, stamps, place, workers, on_progress)
+    except OSError as error:
+        raise DataError(
+            f"the cache {place} could not be written: {error.strerror or error}; train without a cache, or name "
+            f"another place for it with VITRAIL_CACHE"
+        ) from None
+    return Cached(source, place, size, table)
+
+
+@contextlib.contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Let one process at a time bring a cache up to date; the others wait, and find it done."""
+    with (place / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fill(
+    source: Source,
+    size: CacheSize,
+    table: _Table,
+    stale: NDArray[np.int64],
+    stamps: NDArray[np.int64],
+    place: Path,
+    workers: int,
+    on_progress: Progress | None,
+) -> None:
+    """Decode what is stale and add it at the end of the pixels; the table follows, so it never points beyond them."""
+    if not len(stale):
+        return
+    saved = time.monotonic()
+    with (place / "pixels.bin").open("ab") as file:
+        for done, (index, pixels) in enumerate(_decoded(source, size, stale, workers), start=1):
+            table.stamps[index] = stamps[index]
+            table.offsets[index] = _MISSING
+            if pixels is not None:
+                table.shapes[index] = pixels.shape[:2]
+                table.checksums[index] = zlib.crc32(pixels.data)
+                table.offsets[index] = file.tell()
+                file.write(pixels.data)
+            if on_progress is not None:
+                on_progress(done)
+            if done == len(stale) or time.monotonic() - saved > SAVE_EVERY:
+                file.flush()
+                os.fsync(file.fileno())
+                table.save(place / "table.npz")
+                saved = time.monotonic()
+
+
+def _decoded(
+    source: Source, size: CacheSize, indices: NDArray[np.int64], workers: int
+) -> Iterator[tuple[int, Pixels | None]]:
+    """Give every picture, decoded and made smaller; None for one that cannot be."""
+    loader = DataLoader(
+        _Small(source, size), batch_size=None, sampler=indices.tolist(), num_workers=workers, collate_fn=_as_it_is
+    )
+    yield from zip(indices.tolist(), loader, strict=True)
+
+
+@dataclass(frozen=True)
+class _Small(Dataset[Pixels | None]):
+    """Pictures decoded and made smaller, by number."""
+
+    source: Source
+    size: CacheSize
+
+    def __getitem__(self, index: int) -> Pixels | None:
+        try:
+            picture = open_picture(self.source.read(index))
+            short = min(picture.height, picture.width)
+            pixels = picture.pixels(self.size.channels, scale=min(1.0, self.size.short_side / short))
+        except DataError:
+            return None
+        if min(pixels.shape[:2]) > self.size.short_side:
+            side = self.size.short_side
+            pixels = _smaller(pixels, resized_size((picture.width, picture.height), (side, side), "cover"))
+        return np.ascontiguousarray(pixels)
+
+
+def _smaller(pixels: Pixels, target: tuple[int, int]) -> Pixels:
+    """Resize to (width, height); channel by channel, where they are not colours."""
+    if pixels.shape[2] == 3:
+        return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BICUBIC))
+    layers = (Image.fromarray(np.ascontiguousarray(layer)) for layer in pixels.transpose(2, 0, 1))
+    return np.stack([np.asarray(layer.resize(target, Image.Resampling.BICUBIC)) for layer in layers], axis=2)
+
+
+def _as_it_is(made: Any) -> Any:
+    return made
+
+
+def _identity(source: Source, size: CacheSize) -> str:
+    """Return a name for the cache of these pictures at this size."""
+    digest = hashlib.blake2b(f"{FORMAT} {size}".encode(), digest_size=12)
+    name = source.key if isinstance(source, Keyed) else source.name
+    for index in range(len(source)):
+        digest.update(f"{source.name(index)}\0{name(index)}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()

@@ -1,0 +1,148 @@
+"""The cache: what it gives is what was decoded, and it notices what changed."""
+
+import io
+import os
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.data.test_batches import Files
+
+from vitrail.data import cache as module
+from vitrail.data.augment import Augmentation
+from vitrail.data.batches import Training, training_batches
+from vitrail.data.cache import CacheSize, cached
+from vitrail.data.decode import decode
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources import Arrays
+from vitrail.data.stream import Stream
+from vitrail.errors import DataError
+
+SIZE = CacheSize(short_side=30)
+
+
+def picture(width: int, height: int, seed: int) -> bytes:
+    file = io.BytesIO()
+    smooth = np.random.default_rng(seed).integers(0, 255, (4, 5, 3), np.uint8)
+    Image.fromarray(smooth).resize((width, height)).save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+@pytest.fixture
+def files() -> Files:
+    """A large picture, a small one, and one that is damaged."""
+    made = Files(3)
+    made.contents = [picture(120, 90, 0), picture(40, 20, 1), picture(64, 64, 2)[:300]]
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_it_gives(files: Files, workers: int, tmp_path: Path) -> None:
+    seen: list[int] = []
+    source = cached(files, SIZE, folder=tmp_path, workers=workers, on_progress=seen.append)
+    assert seen == [1, 2, 3]
+    assert (len(source), source.classes, source.name(1)) == (3, files.classes, files.name(1))
+    assert np.array_equal(source.labels, files.labels)
+    large = source.read(0)
+    assert isinstance(large, np.ndarray)
+    assert large.shape == (30, 40, 3)
+    expected = np.asarray(Image.fromarray(decode(files.read(0))).resize((40, 30), Image.Resampling.BICUBIC))
+    assert np.abs(large.astype(int) - expected).mean() < 3
+    assert np.array_equal(source.read(1), decode(files.read(1)))  # small enough already
+    assert source.read(2) == files.read(2)  # the file itself, whose fault is then explained by whoever decodes it
+
+
+def test_nothing_is_decoded_twice_and_what_changed_is(files: Files, tmp_path: Path) -> None:
+    cached(files, SIZE, folder=tmp_path)
+    seen: list[int] = []
+    cached(files, SIZE, folder=tmp_path, on_progress=seen.append)
+    assert seen == []
+    files.contents[1] = picture(44, 22, 9)
+    files.contents[2] = picture(64, 64, 2)
+    again = cached(files, SIZE, folder=tmp_path, on_progress=seen.append)
+    assert seen == [1, 2]
+    assert np.array_equal(again.read(1), decode(files.read(1)))
+    assert again.read(2).shape == (30, 30, 3)
+    assert again.read(0).shape == (30, 40, 3)
+
+
+def test_an_interrupted_build_goes_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAVE_EVERY", -1)
+
+    def stop(done: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached(files, SIZE, folder=tmp_path, on_progress=stop)
+    seen: list[int] = []
+    source = cached(files, SIZE, folder=tmp_path, on_progress=seen.append)
+    assert len(seen) == 2
+    assert np.array_equal(source.read(1), decode(files.read(1)))
+
+
+def test_damage_is_noticed(files: Files, tmp_path: Path) -> None:
+    source = cached(files, SIZE, folder=tmp_path)
+    pixels = next(tmp_path.rglob("pixels.bin"))
+    content = bytearray(pixels.read_bytes())
+    content[100] ^= 1
+    pixels.write_bytes(content)
+    with pytest.raises(DataError, match=r"in the cache .* are damaged; delete that folder"):
+        cached(files, SIZE, folder=tmp_path).read(0)
+    pixels.write_bytes(b"")  # cut short: begun anew
+    assert np.array_equal(cached(files, SIZE, folder=tmp_path).read(1), decode(files.read(1)))
+    next(tmp_path.rglob("table.npz")).write_bytes(b"no table")
+    assert np.array_equal(cached(files, SIZE, folder=tmp_path).read(1), decode(files.read(1)))
+    assert source.name(0) == files.name(0)
+
+
+def test_sizes_and_pictures_have_caches_of_their_own(files: Files, tmp_path: Path) -> None:
+    folders = {
+        cached(source, size, folder=tmp_path).folder
+        for source in (files, Files(4))
+        for size in (SIZE, CacheSize(20), CacheSize(30, channels=1))
+    }
+    assert len(folders) == 6
+
+
+def test_other_channels(tmp_path: Path) -> None:
+    five = np.random.default_rng(0).integers(0, 255, (2, 40, 50, 5), np.uint8)
+    source = cached(Arrays(five, np.zeros(2, np.int64), ("x",)), CacheSize(20, 5), folder=tmp_path)
+    assert source.read(1).shape == (20, 25, 5)
+
+
+def test_training_from_the_cache(files: Files, tmp_path: Path) -> None:
+    files.contents[2] = picture(64, 64, 2)
+    source = cached(files, SIZE, folder=tmp_path)
+    again = pickle.loads(pickle.dumps(source))
+    assert np.array_equal(again.read(0), source.read(0))
+    data = Training(source, Stream(3, 4), Preprocess(size=16), Augmentation())
+    here = list(training_batches(data, 0, 3, workers=0))
+    there = list(training_batches(data, 0, 3, workers=2))
+    assert all((one.pixels == other.pixels).all() for one, other in zip(here, there, strict=True))
+
+
+def test_a_place_that_cannot_be_written(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"the cache .* could not be written: Not a directory; train without a cache"):
+        cached(files, SIZE, folder=tmp_path / "file")
+
+
+def test_two_processes_do_not_write_at_once(files: Files, tmp_path: Path) -> None:
+    cached(files, SIZE, folder=tmp_path)
+    place = next(tmp_path.iterdir())
+    child = os.fork()
+    if child == 0:
+        with module._alone(place):
+            (place / "inside").write_text("")
+            time.sleep(1)
+            (place / "inside").unlink()
+        os._exit(0)
+    while not (place / "inside").exists():
+        time.sleep(0.01)
+    cached(files, SIZE, folder=tmp_path)
+    assert not (place / "inside").exists()
+    os.waitpid(child, 0)
