@@ -6,6 +6,7 @@ so the order in which pictures are prepared, and by which process, cannot change
 
 import hashlib
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 from numpy.random.bit_generator import ISeedSequence
@@ -30,7 +31,8 @@ def draws(seed: int, position: int, purpose: str = "picture") -> np.random.Gener
             f"seed {seed} and position {position}: a seed is 0 to {LAST_SEED}, a position 0 to {LAST_POSITION}"
         )
     key = _Key(np.array((seed, position), dtype=np.uint64))
-    return np.random.Generator(np.random.Philox(key, counter=_first_count(purpose)))
+    # NumPy takes any ISeedSequence; its types name only the usual one.
+    return np.random.Generator(np.random.Philox(cast(np.random.SeedSequence, key), counter=_first_count(purpose)))
 
 
 def between(generator: np.random.Generator, low: float, high: float) -> float:
