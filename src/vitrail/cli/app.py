@@ -5,13 +5,14 @@ from typing import Annotated
 import typer
 
 from vitrail._version import __version__
+from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
 
 app = typer.Typer(
     name="vitrail",
-    help="Vision Transformers: open, inspect and convert checkpoints of every library; build the named models.",
+    help="Vision Transformers: check data; inspect and convert checkpoints of every library; build the named models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -35,5 +36,5 @@ def _root(
     pass
 
 
-for command in (inspect, convert, models):
+for command in (check, inspect, convert, models):
     app.command()(command)

@@ -64,10 +64,11 @@ class _Table:
 
     @classmethod
     def load(cls, file: Path, pictures: int) -> "_Table | None":
-        arrays = load_index(file)
+        names = ("offsets", "shapes", "checksums", "stamps")
+        arrays = load_index(file, names)
         if arrays is None or any(len(array) != pictures for array in arrays.values()):
             return None
-        return cls(*(arrays[name].copy() for name in ("offsets", "shapes", "checksums", "stamps")))
+        return cls(*(arrays[name] for name in names))
 
     def save(self, file: Path) -> None:
         save_index(file, vars(self))

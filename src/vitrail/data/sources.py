@@ -1,8 +1,9 @@
 """`Source`: pictures with labels, by number. Every kind of data is one: folders, manifests, shards, arrays."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from vitrail.errors import DataError
 Pixels = NDArray[Any]
 """A decoded picture: (height, width, channels) or (height, width)."""
 Labels = NDArray[np.int64]
+SUFFIXES = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "npy"})
+"""What the names of picture files end with, after the dot and without regard to case."""
 
 
 class Source(Protocol):
@@ -39,6 +42,14 @@ class Source(Protocol):
 
     def stamp(self, index: int) -> tuple[int, int]:
         """Return two numbers that change when the stored picture does, without reading it."""
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """A source whose pictures have keys: names that stay the same when the data as a whole lies elsewhere."""
+
+    def key(self, index: int) -> str:
+        """Return a text that no other picture of the source has."""
 
 
 @dataclass(frozen=True)
@@ -113,3 +124,26 @@ def check_labels(labels: Labels, classes: Sequence[str]) -> None:
     """See to it that every label is the number of a class, or -1."""
     if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < len(classes):
         raise DataError(f"labels go from {labels.min()} to {labels.max()}, but there are {len(classes)} classes")
+
+
+def reason_of(fault: OSError | ValueError) -> str:
+    """Say in a few words why the system refused a file."""
+    return (fault.strerror if isinstance(fault, OSError) else None) or str(fault) or type(fault).__name__
+
+
+def read_file(path: str | bytes, name: str) -> bytes:
+    """Return the content of a file; `name` is what messages call it."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read()
+    except (OSError, ValueError) as fault:
+        raise DataError(f"{name} cannot be read: {reason_of(fault)}") from None
+
+
+def stamp_file(path: str | bytes, name: str) -> tuple[int, int]:
+    """Return the size and the time of the last change of a file; `name` is what messages call it."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as fault:
+        raise DataError(f"{name} cannot be read: {reason_of(fault)}") from None
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,100 @@
+"""How long a million pictures take to be listed, and how much memory.
+
+    python benchmarks/index.py [--files 1000000] [--classes 1000] [--folder PLACE]
+
+Tiny files are generated, as a folder with a sub-folder for each class and as tar shards of the same, and removed at the
+end. Each measurement runs in a fresh process. Printed are the seconds of opening (imports are not counted) and the peak
+memory of the process, for the first opening and for the second, which finds the index on disk; `open_data` is opening
+with the split into parts, and the writing of its record. Targets for a million: folder at most 60 s and 1 GiB, shards
+at most 120 s, from the index at most 2 s.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from io import BytesIO
+from pathlib import Path
+
+MEASURE = """
+import json, resource, sys, time
+from vitrail.data.opening import open_data, open_source
+place, what = sys.argv[1:]
+start = time.perf_counter()
+source = (open_data(place).train.whole if what == "open_data" else open_source(place))
+seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([len(source), len(source.classes), seconds, peak / (1024 if sys.platform == "linux" else 1024**2)]))
+"""
+CONTENT = b"\xff\xd8 not really a picture"
+
+
+def make_folder(root: Path, files: int, classes: int) -> None:
+    for label in range(classes):
+        folder = root / f"class_{label:04}"
+        folder.mkdir(parents=True)
+        for number in range(label, files, classes):
+            with open(f"{folder}/picture_{number:08}.jpg", "wb", buffering=0) as file:
+                file.write(CONTENT)
+
+
+def make_shards(root: Path, files: int, classes: int, *, shard: int = 10_000) -> None:
+    root.mkdir()
+    for first in range(0, files, shard):
+        with tarfile.open(root / f"shard-{first // shard:05}.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            for number in range(first, min(first + shard, files)):
+                for suffix, content in (("jpg", CONTENT), ("cls", str(number % classes).encode())):
+                    info = tarfile.TarInfo(f"{number:08}.{suffix}")
+                    info.size = len(content)
+                    tar.addfile(info, BytesIO(content))
+
+
+def make_older(root: Path) -> None:
+    """Give everything that an index looks at a time some minutes ago: what just changed is not indexed."""
+    then = time.time() - 600
+    for folder, _, names in os.walk(root):
+        os.utime(folder, (then, then))
+        for name in names:
+            if name.endswith(".tar"):
+                os.utime(os.path.join(folder, name), (then, then))
+
+
+def measure(place: Path, cache: Path, what: str) -> tuple[int, int, float, float]:
+    words = [sys.executable, "-c", MEASURE, str(place), what]
+    environment = {**os.environ, "VITRAIL_CACHE": str(cache)}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    pictures, classes, seconds, peak = json.loads(done.stdout)
+    return pictures, classes, seconds, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=1_000_000)
+    parser.add_argument("--classes", type=int, default=1000)
+    parser.add_argument("--folder", type=Path, help="where the files are generated; else where temporary files go")
+    options = parser.parse_args()
+    print(f"{options.files:,} files in {options.classes:,} classes")
+    for kind, make in (("folder", make_folder), ("shards", make_shards)):
+        with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+            place, cache = Path(temporary, "data"), Path(temporary, "cache")
+            start = time.perf_counter()
+            make(place, options.files, options.classes)
+            make_older(place)
+            print(f"{kind}: generated in {time.perf_counter() - start:.0f} s", flush=True)
+            for title, what in (
+                ("first", "open_source"),
+                ("from the index", "open_source"),
+                ("open_data", "open_data"),
+            ):
+                pictures, classes, seconds, peak = measure(place, cache, what)
+                if (pictures, classes) != (options.files, options.classes):
+                    raise SystemExit(f"{pictures} pictures in {classes} classes were found")
+                print(f"  {title:<16} {seconds:7.2f} s {peak:7.0f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

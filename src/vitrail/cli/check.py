@@ -1,0 +1,237 @@
+"""`vitrail check`: what is wrong with data, and how fast it can be read."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitrail.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from vitrail.data.check import Report
+    from vitrail.data.measure import Speed
+
+SPEEDS = (100.0, 1000.0, 5000.0)
+"""Images per second of compute that are shown where none are asked for: a processor, a small GPU, a large one."""
+LISTED = 5
+"""Pictures listed under a finding; all of them are in the JSON."""
+MOST_CLASSES = 20
+BAR = 30
+HELP = {
+    "reading": "more cores, a faster disk, or tar shards",
+    "decoding": "more cores, or files made smaller once",
+    "augmenting": "more cores, or a lighter augmentation",
+}
+
+
+def check(
+    data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    sheet: Annotated[
+        Path | None, typer.Option(help="Write a contact sheet, a PNG with pictures of each class.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+    ] = None,
+    images_per_second: Annotated[
+        float | None, typer.Option(min=0.001, max=1e9, help="How many pictures your device trains on in a second.")
+    ] = None,
+    size: Annotated[int, typer.Option(min=1, max=4096, help="The side of the pictures that the model sees.")] = 224,
+) -> None:
+    """Decode every picture; find damaged ones, duplicates and odd ones; measure how fast they can be read."""
+    from vitrail.data.batches import default_workers
+    from vitrail.data.check import check_data
+    from vitrail.data.measure import available_cores, measure_speed
+    from vitrail.data.opening import open_data
+    from vitrail.errors import DataError
+
+    if sheet is not None:
+        _check_target(sheet)
+    with _progress("listing") as on_found:
+        parts = open_data(data, on_progress=lambda found: on_found(found, None))
+    with _progress("measuring") as on_measured:
+        # Before the check, so that the check has not yet brought every file into the system's memory.
+        speed = measure_speed(parts.train, size=(size, size), on_progress=on_measured)
+    workers = default_workers() if workers is None else workers
+    with _progress("decoding") as on_decoded:
+        report = check_data(parts, size=size, workers=workers, on_progress=on_decoded)
+    if not report.usable:
+        first = report.unreadable[0]
+        raise DataError(
+            f"none of the {report.pictures:,} pictures can be read; the first, {first.picture.name}: {first.reason}"
+        )
+    if sheet is not None:
+        from vitrail.data.sheet import contact_sheet, save_sheet
+
+        save_sheet(contact_sheet(parts.train, title=f"{Path(data).name or data}, train part"), sheet)
+    cores = available_cores()
+    speeds = SPEEDS if images_per_second is None else (images_per_second,)
+    if as_json:
+        found = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
+        if speed is not None:
+            found |= {"speed": speed.as_dict(), "bounds": [speed.bound(wanted, cores)._asdict() for wanted in speeds]}
+        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    _print_report(report)
+    _heading("Speed")
+    if speed is not None:
+        _print_speed(speed, speeds, cores, size)
+    else:
+        typer.echo("No picture of the sample could be prepared, so there is nothing to measure.")
+    if sheet is not None:
+        typer.echo(f"\nThe contact sheet is {sheet}.")
+
+
+def _check_target(sheet: Path) -> None:
+    """Refuse a target now rather than after every picture was decoded."""
+    reason = None
+    if sheet.suffix.lower() != ".png":
+        reason = "does not end with .png"
+    elif sheet.is_dir():
+        reason = "is a folder"
+    elif not sheet.absolute().parent.is_dir():
+        reason = "is in a folder that is not there"
+    if reason is not None:
+        raise typer.BadParameter(f"{str(sheet)!r} {reason}", param_hint="--sheet")
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Give a function that moves a bar on stderr, which leaves no trace; without a terminal nothing is shown."""
+    if not sys.stderr.isatty():
+        yield _show_nothing
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, transient=True, console=Console(stderr=True))
+    task = bar.add_task(what, total=None)
+
+    def move(done: int, total: int | None) -> None:
+        bar.update(task, completed=done, total=total)
+        bar.start()  # only now: its thread must not be there yet when the worker processes are made
+
+    try:
+        yield move
+    finally:
+        bar.stop()
+
+
+def _show_nothing(done: int, total: int | None) -> None:
+    del done, total
+
+
+def _print_report(report: "Report") -> None:
+    _print_wrapped(report.verdict + ".")
+    if report.findings:
+        _heading("Findings")
+    for finding in report.findings:
+        sentences = f"{_sentence(finding.text)} {_sentence(finding.advice)}"
+        _print_wrapped(f"{'!' if finding.grave else '·'} {sentences}", inner=2)
+        for line in finding.details[:LISTED]:
+            _print_wrapped(line, indent=4, inner=6)
+        if len(finding.details) > LISTED:
+            typer.echo(f"    … and {len(finding.details) - LISTED:,} more")
+    _heading("Classes")
+    _print_classes(report)
+    _heading("Sizes: the shorter side, in pixels")
+    _print_sizes(report)
+    _heading("Files")
+    _print_wrapped(f"{_bytes(report.bytes)} in all; {_listed(report.formats)}; {_listed(report.modes)}")
+
+
+def _print_sizes(report: "Report") -> None:
+    """Print a bar for each bin; empty ones between others are only hinted at."""
+    most = max(span.pictures for span in report.short_sides)
+    gap = False
+    for span in report.short_sides:
+        if span.pictures:
+            name = f"{span.low}–{span.high - 1}" if span.high is not None else f"from {span.low}"
+            length = -(-BAR * span.pictures // most)
+            typer.echo(f"{name:>9}  {'█' * length:<{BAR}}  {span.pictures:>9,}")
+        elif not gap:
+            typer.echo(f"{'…':>9}")
+        gap = not span.pictures
+
+
+def _print_classes(report: "Report") -> None:
+    """Print the counts of each class, the largest first; of many classes the ends."""
+    parts = list(report.counts)
+    names = sorted(report.classes, key=lambda name: -report.counts["train"][name])
+    rows = [(name, *(f"{report.counts[part][name]:,}" for part in parts)) for name in names]
+    if len(rows) > MOST_CLASSES:
+        half = MOST_CLASSES // 2
+        left_out = (f"… {len(rows) - 2 * half:,} more …", *("" for _ in parts))
+        rows = [*rows[:half], left_out, *rows[-half:]]
+    total = ("all", *(f"{sum(report.counts[part].values()):,}" for part in parts))
+    print_table(("class", *parts), [*rows, total], numbers=parts)
+
+
+def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: int) -> None:
+    _print_wrapped(
+        f"One picture takes {speed.reading:.2f} ms to read, {speed.decoding:.2f} ms to decode "
+        f"({speed.decoding_whole:.2f} ms as a whole) and {speed.augmenting:.2f} ms to crop and flip to {size}×{size}: "
+        f"{_rate(speed.images_per_second)} images/s for each worker. (Mean of {speed.pictures} pictures, on one core; "
+        "reading as the system has the files now.)"
+    )
+    bounds = [speed.bound(wanted, cores) for wanted in speeds]
+    here = "1 core" if cores == 1 else f"{cores} cores"
+    typer.echo(f"\nOn this machine, which has {here}:")
+    print_table(
+        ("compute, images/s", "workers needed", "bound by", "images/s reached"),
+        [(_rate(bound.images_per_second), f"{bound.workers:,}", bound.by, _rate(bound.reached)) for bound in bounds],
+        numbers=("compute, images/s", "workers needed", "images/s reached"),
+    )
+    if any(bound.by != "compute" for bound in bounds):
+        typer.echo(f"What would help where the device waits for pictures: {HELP[speed.slowest]}.")
+
+
+def _rate(images: float) -> str:
+    return f"{images:,.0f}" if images >= 100 else f"{images:.3g}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _heading(text: str) -> None:
+    typer.secho(f"\n{text}", bold=True)
+
+
+def _print_wrapped(text: str, indent: int = 0, inner: int = 0) -> None:
+    """Print a text that wraps at the terminal's width; `inner` sets in the lines after the first one."""
+    import shutil
+    import textwrap
+
+    if not sys.stdout.isatty():  # whole lines where nobody watches
+        typer.echo(" " * indent + text)
+        return
+    width = max(40, shutil.get_terminal_size().columns)
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * inner,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    typer.echo("\n".join(lines))
+
+
+def _listed(counts: dict[str, int]) -> str:
+    if len(counts) == 1:
+        return f"all {next(iter(counts))}"
+    return ", ".join(f"{count:,} {word}" for word, count in counts.items())
+
+
+def _bytes(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"

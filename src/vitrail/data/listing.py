@@ -1,0 +1,127 @@
+"""Names of very many pictures, held compactly, and the index on disk that saves listing them again."""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Progress = Callable[[int], None]
+"""Called now and then with the number of pictures found so far."""
+VERSION = 1
+"""Of the index on disk: another number makes all earlier files be written anew."""
+YOUNG_NS = 2_000_000_000
+"""A change this recent could be followed by another one with the same time, which an index would not notice."""
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """Many names in one buffer: a million Python strings would take ten times the memory, and seconds to copy."""
+
+    buffer: NDArray[np.uint8]
+    ends: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, names: Iterable[bytes]) -> Self:
+        """Hold these names."""
+        builder = NamesBuilder()
+        builder.extend(list(names))
+        return cls(*builder.arrays())
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> bytes:
+        if index < 0:
+            index += len(self.ends)
+        if not 0 <= index < len(self.ends):
+            raise IndexError(f"name {index} of {len(self.ends)}")
+        start = self.ends.item(index - 1) if index else 0
+        return self.buffer[start : self.ends.item(index)].tobytes()
+
+
+class NamesBuilder:
+    """Collects names until their number is known."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._lengths: list[NDArray[np.int64]] = []
+
+    def extend(self, names: list[bytes]) -> None:
+        """Add names at the end."""
+        self._buffer += b"".join(names)
+        self._lengths.append(np.fromiter(map(len, names), np.int64, len(names)))
+
+    def arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return the two arrays of a `Names`."""
+        lengths = np.concatenate([np.zeros(0, np.int64), *self._lengths])
+        return np.frombuffer(bytes(self._buffer), np.uint8), np.cumsum(lengths)
+
+
+def shown(path: bytes | str) -> str:
+    """Return a path as a person can read it, on one line, whatever bytes it has.
+
+    >>> shown(b"caf\\xe9/new\\nline.jpg")
+    'caf�/new\\\\nline.jpg'
+    """
+    text = os.fsencode(path).decode("utf-8", "replace")
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def cache_folder() -> Path:
+    """Return where Vitrail keeps what it can make again: $VITRAIL_CACHE, or the user's folder for such things."""
+    if own := os.environ.get("VITRAIL_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vitrail"
+
+
+def index_file(kind: str, places: Iterable[str]) -> Path:
+    """Return the file for the index of these files or folders, whether it is there or not."""
+    digest = hashlib.sha256(kind.encode())
+    for place in places:
+        digest.update(b"\0" + os.fsencode(os.path.abspath(place)))
+    return cache_folder() / "index" / f"{digest.hexdigest()[:32]}.npz"
+
+
+def load_index(path: Path, wanted: Iterable[str] | None = None) -> dict[str, NDArray[Any]] | None:
+    """Return the wanted arrays, or all, that `save_index` wrote; None where some are not there or damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            names = set(arrays.files) - {"version"} if wanted is None else wanted
+            return {name: arrays[name] for name in names} if int(arrays["version"]) == VERSION else None
+    except Exception:  # whatever is wrong with the file, the answer is the same: list again
+        return None
+
+
+def save_index(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write arrays for `load_index`, all or nothing. A place that cannot be written to only costs time later."""
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            temporary = file.name
+            np.savez(file, allow_pickle=False, version=np.array(VERSION), **arrays)
+        os.replace(temporary, path)
+    except OSError:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def settled(times_ns: NDArray[np.int64], began_ns: int) -> bool:
+    """Tell whether all last changes lie so far before the listing began that any later one has another time."""
+    return not len(times_ns) or int(times_ns.max()) < began_ns - YOUNG_NS
+
+
+def now_ns() -> int:
+    """Return the time as file systems count it."""
+    return time.time_ns()

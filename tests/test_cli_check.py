@@ -1,0 +1,186 @@
+"""`vitrail check`, run as a person runs it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.__main__ import main
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process: importing everything anew would take most of the time."""
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+
+    def command(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["vitrail", "check", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for label in ("cat", "dog"):
+        folder = tmp_path / "data" / label
+        folder.mkdir(parents=True)
+        for number in range(10):
+            noise = np.random.default_rng([number, ord(label[0])]).integers(0, 256, (6, 8, 3), np.uint8)
+            Image.fromarray(noise).resize((80, 60)).save(folder / f"{number}.jpg")
+    return tmp_path / "data"
+
+
+def test_good_data(run: Run, data: Path) -> None:
+    done = run(data, "--workers", 0)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0] == "20 pictures in 2 classes; nothing wrong was found."
+    assert "Findings" not in done.out
+    assert "cat        8    1     1" in lines
+    assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
+    assert "all JPEG; all colour" in done.out
+    assert "images/s for each worker" in done.out
+    assert [line.split()[0] for line in lines if line.strip().startswith(("100 ", "1,000 ", "5,000 "))] == [
+        "100",
+        "1,000",
+        "5,000",
+    ]
+
+
+def test_findings_are_told_and_are_no_failure(run: Run, data: Path) -> None:
+    (data / "cat" / "text.jpg").write_text("no picture")
+    for number in range(7):
+        (data / "cat" / f"empty{number}.jpg").write_bytes(b"")
+    shutil.copy(data / "cat" / "0.jpg", data / "dog" / "copy.jpg")
+    done = run(data, "--workers", 2, "--images-per-second", 1e9)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("29 pictures in 2 classes; 8 cannot be read, 1 duplicate with different labels")
+    assert "! 8 pictures cannot be read. Mend or remove them" in done.out
+    assert "    … and 3 more" in done.out
+    assert "copy.jpg" in done.out
+    assert "What would help where the device waits for pictures: more cores, or " in done.out
+
+
+def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
+    (data / "cat" / "text.jpg").write_text("no picture")
+    sheet = tmp_path / "sheet.png"
+    done = run(data, "--json", "--workers", 0, "--images-per-second", 10, "--sheet", sheet, "--size", 64)
+    assert (done.code, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert found["verdict"].startswith("21 pictures in 2 classes; 1 cannot be read")
+    assert found["unreadable"][0]["label"] == "cat"
+    assert found["sheet"] == str(sheet)
+    assert found["speed"]["images_per_second"] > 0
+    assert [bound["images_per_second"] for bound in found["bounds"]] == [10]
+    assert found["bounds"][0]["by"] == "compute"
+    with Image.open(sheet) as picture:
+        assert picture.format == "PNG"
+
+
+def test_the_sheet_is_named(run: Run, data: Path, tmp_path: Path) -> None:
+    done = run(data, "--workers", 0, "--sheet", tmp_path / "sheet.png")
+    assert done.out.endswith(f"The contact sheet is {tmp_path / 'sheet.png'}.\n")
+    assert (tmp_path / "sheet.png").exists()
+
+
+def test_digits(run: Run) -> None:
+    done = run("digits", "--size", 32)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("1,797 pictures in 10 classes; all tiny.")
+    assert "all array; all grey" in done.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--sheet", "sheet.jpg"), "'sheet.jpg' does not end with .png"),
+        (("--sheet", "nowhere/sheet.png"), "is in a folder that is not there"),
+        (("--workers", "-1"), "--workers"),
+        (("--images-per-second", "0"), "--images-per-second"),
+        (("--images-per-second", "nan"), "--images-per-second"),
+        (("--images-per-second", "inf"), "--images-per-second"),
+        (("--size", "0"), "--size"),
+    ],
+)
+def test_wrong_options(run: Run, data: Path, options: tuple[str, ...], message: str) -> None:
+    done = run(data, *options)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
+    done = run(tmp_path / "nowhere")
+    assert (done.code, done.out) == (2, "")
+    assert "vitrail: there is no " in done.err
+    for label in ("cat", "dog"):
+        for number in range(1, 10):
+            (data / label / f"{number}.jpg").unlink()
+    done = run(data)
+    assert (done.code, done.out) == (2, "")
+    assert "class 'cat' has 1 picture, too few for 3 parts" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--json", "--workers=0"])
+def test_no_picture_that_can_be_read(run: Run, data: Path, option: str) -> None:
+    for path in data.rglob("*.jpg"):
+        path.write_text("no picture")
+    done = run(data, option)
+    assert (done.code, done.out) == (2, "")
+    assert "none of the 20 pictures can be read; the first, " in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+SLOW = """
+import os, time
+import vitrail.data.survey as survey
+def slow(*given):
+    os.write(2, b"looking\\n")
+    time.sleep(60)
+survey._look_at = slow
+survey.CHUNK = 1
+from vitrail.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_ctrl_c_leaves_no_traceback_and_no_process(data: Path, tmp_path: Path, workers: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, "check", str(data), "--workers", workers],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "VITRAIL_CACHE": str(tmp_path / "cache")},
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "looking\n"
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    assert err.replace("looking\n", "") == ""
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
