@@ -146,7 +146,7 @@ def test_convert(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "hf"
     done = run("convert", str(checkpoint), str(target), "--to", "transformers", "--image-size", "48", "--classes", "5")
     assert done.returncode == 0, done.stderr
-    assert "transformers, 32 tensors" in done.stdout
+    assert "transformers, 40 tensors" in done.stdout
     assert "head reset 3 -> 5" in done.stdout
     assert "position 4x4 -> 6x6 by timm" in done.stdout
     assert json.loads((target / "config.json").read_text())["image_size"] == 48

@@ -278,7 +278,7 @@ def test_dinov2_in_transformers(swiglu: bool, kind: str, old_names: bool, tmp_pa
         peer.save_pretrained(tmp_path)
     bundle = load(tmp_path)
     assert bundle.provenance["family"] == "dinov2-transformers"
-    assert any("mask_token" in name for name in bundle.provenance["left out"])
+    assert any("mask_token" in note for note in bundle.provenance["notes"])
     body = getattr(peer, "dinov2", peer)
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():

@@ -15,10 +15,10 @@ from tests.checkpoints.test_formats import google_arrays
 from tests.peers import import_peer, scramble
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.files import whole_file, whole_folder
 from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.load import load
 from vitrail.checkpoints.strict import load_weights
+from vitrail.checkpoints.writing import whole_file, whole_folder
 from vitrail.data.preprocess import IMAGENET_MEAN, Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
@@ -45,7 +45,7 @@ def test_a_thousand_outputs_are_assumed_to_be_imagenet(tmp_path: Path) -> None:
     torch.save(tiny(classes=1000).state_dict(), tmp_path / "a.pth")
     bundle = load(tmp_path / "a.pth", heads=3)
     assert bundle.classes == imagenet_names()
-    assert "assumed to be ImageNet's" in bundle.provenance["class names"]
+    assert "assumed to be ImageNet's" in bundle.provenance["notes"][-1]
     torch.save(tiny().state_dict(), tmp_path / "b.pth")
     assert load(tmp_path / "b.pth", heads=3).classes is None
 
@@ -55,7 +55,7 @@ def test_a_zero_head_is_said(tmp_path: Path) -> None:
     with torch.no_grad():
         model.head.weight.zero_()
     np.savez(tmp_path / "i21k.npz", **google_arrays(model))
-    assert "the head is all zero" in load(tmp_path / "i21k.npz").provenance["warning"]
+    assert "the head is all zero" in load(tmp_path / "i21k.npz").provenance["notes"][-1]
 
 
 def test_coverage_and_preprocessing_are_the_familys(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_bundle_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 def test_overwriting_replaces_the_whole_folder(tmp_path: Path) -> None:
     target = tmp_path / "b"
     Bundle(tiny(), Preprocess(size=(32, 32)), provenance={"n": 1}).save(target)
-    (target / "stray").write_text("from before")
+    (target / "preprocessor_config.json").write_text("{}")
     Bundle(tiny(), Preprocess(size=(32, 32)), provenance={"n": 2}).save(target, overwrite=True)
     assert load(target).provenance["n"] == 2
     assert sorted(path.name for path in target.iterdir()) == ["README.md", "config.json", "model.safetensors"]

@@ -86,7 +86,7 @@ def test_resnet_width_fills_the_groups(factor: float) -> None:
 def test_a_config_cannot_change() -> None:
     config = ViTConfig()
     with pytest.raises(ConfigError, match=r"does not change; make another one with replace\(width=3\)"):
-        config.width = 3  # type: ignore[misc]
+        config.width = 3
     with pytest.raises(ConfigError, match="width stays"):
         del config.width
     assert config.replace(width=384, heads=6).width == 384

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.errors import CheckpointError
-from vitrail.models.resample import Method
+from vitrail.errors import CheckpointError, ConfigError
+from vitrail.models.resample import Method, check_method
 
 ChannelMethod = Literal["repeat", "mean"]
 """How kernels for some channels become kernels for others: `repeat` goes through the old ones again and again (timm's
@@ -26,6 +26,7 @@ def adapt(
     channel_method: ChannelMethod = "repeat",
 ) -> Bundle:
     """Change the bundle's model and preprocessing in place, and write down in its provenance what was done."""
+    check_method(position_method)
     done = []
     if channels is not None and channels != bundle.model.config.channels:
         done.append(_change_channels(bundle, channels, channel_method))
@@ -39,10 +40,15 @@ def adapt(
 
 
 def _change_classes(bundle: Bundle, classes: int | tuple[str, ...]) -> list[str]:
+    if isinstance(classes, str) or (not isinstance(classes, int) and not all(isinstance(n, str) for n in classes)):
+        raise ConfigError(f"classes is {classes!r}; give their number, or a tuple of their names")
     old, names = bundle.model.config.classes, None if isinstance(classes, int) else tuple(classes)
     new = classes if isinstance(classes, int) else len(classes)
     if new == old and names in (None, bundle.classes):
         return []
+    if new == old and bundle.classes is None:
+        bundle.classes = names  # the head is as it was; now it is known what its outputs mean
+        return [f"{new} classes named"]
     bundle.model.reset_head(new)
     bundle.classes = names
     return [f"head reset {old} -> {new}"]
@@ -74,11 +80,12 @@ def _change_channels(bundle: Bundle, channels: int, method: ChannelMethod) -> st
         raise CheckpointError("the stem 'linear_norm' normalises whole patches, so its channels cannot change")
     if method not in ("repeat", "mean"):
         raise CheckpointError(f"no way to change channels is called {method!r}; choose repeat or mean")
+    changed = model.config.replace(channels=channels)  # refuses a number that cannot be, before anything is changed
     first = _first_convolution(model)
     kernel = changed_channels(first.weight.detach(), channels, method)
     first.weight = nn.Parameter(kernel, requires_grad=first.weight.requires_grad)
     first.in_channels = channels
-    model.reconfigure(model.config.replace(channels=channels))
+    model.reconfigure(changed)
     statistics = {
         name: (sum(numbers) / len(numbers),) * channels
         for name, numbers in (("mean", bundle.preprocess.mean), ("std", bundle.preprocess.std))

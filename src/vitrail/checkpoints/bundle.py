@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vitrail._version import __version__
-from vitrail.checkpoints.files import read_json, read_weights, whole_folder, write_safetensors
+from vitrail.checkpoints.files import read_json, read_weights
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.checkpoints.timm_config import timm_config
+from vitrail.checkpoints.writing import whole_folder, write_safetensors
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
@@ -35,6 +36,8 @@ class Bundle:
     """The names of the classes in the order of the head's outputs; None where nobody knows them."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Where the weights come from and what was done to them."""
+    origin: Path | None = None
+    """Where it was opened; not saved."""
 
     def __post_init__(self) -> None:
         outputs = self.model.config.classes
@@ -44,15 +47,13 @@ class Bundle:
     @property
     def coverage(self) -> str:
         """What was found in the file and done to it, in one line."""
-        fresh = self.provenance.get("fresh", [])
-        count = sum(p.numel() for p in self.model.parameters())
+        fresh = self.provenance.get("fresh") or []
+        tensors, count = len(self.model.state_dict()), sum(p.numel() for p in self.model.parameters())
         return ", ".join(
             [
-                self.provenance.get(
-                    "coverage", f"{len(self.model.state_dict())} tensors, {count / 1e6:.2f} M parameters"
-                ),
-                *([f"fresh: {' '.join(fresh)}"] if fresh else []),
-                *self.provenance.get("adapted", []),
+                str(self.provenance.get("coverage") or f"{tensors} tensors, {count / 1e6:.2f} M parameters"),
+                *([f"fresh: {' '.join(map(str, fresh))}"] if fresh else []),
+                *map(str, self.provenance.get("adapted") or []),
             ]
         )
 
@@ -133,9 +134,18 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
     missing = [key for key in ("vit", "preprocess", "classes", "provenance") if key not in ours]
     if missing:
         raise CheckpointError(f"{folder / CONFIG} lacks {', '.join(missing)} under 'vitrail'; was it edited?")
-    config = ViTConfig.from_json(json.dumps(ours["vit"]))
-    model, started_fresh = loaded_model(config, read_weights(folder / WEIGHTS), fresh=fresh)
+    config, weights = ViTConfig.from_json(json.dumps(ours["vit"])), read_weights(folder / WEIGHTS)
+    if config.depth > len(weights):
+        raise CheckpointError(
+            f"{folder} says {config.depth} layers, but has only {len(weights)} tensors; was it edited?"
+        )
+    model, started_fresh = loaded_model(config, weights, fresh=fresh)
     preprocess = Preprocess.from_json(json.dumps(ours["preprocess"]))
-    classes = None if ours["classes"] is None else tuple(ours["classes"])
+    names = ours["classes"]
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {names!r}")
+    if not isinstance(ours["provenance"], dict):
+        raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {ours['provenance']!r}")
+    classes = None if names is None else tuple(names)
     provenance = {**ours["provenance"], **({"fresh": started_fresh} if started_fresh else {})}
     return Bundle(model, preprocess, classes, provenance)

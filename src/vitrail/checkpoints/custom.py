@@ -77,6 +77,9 @@ def read_key_table(path: str | Path) -> Family:
         ViTConfig.model_validate({**ViTConfig().model_dump(), **table.config})
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    for key in table.keys:
+        if fault := _fault(key):
+            raise CheckpointError(f"{path}: {fault}")
     rules = [
         Rule((key.theirs,) if isinstance(key.theirs, str) else key.theirs, key.ours, permute=key.transpose)
         for key in table.keys
@@ -90,6 +93,19 @@ def read_key_table(path: str | Path) -> Family:
         hints=lambda _: _as_config(table.config),
         preprocess=Preprocess(),
     )
+
+
+def _fault(key: Key) -> str | None:
+    """Say what is wrong with a rule, if anything is."""
+    theirs = (key.theirs,) if isinstance(key.theirs, str) else key.theirs
+    for name in (*theirs, key.ours):
+        if re.search(r"[{}]", name.replace("{}", "")):
+            return f"{name!r} has a brace that is no {{}}, which stands for the number of a layer"
+    if len({name.count("{}") for name in (*theirs, key.ours)}) > 1:
+        return f"{', '.join(theirs)} and {key.ours} have other numbers of {{}}; each needs as many"
+    if (key.transpose is not None and sorted(key.transpose) != list(range(len(key.transpose)))) or key.transpose == ():
+        return f"transpose = {list(key.transpose or ())} of {key.ours} is no order of axes; write [1, 0], say"
+    return None
 
 
 def _as_config(fields: Mapping[str, Any]) -> Hints:

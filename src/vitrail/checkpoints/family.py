@@ -84,6 +84,8 @@ class Family:
     """The key table: for a model to be written, or (None) for whatever is read."""
     preprocess: Preprocess
     """What the family does to a picture where nothing better is known; its size is replaced by the model's."""
+    preprocess_at: Callable[[tuple[int, int]], Preprocess] | None = None
+    """The same by picture size, where the family's models of other sizes do otherwise."""
     tidy: Callable[[Weights, Hints], Weights] = _unchanged
     """Bring the forms a file may come in (prefixes, old names) to the one the table knows, by the caller's hints."""
     hints: Callable[[Shapes], Hints] = _no_hints
@@ -107,17 +109,12 @@ class Family:
             if allowed is not ANY and getattr(config, name) not in allowed
         ] + self.refuses(config)
 
-    def differences(self, config: ViTConfig) -> list[str]:
-        """Return where this family computes slightly other numbers."""
-        return [
-            f"{name}={getattr(config, name)!r} (it computes with {value!r})"
-            for name, value in self.nearly.items()
-            if getattr(config, name) != value
-        ]
-
     def read(self, weights: Weights, known: Hints) -> Reading:
         """Turn the family's weights into ours. `weights` is emptied on the way."""
-        weights = self.tidy(weights, known)
+        tidied = self.tidy(weights, known)
+        if tidied is not weights:
+            weights.clear()  # so that each tensor is held once only while ours are made
+        weights = tidied
         hints = self.hints({name: tuple(tensor.shape) for name, tensor in weights.items()})
         dropped = [name for name in weights if name in self.drops]
         for name in dropped:
@@ -130,6 +127,11 @@ class Family:
         if found := self.obstacles(config):
             raise CheckpointError(f"{self.name} cannot express {'; '.join(found)}")
         return self.table(config).write(weights, config) | self.adds(config)
+
+
+def refuse_no_layer_scale(config: ViTConfig) -> list[str]:
+    """For a family whose models all have LayerScale, whatever it began with."""
+    return ["layer_scale=None (it has only models with LayerScale)"] if config.layer_scale is None else []
 
 
 def strip_prefix(weights: Weights, *prefixes: str) -> Weights:

@@ -1,32 +1,78 @@
-"""Weight files, opened without running anything in them, and written so that a half-written one is never seen."""
+"""Weight files, opened without running anything in them."""
 
 import json
-import os
 import pickle
-import shutil
-import tempfile
+import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vitrail.checkpoints.keys import Weights
 from vitrail.errors import CheckpointError
 
 SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin")
-_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model", "teacher", "module")
+_NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "teacher", "module")
 """Where training scripts put the weights inside a checkpoint; averaged weights first."""
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "backbone.")
+"""What torch's and other wrappers put before every name."""
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Stored(NamedTuple):
+    """What was found in the files of a checkpoint."""
+
+    weights: Weights
+    inside: str | None
+    """Under which key of a training script's file they were."""
+    notes: list[str]
+    """What a person should know of them."""
+
+
+def read_checkpoint(files: Sequence[Path]) -> Stored:
+    """Read the tensors of one or several files that make up a checkpoint, without what wrappers add to their names."""
+    weights: Weights = {}
+    inside = None
+    for file in files:
+        found, inside = _read_file(file)
+        weights |= found
+    weights.pop("n_averaged", None)  # torch's AveragedModel counts its updates there
+    while prefix := next((p for p in _WRAPPERS if weights and all(name.startswith(p) for name in weights)), None):
+        weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return _stored(weights, inside, files[0])
+
+
+def _stored(weights: Weights, inside: str | None, file: Path) -> Stored:
+    """See to it that all are numbers a model can be made of, and of one kind."""
+    for name, tensor in weights.items():
+        counter = name.endswith("num_batches_tracked")
+        if tensor.layout != torch.strided or tensor.is_meta or not (tensor.dtype in _FLOATS or counter):
+            kind = "no" if tensor.is_meta else "sparse" if tensor.layout != torch.strided else f"{tensor.dtype}"
+            raise CheckpointError(
+                f"{file} holds {kind.removeprefix('torch.')} numbers in {name}; save the model in float32 with the "
+                f"library that made it, and open that"
+            )
+    kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    notes = [] if inside is None else [f"the weights are those under {inside!r} in the file"]
+    if len(kinds) > 1:
+        weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+        several = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        notes.append(f"the file mixes {several}; all were brought to float32")
+    return Stored(weights, inside, notes)
 
 
 def read_weights(path: Path) -> Weights:
     """Read every tensor of a file, whatever its kind; the kind is seen from its content, not from its name."""
+    return _read_file(path)[0]
+
+
+def _read_file(path: Path) -> tuple[Weights, str | None]:
     try:
         with path.open("rb") as file:
             start = file.read(16)
@@ -39,10 +85,10 @@ def read_weights(path: Path) -> Weights:
         if any(name.endswith("data.pkl") for name in names):
             return _read_pickle(path)
         if names and all(name.endswith(".npy") for name in names):
-            return _read_npz(path)
+            return _read_npz(path), None
         raise CheckpointError(f"{path} is a zip file, but neither a PyTorch checkpoint nor a NumPy archive")
     if start[8:9] == b"{":
-        return _read_safetensors(path)
+        return _read_safetensors(path), None
     if start[:2] == b"PK":
         raise CheckpointError(
             f"{path} begins like a PyTorch or NumPy file but its end is missing; was it copied whole?"
@@ -63,41 +109,49 @@ def _read_npz(path: Path) -> Weights:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: _from_numpy(arrays[name]) for name in arrays.files}
-    except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
-        raise CheckpointError(f"{path} is a damaged NumPy archive ({error}); copy it again") from None
+    except Exception as error:  # a damaged header can fail in any way
+        raise CheckpointError(
+            f"{path} is a NumPy archive that is damaged, or holds other things than numbers ({_first_line(error)})"
+        ) from None
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """Turn an array into a tensor; JAX stores bfloat16 as two raw bytes a number, which NumPy does not know."""
     if array.dtype.kind == "V" and array.dtype.itemsize == 2:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")))
 
 
-def _read_pickle(path: Path) -> Weights:
+def _read_pickle(path: Path) -> tuple[Weights, str | None]:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError:
-        raise CheckpointError(
-            f"{path} holds Python objects beside tensors, and opening it could run code, so it was not opened. Where "
-            f"you trust it, save the weights alone: torch.save(model.state_dict(), 'weights.pth')"
-        ) from None
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        first = str(error).split("\n", 1)[0]
-        raise CheckpointError(f"{path} is a damaged PyTorch file ({first}); copy it again") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols, which is of no use to a person
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # a damaged file can fail in any way
+        if isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(
+                f"{path} holds other Python objects than tensors (or is damaged), and opening it could run code, so it "
+                f"was not opened. Where you trust it, save the weights alone: torch.save(model.state_dict(), "
+                f"'weights.pth')"
+            ) from None
+        raise CheckpointError(f"{path} is a damaged PyTorch file ({_first_line(error)}); copy it again") from None
     return _tensors_in(content, path)
 
 
-def _tensors_in(content: object, path: Path) -> Weights:
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
+
+
+def _tensors_in(content: object, path: Path, inside: str | None = None) -> tuple[Weights, str | None]:
     """Find the state dict in what a training script saved."""
     if isinstance(content, Mapping):
         for key in _NESTED:
             inner = content.get(key)
             if isinstance(inner, Mapping) and any(isinstance(value, Tensor) for value in inner.values()):
-                return _tensors_in(inner, path)
+                return _tensors_in(inner, path, key)
         tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
         if tensors:
-            return tensors
+            return tensors, inside
     raise CheckpointError(f"{path} holds no tensors by name; was it saved with torch.save(model.state_dict())?")
 
 
@@ -112,81 +166,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found {type(content).__name__}")
     return content
-
-
-@contextmanager
-def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary folder to write into; when all went well, flush it to disk and give it its name.
-
-    Whatever happens before, `target` stays as it was.
-    """
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists already; choose another name, or allow it to be overwritten")
-    with _explained(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            yield temporary
-            for file in temporary.rglob("*"):
-                _flush(file)
-            _flush(temporary)
-            temporary.chmod(0o755)
-            if target.exists():
-                old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-                target.rename(old / target.name)
-                temporary.rename(target)
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                temporary.rename(target)
-            _flush(target.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextmanager
-def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary name to write to; when all went well, flush the file to disk and give it its name."""
-    if target.exists() and not overwrite:
-        raise CheckpointError(f"{target} exists already; choose another name, or allow it to be overwritten")
-    with _explained(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
-            temporary = Path(folder) / target.name
-            yield temporary
-            _flush(temporary)
-            temporary.replace(target)
-        _flush(target.parent)
-
-
-@contextmanager
-def _explained(target: Path) -> Iterator[None]:
-    """Turn what the disk refuses into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{target} could not be written: {error.strerror or error}; nothing was changed"
-        ) from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{target} could not be written: {error}; nothing was changed") from None
-
-
-def _flush(path: Path) -> None:
-    """Make sure that a file or folder is on the disk and not only on its way there."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_safetensors(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors as safetensors."""
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, metadata=dict(metadata or {}))
-
-
-def write_npz(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write tensors as a NumPy archive."""
-    arrays = {name: tensor.float().numpy() for name, tensor in weights.items()}
-    with path.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from vitrail.errors import CheckpointError
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors")
-BESIDE = ("config.json", "preprocessor_config.json")
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 class HubName(NamedTuple):
@@ -38,6 +37,7 @@ def fetch(name: HubName) -> Path:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -50,15 +50,17 @@ def fetch(name: HubName) -> Path:
             return Path(hf_hub_download(name.repository, file, revision=name.revision))
         except LocalEntryNotFoundError as error:  # offline, or no connection, and not in the cache: it may not exist
             unreachable.append(error)
+            return None
         except EntryNotFoundError:
-            pass
-        return None
+            return None
 
     where = name.repository + (f" at {name.revision}" if name.revision else "")
     try:
-        for file in BESIDE:
-            get(file)
-        weights = next((path for file in WEIGHTS if (path := get(file)) is not None), None)
+        get("config.json")
+        if not unreachable:
+            get("preprocessor_config.json")
+            unreachable.clear()  # few have one, and a cache does not say that there is none
+        weights = None if unreachable else next((path for file in WEIGHTS if (path := get(file)) is not None), None)
     except RevisionNotFoundError:
         raise CheckpointError(f"the hub has {name.repository}, but not its revision {name.revision!r}") from None
     except RepositoryNotFoundError:
@@ -68,7 +70,15 @@ def fetch(name: HubName) -> Path:
     except (HfHubHTTPError, OSError) as error:
         weights = None
         unreachable.append(error)
-    if weights is None and unreachable:
+    except HFValidationError as error:
+        raise CheckpointError(f"{where} is no name a hub can have ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # a wrong endpoint, for one, which fails in the client's own way
+        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
+            raise
+        weights = None
+        unreachable.append(error)
+    # Weights without the config that may be beside them would be taken for another model.
+    if unreachable:
         first = str(unreachable[0]).split(". ", 1)[0].split("\n", 1)[0]
         raise CheckpointError(f"the hub could not be reached for {where} ({first}); {_cached()}")
     if weights is None:

@@ -11,10 +11,13 @@ from typing import Any
 
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
+from vitrail.models.variants import SIZES
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEAD_WIDTH = 64
 """What nearly every published ViT has."""
+OTHER_HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
+"""The exceptions, by width: so400m, huge, giant, gigantic."""
 
 
 def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
@@ -23,13 +26,14 @@ def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
     `hints` are fields of `ViTConfig` that are known otherwise; they win. "resnet_numerics" is that field of the ResNet.
     "wanted_size" is the picture size the model is wanted for; it decides where the table of positions is no square.
     """
+    _check_axes(shapes)
     fields: dict[str, Any] = {}
     fields |= _stem(shapes) if "stem" not in hints else {}
     fields |= _encoder(shapes, hints)
     fields |= _tokens(shapes)
     fields |= _answer(shapes, fields)
     fields |= {k: v for k, v in hints.items() if k in ViTConfig.model_fields and k != "image_size"}
-    if fields.get("stem") == "resnet" and "resnet_numerics" in hints:
+    if fields.get("stem") == "resnet" and "resnet_numerics" in hints and "resnet" not in hints:
         fields["resnet"] = {**fields["resnet"], "numerics": hints["resnet_numerics"]}
     if _need(shapes, "blocks.0.mlp.fc1.weight")[0] == 2 * _need(shapes, "blocks.0.mlp.fc2.weight")[1]:
         fields["activation"] = "swiglu"  # shapes prove what a family only presumes
@@ -43,6 +47,26 @@ def _need(shapes: Shapes, name: str) -> tuple[int, ...]:
             f"no {name} among the weights: this is not a Vision Transformer, or its file is cut short"
         )
     return shapes[name]
+
+
+_AXES = {
+    "patch_embed.proj.weight": 4,
+    "blocks.0.attn.qkv.weight": 2,
+    "blocks.0.attn.q_norm.weight": 1,
+    "blocks.0.mlp.fc1.weight": 2,
+    "blocks.0.mlp.fc2.weight": 2,
+    "reg_token": 3,
+    "pos_embed": 3,
+    "pre_logits.fc.weight": 2,
+    "head.weight": 2,
+}
+"""How many axes those tensors have that the config is read off."""
+
+
+def _check_axes(shapes: Shapes) -> None:
+    for name, axes in _AXES.items():
+        if name in shapes and (len(shapes[name]) != axes or 0 in shapes[name]):
+            raise CheckpointError(f"{name} is {shapes[name]}, where {axes} axes are expected, none of them empty")
 
 
 def _stem(shapes: Shapes) -> dict[str, Any]:
@@ -93,12 +117,12 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
     width = shapes["blocks.0.attn.qkv.weight"][1]
     layers = {int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))}
     if layers != set(range(len(layers))):
-        missing = sorted(set(range(max(layers))) - layers)
+        missing = next(number for number in range(len(layers)) if number not in layers)
         raise CheckpointError(
-            f"layer {missing[0]} of {max(layers) + 1} is missing from the weights; is the file cut short?"
+            f"layer {missing} of {max(layers) + 1} is missing from the weights; is the file cut short?"
         )
     qk_norm = shapes.get("blocks.0.attn.q_norm.weight")
-    heads = hints.get("heads") or (inner // qk_norm[0] if qk_norm else inner // HEAD_WIDTH or 1)
+    heads = hints.get("heads") or (inner // qk_norm[0] if qk_norm else _usual_heads(inner))
     if inner % heads:
         raise CheckpointError(
             f"{heads} heads do not divide the attention's width {inner}; give another number with heads="
@@ -119,6 +143,20 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_bias": "blocks.0.mlp.fc1.bias" in shapes,
         "norm_before_blocks": "norm_pre.weight" in shapes,
     }
+
+
+def _usual_heads(width: int) -> int:
+    return OTHER_HEADS.get(width) or width // HEAD_WIDTH or 1
+
+
+def heads_are_certain(config: ViTConfig, hints: Mapping[str, Any]) -> bool:
+    """Say whether the number of heads is known: by a hint, by a norm on each head, or because the size has a name."""
+    named = any(
+        (size.width, size.depth, size.mlp_width, size.heads)
+        == (config.width, config.depth, config.mlp_hidden, config.heads)
+        for size in SIZES.values()
+    )
+    return named or config.qk_norm or "heads" in hints
 
 
 def _tokens(shapes: Shapes) -> dict[str, Any]:

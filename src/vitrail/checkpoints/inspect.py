@@ -1,7 +1,8 @@
 """Looking at a checkpoint: what it is, what is in it, and what is odd about it."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ class TensorRow(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    mean: float
-    std: float
+    mean: float | None
+    std: float | None
 
 
 class Inspection(NamedTuple):
@@ -32,9 +33,15 @@ class Inspection(NamedTuple):
     """What a person should know before using it, one sentence each."""
 
 
-def inspect(source: str | Path, *, heads: int | None = None, keys: str | Path | None = None) -> Inspection:
+def inspect(
+    source: str | Path,
+    *,
+    heads: int | None = None,
+    known: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
+) -> Inspection:
     """Open a checkpoint and say what it is, tensor by tensor."""
-    bundle = load(source, heads=heads, keys=keys)
+    bundle = load(source, heads=heads, known=known, keys=keys)
     state = bundle.model.state_dict()
     rows = [_row(name, tensor) for name, tensor in state.items()]
     return Inspection(bundle, variant_name(bundle.model.config), rows, _oddities(bundle, state))
@@ -55,12 +62,10 @@ def _oddities(bundle: Bundle, state: dict[str, Tensor]) -> list[str]:
         if broken:
             found.append(f"{name} holds {broken} numbers that are not finite")
         elif name.endswith("weight") and tensor.ndim > 1 and not tensor.any():
-            hint = ", as in Google's ImageNet-21k originals: give it new classes" if name == "head.weight" else ""
-            found.append(f"{name} is all zero{hint}")
+            found.append(f"{name} is all zero")
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if dtypes != {torch.float32}:
         found.append(f"the weights are kept as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}")
     if bundle.classes is None and bundle.model.config.classes:
         found.append("the names of the classes are not known")
-    assumed = bundle.provenance.get("class names")
-    return [*found, f"the class names are {assumed}"] if assumed else found
+    return [*map(str, bundle.provenance.get("notes") or []), *found]

@@ -22,7 +22,11 @@ def loaded_model(config: ViTConfig, weights: Weights, *, fresh: Sequence[str] = 
     """
     with torch.device("cpu" if fresh else "meta"):
         model = ViT(config)
-    return model.eval(), load_weights(model, weights, fresh=fresh)
+    kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    started_fresh = load_weights(model, weights, fresh=fresh)
+    if len(kinds) == 1:
+        model = model.to(next(iter(kinds)))  # what is computed or fresh, too
+    return model.eval(), started_fresh
 
 
 def load_weights(model: ViT, weights: Weights, *, fresh: Sequence[str] = ()) -> list[str]:

@@ -73,7 +73,7 @@ def timm_config(config: ViTConfig, preprocess: Preprocess, classes: Sequence[str
             "fixed_input_size": True,
             "interpolation": preprocess.interpolation,
             "crop_mode": _CROPS[preprocess.resize],
-            "crop_pct": height / (preprocess.resize_to or preprocess.size)[0],
+            "crop_pct": _share(height, (preprocess.resize_to or preprocess.size)[0]),
             "mean": list(preprocess.mean),
             "std": list(preprocess.std),
             "num_classes": config.classes,
@@ -85,6 +85,11 @@ def timm_config(config: ViTConfig, preprocess: Preprocess, classes: Sequence[str
         },
         **named,
     }
+
+
+def _share(side: int, box: int) -> float:
+    """Return the share of a box from which timm, which cuts fractions off, gets the box again."""
+    return side / box if int(side / (side / box)) == box else side / (box + 0.5)
 
 
 def _ratio(hidden: int, width: int) -> float:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.known import read_known
+
 
 def convert(
     source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
@@ -17,6 +19,10 @@ def convert(
         ),
     ] = "bundle",
     heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
+    known: Annotated[
+        list[str] | None,
+        typer.Option(help="A field of the model that the file does not tell: pool=mean, activation=gelu_tanh."),
+    ] = None,
     keys: Annotated[
         Path | None,
         typer.Option(help="A key table (TOML) for a home-made ViT: of the source, or with --to own of the target."),
@@ -43,6 +49,7 @@ def convert(
     bundle = load(
         source,
         heads=heads,
+        known=read_known(known),
         keys=None if own else keys,
         classes=classes,
         image_size=_size(image_size, "--image-size"),
@@ -59,6 +66,8 @@ def convert(
         overwrite=overwrite,
     )
     typer.echo(f"{source}: {bundle.coverage}")
+    for note in [*bundle.provenance.get("notes", []), *done.notes]:
+        typer.echo(f"note: {note}")
     for difference in done.differences:
         typer.echo(f"approximated: {difference}")
     typer.echo(

@@ -1,17 +1,23 @@
 """`vitrail inspect`: what a checkpoint is."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vitrail.cli.known import read_known
 from vitrail.cli.tables import print_table
 
 
 def inspect(
     source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
+    known: Annotated[
+        list[str] | None,
+        typer.Option(help="A field of the model that the file does not tell: pool=mean, activation=gelu_tanh."),
+    ] = None,
     keys: Annotated[Path | None, typer.Option(help="A key table (TOML) for a home-made ViT.")] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -19,7 +25,7 @@ def inspect(
     """Say what a checkpoint is: family, variant, size, preprocessing, classes, tensors, oddities."""
     from vitrail.checkpoints.inspect import inspect as look
 
-    found = look(source, heads=heads, keys=keys)
+    found = look(source, heads=heads, known=read_known(known), keys=keys)
     bundle, config = found.bundle, found.bundle.model.config
     if as_json:
         report = {
@@ -30,9 +36,10 @@ def inspect(
             "preprocess": json.loads(bundle.preprocess.to_json()),
             "classes": bundle.classes,
             "oddities": found.oddities,
-            "tensors": [row._asdict() for row in found.tensors],
+            # JSON has no word for what is not finite.
+            "tensors": [row._replace(mean=_finite(row.mean), std=_finite(row.std))._asdict() for row in found.tensors],
         }
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json.dumps(report, indent=2, allow_nan=False))
         return
     parameters = sum(p.numel() for p in bundle.model.parameters())
     pre, names = bundle.preprocess, bundle.classes
@@ -61,9 +68,16 @@ def inspect(
         typer.echo("")
         print_table(
             ("tensor", "shape", "kept as", "mean", "std"),
-            [(r.name, "×".join(map(str, r.shape)), r.dtype, f"{r.mean:.4g}", f"{r.std:.4g}") for r in found.tensors],
+            [
+                (r.name, "×".join(map(str, r.shape)), r.dtype, f"{r.mean or 0:.4g}", f"{r.std or 0:.4g}")
+                for r in found.tensors
+            ],
             numbers=("mean", "std"),
         )
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _by(size: tuple[int, int]) -> str:

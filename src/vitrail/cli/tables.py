@@ -11,6 +11,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers
     """Print a table on stdout; the columns named in `numbers` are set to the right. Only the last column wraps."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     lines = [list(row) for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *lines]) for i in range(len(header))]
@@ -24,7 +25,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers
             min_width=min(widths[i], 24) if last else widths[i],
         )
     for line in lines:
-        table.add_row(*line)
+        table.add_row(*map(Text, line))  # as it is: "[bold]" in a name is no markup
     # Wider than a narrow terminal rather than broken names and numbers; whole lines where nobody watches.
     least = sum(widths[:-1]) + 2 * len(widths) + min(widths[-1], 24)
     watched = sys.stdout.isatty()

@@ -1,5 +1,6 @@
 """`Preprocess`: what happens to a picture before a model sees it, as a value that travels with the weights."""
 
+import math
 from typing import Annotated, Literal, Self
 
 import numpy as np
@@ -31,6 +32,9 @@ class Preprocess(Frozen):
     resize_to: Pair | None = None
     """Height and width the picture is resized to (`squash`), has to cover, or is contained in, before the centre of
     `size` is cut out. None: `size` itself."""
+    half: Literal["even", "down"] = "even"
+    """Which way half a pixel goes when the centre is cut out: to the even number (timm, torchvision), or down
+    (transformers)."""
     interpolation: Interpolation = "bilinear"
     channels: Positive = 3
     """1 makes the picture grey, 3 colour."""
@@ -109,7 +113,8 @@ class Preprocess(Frozen):
             larger = Image.new(picture.mode, (picture.width + extra[1], picture.height + extra[0]), colour)
             larger.paste(picture, (extra[1] // 2, extra[0] // 2))
             picture = larger
-        top, left = round((picture.height - height) / 2), round((picture.width - width) / 2)
+        halved = round if self.half == "even" else math.floor
+        top, left = halved((picture.height - height) / 2), halved((picture.width - width) / 2)
         return picture.crop((left, top, left + width, top + height))
 
 

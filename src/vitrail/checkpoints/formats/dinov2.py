@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, refuse_no_layer_scale, strip_prefix
 from vitrail.checkpoints.formats.timm import TABLE as TIMM
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
@@ -52,9 +52,10 @@ FAMILY = Family(
         "registers_placed": (False,),
         "registers": (0, 4),
         "activation": ("gelu", "gelu_tanh", "quick_gelu", "swiglu"),
-        "layer_scale": (1e-5,),
+        "layer_scale": ANY,
         "classes": (0,),
     },
+    refuses=refuse_no_layer_scale,
     nearly={"norm_eps": 1e-6},
 )
 
@@ -96,7 +97,8 @@ _IN_MEMORY = {
 
 
 def _recognise_transformers(shapes: Shapes) -> bool:
-    return any(re.sub(r"^dinov2(_with_registers)?\.", "", name) == "embeddings.mask_token" for name in shapes)
+    names = {re.sub(r"^dinov2(_with_registers)?\.", "", name) for name in shapes}
+    return "embeddings.mask_token" in names and any(".layer_scale1." in name for name in names)
 
 
 def _tidy_transformers(weights: Weights, _: Hints) -> Weights:
@@ -131,7 +133,7 @@ def whole_ratio(config: ViTConfig) -> int | None:
 
 def _refuse_odd_widths(config: ViTConfig) -> list[str]:
     if whole_ratio(config) is not None:
-        return []
+        return refuse_no_layer_scale(config)
     whole = "two thirds of a multiple of the width, in eights" if config.activation == "swiglu" else "whole multiples"
     return [f"mlp_width={config.mlp_hidden} with width={config.width} (it has only {whole})"]
 

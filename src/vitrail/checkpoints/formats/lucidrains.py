@@ -72,13 +72,14 @@ def _patch(numbers: int, known: Hints) -> tuple[int, int, int]:
     """Return height, width and channels of a patch that has so many numbers."""
     channels = known.get("channels", 3)
     if "patch_size" in known:
-        height, width = known["patch_size"]
+        size = known["patch_size"]
+        height, width = (size, size) if isinstance(size, int) else size
     else:
         height = width = math.isqrt(numbers // channels)
     if height * width * channels != numbers:
         raise CheckpointError(
-            f"a patch has {numbers} numbers, which are not {channels} channels of a square; say them with patch_size= "
-            f"and channels="
+            f"a patch has {numbers} numbers, which are not {channels} channels of a square; say them with --known "
+            f"patch_size=8x8 --known channels=1 (known={{...}})"
         )
     return height, width, channels
 

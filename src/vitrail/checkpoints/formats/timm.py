@@ -2,7 +2,7 @@
 
 import re
 
-from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, refuse_no_layer_scale, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
 from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -115,7 +115,8 @@ ROPE = Family(
         "activation": ("gelu",),
         "position": ("rope_2d",),
         "rope_theta": (100.0,),
-        "layer_scale": (1e-5,),
+        "layer_scale": ANY,
     },
+    refuses=refuse_no_layer_scale,
     nearly={"norm_eps": 1e-6},
 )

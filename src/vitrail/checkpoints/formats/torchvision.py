@@ -50,13 +50,24 @@ def _table(config: ViTConfig | None) -> KeyMap:
     return _EARLY if config.stem == "conv_stem" else _PLAIN
 
 
+_PREPROCESS = Preprocess(resize="cover", resize_to=(256, 256), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+def _preprocess_at(size: tuple[int, int]) -> Preprocess:
+    """Its models of other sizes than 224 are all from SWAG, which leaves no margin and resizes bicubically."""
+    if size == (224, 224):
+        return _PREPROCESS
+    return _PREPROCESS.replace(size=size, resize_to=None, interpolation="bicubic")
+
+
 FAMILY = Family(
     name="torchvision",
     recognise=_recognise,
     table=_table,
     tidy=_tidy,
     hints=lambda _: {"norm_eps": 1e-6, "activation": "gelu"},
-    preprocess=Preprocess(resize="cover", resize_to=(256, 256), mean=IMAGENET_MEAN, std=IMAGENET_STD),
+    preprocess=_PREPROCESS,
+    preprocess_at=_preprocess_at,
     needs={**PLAIN, "stem": ("conv", "linear", "conv_stem"), "representation": ANY},
     nearly={"norm_eps": 1e-6, "activation": "gelu"},
 )

@@ -2,7 +2,7 @@
 
 import re
 
-from vitrail.checkpoints.family import PLAIN, Family, Hints, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
 from vitrail.data.preprocess import HALF, Preprocess
@@ -35,7 +35,11 @@ _BODY = [
     *layer_rules("", "", {"layernorm": "norm", "pooler.dense": "pre_logits.fc"}),
 ]
 _READ = KeyMap(
-    [*_BODY, *layer_rules("", "", {"classifier": "head", "distillation_classifier": "head_dist"})],
+    [
+        *_BODY,
+        rule("embeddings.register", "reg_token"),
+        *layer_rules("", "", {"classifier": "head", "distillation_classifier": "head_dist"}),
+    ],
 )
 _OLD = {
     r"encoder\.layer\.(\d+)\.attention\.attention\.query\.": r"layers.\1.attention.q_proj.",
@@ -52,7 +56,8 @@ _OLD = {
 
 def _recognise(shapes: Shapes) -> bool:
     names = {re.sub(r"^(vit|deit)\.", "", name) for name in shapes}
-    return "embeddings.patch_embeddings.projection.weight" in names and "embeddings.mask_token" not in names
+    dinov2 = any(".layer_scale1." in name for name in names)
+    return "embeddings.patch_embeddings.projection.weight" in names and not dinov2
 
 
 def _tidy(weights: Weights, _: Hints) -> Weights:
@@ -63,6 +68,9 @@ def _tidy(weights: Weights, _: Hints) -> Weights:
             if changed:
                 break
         tidied[name] = tensor
+    if "embeddings.distillation_token" in tidied and "distillation_classifier.weight" not in tidied:
+        # DeiT without its second head makes nothing of the distillation token, which then is what we call a register.
+        tidied["embeddings.register"] = tidied.pop("embeddings.distillation_token")
     return tidied
 
 
@@ -80,17 +88,29 @@ def _written(config: ViTConfig) -> KeyMap:
     return KeyMap([*prefixed, *layer_rules("", "", heads)])
 
 
+def _refuse_other_ends(config: ViTConfig) -> list[str]:
+    """Its tanh layer is the pooler of the bare model, its distillation token goes with a second head."""
+    if config.distillation_token and not config.classes:
+        return ["distillation_token=True without a head (it has that token only in models with two heads)"]
+    if config.representation is None or (config.classes == 0 and config.representation == config.width):
+        return []
+    return [f"representation={config.representation} (it has one only in a model without a head, and as wide)"]
+
+
 FAMILY = Family(
     name="transformers",
     recognise=_recognise,
     table=lambda config: _READ if config is None else _written(config),
     tidy=_tidy,
     hints=lambda _: {"norm_eps": 1e-12, "activation": "gelu"},
+    drops=("embeddings.mask_token",),
+    refuses=_refuse_other_ends,
     preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),
     needs={
         **PLAIN,
         "distillation_token": (False, True),
         "qkv_bias": (True, False),
         "activation": ("gelu", "gelu_tanh", "quick_gelu", "relu"),
+        "representation": ANY,
     },
 )

@@ -1,0 +1,159 @@
+"""Writing files and folders so that a half-written one is never seen."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitrail.checkpoints.keys import Weights
+from vitrail.errors import CheckpointError
+
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "preprocessor_config.json")
+"""What a checkpoint we wrote consists of: all that may be overwritten."""
+
+
+@contextmanager
+def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give a temporary folder to write into; when all went well, flush it to disk and give it its name.
+
+    Whatever happens before, `target` stays as it was.
+    """
+    target = Path(os.path.abspath(target))
+    _check_target(target, overwrite=overwrite, folder=True)
+    with _explained(target), _parents_made(target):
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            yield temporary
+            for file in temporary.rglob("*"):
+                _flush(file)
+            _flush(temporary)
+            _open_to_others(temporary)
+            if target.exists():
+                old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+                target.rename(old / target.name)
+                try:
+                    temporary.rename(target)
+                except BaseException:
+                    (old / target.name).rename(target)
+                    raise
+                finally:
+                    shutil.rmtree(old, ignore_errors=True)
+            else:
+                temporary.rename(target)
+            _flush(target.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give a temporary name to write to; when all went well, flush the file to disk and give it its name."""
+    target = Path(os.path.abspath(target))
+    _check_target(target, overwrite=overwrite, folder=False)
+    with _explained(target), _parents_made(target):
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+            temporary = Path(folder) / target.name
+            yield temporary
+            _flush(temporary)
+            temporary.replace(target)
+        _flush(target.parent)
+
+
+def _check_target(target: Path, *, overwrite: bool, folder: bool) -> None:
+    """Refuse a target whose loss would be somebody's loss."""
+    if not os.path.lexists(target):
+        return
+    if target.is_dir() != folder:
+        there, made = ("folder", "file") if target.is_dir() else ("file", "folder")
+        raise CheckpointError(f"{target} is a {there}, and what would be written is a {made}; choose another name")
+    if folder and not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"{target} exists already; choose another name, or replace it with --overwrite (overwrite=True)"
+        )
+    others = sorted(entry.name for entry in target.iterdir() if entry.name not in CHECKPOINT_FILES) if folder else []
+    if others:
+        raise CheckpointError(
+            f"{target} holds more than a checkpoint ({', '.join(others[:3])}{', …' if len(others) > 3 else ''}), and "
+            f"replacing it would delete that; choose another name"
+        )
+
+
+@contextmanager
+def _parents_made(target: Path) -> Iterator[None]:
+    """Make the folders above a target, and take them away again if nothing was written there."""
+    missing = [parent for parent in target.parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for parent in missing:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+@contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    """Turn what the disk refuses into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written: {error.strerror or error}; nothing was changed"
+        ) from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{target} could not be written: {error}; nothing was changed") from None
+
+
+def _open_to_others(folder: Path) -> None:
+    """Give a folder and its files the permissions that others made now would have."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~mask)
+
+
+def _flush(path: Path) -> None:
+    """Make sure that a file or folder is on the disk and not only on its way there."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_safetensors(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors as safetensors."""
+    seen: set[int] = set()
+    kept: Weights = {}
+    for name, tensor in weights.items():
+        # The format has no place for two names of the same numbers.
+        kept[name] = tensor.clone() if tensor.numel() and tensor.data_ptr() in seen else tensor.contiguous()
+        seen.add(tensor.data_ptr())
+    save_file(kept, path, metadata=dict(metadata or {}))
+
+
+def write_npz(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write tensors as a NumPy archive."""
+    arrays = {name: tensor.float().numpy() for name, tensor in weights.items()}
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def write_torch(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write tensors as torch.save does."""
+    try:
+        torch.save(dict(weights), path)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(str(error).split("\n", 1)[0]) from None
