@@ -178,7 +178,10 @@ def _has_colours(picture: Image.Image | NDArray[np.uint8]) -> bool:
 def _region(picture: Image.Image | NDArray[np.uint8], top: int, left: int, bottom: int, right: int) -> Image.Image:
     """Return whole pixels of a picture as a Pillow picture; of an array, no other pixel is copied."""
     if isinstance(picture, np.ndarray):
-        return Image.fromarray(np.ascontiguousarray(picture[top:bottom, left:right]))
+        pixels = np.ascontiguousarray(picture[top:bottom, left:right])
+        # What `fromarray` does, without a copy it makes first.
+        mode = "RGB" if pixels.ndim == 3 else "L"
+        return Image.frombuffer(mode, (pixels.shape[1], pixels.shape[0]), pixels, "raw", mode, 0, 1)
     whole = (left, top, right, bottom) == (0, 0, *picture.size)
     return picture if whole else picture.crop((left, top, right, bottom))
 

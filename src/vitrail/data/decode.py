@@ -105,8 +105,7 @@ class _Jpeg:
         self.content = content
         self.stored_height, self.stored_width, self.colours, _ = simplejpeg.decode_jpeg_header(content)
         _check_size(self.stored_width, self.stored_height)
-        # Looking for the word is much cheaper than reading the tags, which few files have.
-        self.turn = _orientation(content) if b"Exif\x00\x00" in content[:65536] else None
+        self.turn = _orientation(content) if _has_tags(content) else None
         self.height, self.width = _seen_size(self.stored_height, self.stored_width, self.turn)
 
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:
@@ -232,6 +231,16 @@ def _to_bytes(array: Pixels) -> Pixels:
 
 def _grey(array: Pixels) -> Pixels:
     return np.asarray(Image.fromarray(array).convert("L"))[:, :, None]
+
+
+def _has_tags(content: bytes) -> bool:
+    """Say whether a JPEG has EXIF tags: much cheaper than reading them, and few files have any."""
+    place = 2
+    while content[place : place + 1] == b"\xff" and 0xE0 <= content[place + 1] <= 0xEF:  # application segments
+        if content[place + 1] == 0xE1 and content[place + 4 : place + 8] == b"Exif":
+            return True
+        place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+    return False
 
 
 def _orientation(content: bytes) -> Image.Transpose | None:

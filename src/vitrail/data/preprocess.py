@@ -83,8 +83,10 @@ class Preprocess(Frozen):
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Turn pixels 0…255 (…, channels, height, width) into normalised float32, on whatever device they are."""
-        mean, std = (pixels.new_tensor(n, dtype=torch.float32)[:, None, None] for n in (self.mean, self.std))
-        return (pixels.float() / 255 - mean) / std
+        # One pass: pixels · 1 / (255 · std) - mean / std.
+        factor = pixels.new_tensor([1 / (255 * s) for s in self.std], dtype=torch.float32)[:, None, None]
+        shift = pixels.new_tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)], dtype=torch.float32)
+        return torch.addcmul(shift[:, None, None], pixels, factor)
 
     def _coloured(self, picture: Image.Image) -> Image.Image:
         if self.channels not in (1, 3):
