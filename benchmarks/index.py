@@ -22,7 +22,7 @@ from pathlib import Path
 
 MEASURE = """
 import json, resource, sys, time
-from vitrail.data.opening import open_data, open_source
+from vitrail.data.sources.opening import open_data, open_source
 place, what = sys.argv[1:]
 start = time.perf_counter()
 source = (open_data(place).train.whole if what == "open_data" else open_source(place))

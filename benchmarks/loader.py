@@ -27,13 +27,13 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.peers import import_peer
 
-from vitrail.data.augment import Augmentation
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.randaugment import RandAugment
 from vitrail.data.batches import Training, training_batches
 from vitrail.data.cache import CacheSize, cached
-from vitrail.data.folders import open_folder
 from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from vitrail.data.randaugment import RandAugment
-from vitrail.data.sources import Source
+from vitrail.data.sources.folders import open_folder
+from vitrail.data.sources.source import Source
 from vitrail.data.stream import Stream
 
 SIZE, BATCH = 224, 32
@@ -179,7 +179,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--photos", type=Path, required=True, help="a folder of JPEGs, or a tar of them")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--large", type=int, default=32, help="how many pictures (at least 32) are enlarged to 12 megapixels")
+    parser.add_argument(
+        "--large", type=int, default=32, help="how many pictures (at least 32) are enlarged to 12 megapixels"
+    )
     parser.add_argument("--worker", choices=("torchvision", "vitrail"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -155,7 +155,7 @@ def test_no_picture_that_can_be_read(run: Run, data: Path, option: str) -> None:
 
 SLOW = """
 import os, time
-import vitrail.data.survey as survey
+import vitrail.data.checking.survey as survey
 def slow(*given):
     os.write(2, b"looking\\n")
     time.sleep(60)

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from vitrail.data.augment import Augmentation, preset
+from vitrail.data.augmentation.augment import Augmentation, preset
+from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import (
     Batch,
     Evaluation,
@@ -26,9 +27,8 @@ from vitrail.data.batches import (
     evaluation_batches,
     training_batches,
 )
-from vitrail.data.mixing import Mixing
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources import Arrays, Pixels
+from vitrail.data.sources.source import Arrays, Pixels
 from vitrail.data.stream import Share, Stream
 from vitrail.errors import ConfigError, DataError
 
@@ -211,7 +211,7 @@ def test_ctrl_c_prints_no_tracebacks_of_workers(tmp_path: Path) -> None:
         import sys, numpy as np
         from vitrail.data.batches import Evaluation, evaluation_batches
         from vitrail.data.preprocess import Preprocess
-        from vitrail.data.sources import Arrays
+        from vitrail.data.sources.source import Arrays
         data = Arrays(np.zeros((100000, 8, 8), np.uint8), np.zeros(100000, np.int64), ("x",))
         pre = Preprocess(size=8, channels=1, mean=(0.5,), std=(0.5,))
         try:

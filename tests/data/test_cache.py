@@ -12,12 +12,12 @@ from PIL import Image
 from tests.data.test_batches import Files
 
 from vitrail.data import cache as module
-from vitrail.data.augment import Augmentation
+from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.batches import Training, training_batches
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources import Arrays
+from vitrail.data.sources.source import Arrays
 from vitrail.data.stream import Stream
 from vitrail.errors import DataError
 

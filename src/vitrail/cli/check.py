@@ -12,8 +12,8 @@ import typer
 from vitrail.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from vitrail.data.check import Report
-    from vitrail.data.measure import Speed
+    from vitrail.data.checking.check import Report
+    from vitrail.data.checking.measure import Speed
 
 SPEEDS = (100.0, 1000.0, 5000.0)
 """Images per second of compute that are shown where none are asked for: a processor, a small GPU, a large one."""
@@ -44,9 +44,9 @@ def check(
 ) -> None:
     """Decode every picture; find damaged ones, duplicates and odd ones; measure how fast they can be read."""
     from vitrail.data.batches import default_workers
-    from vitrail.data.check import check_data
-    from vitrail.data.measure import available_cores, measure_speed
-    from vitrail.data.opening import open_data
+    from vitrail.data.checking.check import check_data
+    from vitrail.data.checking.measure import available_cores, measure_speed
+    from vitrail.data.sources.opening import open_data
     from vitrail.errors import DataError
 
     if sheet is not None:
@@ -65,7 +65,7 @@ def check(
             f"none of the {report.pictures:,} pictures can be read; the first, {first.picture.name}: {first.reason}"
         )
     if sheet is not None:
-        from vitrail.data.sheet import contact_sheet, save_sheet
+        from vitrail.data.checking.sheet import contact_sheet, save_sheet
 
         save_sheet(contact_sheet(parts.train, title=f"{Path(data).name or data}, train part"), sheet)
     cores = available_cores()

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from vitrail.data import augment
-from vitrail.data.augment import Augmentation
+from vitrail.data.augmentation import augment
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.draws import draws
+from vitrail.data.augmentation.mixing import Mixing, draw_mix
 from vitrail.data.decode import Picture, open_picture
-from vitrail.data.draws import draws
-from vitrail.data.mixing import Mixing, draw_mix
 from vitrail.data.preprocess import Preprocess, resized_size
-from vitrail.data.sources import Pixels, Source
+from vitrail.data.sources.source import Pixels, Source
 from vitrail.data.stream import WHOLE, Share, Stream, evaluation_share
 from vitrail.errors import DataError
 
@@ -219,11 +219,11 @@ def _batches(
             if isinstance(made, _Refused):
                 raise DataError(made.message)
             yield made
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, ConnectionError, EOFError) as error:  # by when it died, torch or the connection notices first
+        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
             raise
         raise DataError(
-            f"a process that reads pictures ended ({str(error).splitlines()[0].rstrip('. ')}); this is most often a "
+            f"a process that reads pictures ended ({_reason(error)}); this is most often a "
             f"lack of memory: use fewer workers, or a smaller batch"
         ) from None
 
@@ -254,3 +254,7 @@ def _print_unless_the_caller_left(kind: type[BaseException], error: BaseExceptio
     """The thread that hands memory over finds nobody at the other end when the caller leaves early."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(". ")

@@ -24,9 +24,9 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.decode import open_picture
-from vitrail.data.listing import Progress, cache_folder, load_index, save_index
 from vitrail.data.preprocess import resized_size
-from vitrail.data.sources import Keyed, Labels, Pixels, Source
+from vitrail.data.sources.listing import Progress, cache_folder, load_index, save_index
+from vitrail.data.sources.source import Keyed, Labels, Pixels, Source
 from vitrail.errors import DataError
 
 FORMAT = 1

@@ -14,7 +14,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from vitrail.data.sources import Pixels
+from vitrail.data.sources.source import Pixels
 from vitrail.errors import DataError
 
 PIXEL_LIMIT = 178_956_970

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources import Labels
+from vitrail.data.sources.source import Labels
 from vitrail.errors import ConfigError, DataError
 from vitrail.runtime import derive_seed
 

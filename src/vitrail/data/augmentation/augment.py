@@ -1,0 +1,308 @@
+"""`Augmentation`: how training pictures are varied, as a config, and its two steps: `plan` draws, `apply` does.
+
+`plan` needs only a picture's size and decides everything that is random. So whoever decodes the picture knows the box
+that is needed, and may decode at a smaller scale; `apply` then turns whatever was decoded into the pixels of a batch.
+"""
+
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field, model_validator
+
+from vitrail.data.augmentation import colours, crops, randaugment
+from vitrail.data.augmentation.colours import Matrix
+from vitrail.data.augmentation.crops import Beyond, Box
+from vitrail.data.augmentation.draws import below, between, draws
+from vitrail.data.augmentation.randaugment import Operation, RandAugment
+from vitrail.data.preprocess import Interpolation
+from vitrail.errors import ConfigError, InputError, suggest
+from vitrail.schema import Count, Frozen, Sequence
+
+Chance = Annotated[float, Field(ge=0, le=1)]
+"""How often something is done: 0 never, 1 to every picture."""
+Strength = Annotated[float, Field(ge=0, le=10)]
+Degrees = Annotated[float, Field(ge=0, le=180)]
+Above = Annotated[float, Field(gt=0, le=1000)]
+Range = Annotated[tuple[Above, Above], Sequence]
+"""The least and the most."""
+
+ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
+BLUR_RADIUS = (0.1, 2.0)
+MIDDLE_GREY = 128
+
+
+class Jitter(Frozen):
+    """Colours changed a little, in a drawn order: each by a factor from 1 - strength to 1 + strength."""
+
+    brightness: Strength = 0.0
+    contrast: Strength = 0.0
+    saturation: Strength = 0.0
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """The farthest turn around the colour circle, either way; 0.5 is half of it."""
+
+
+class Affine(Frozen):
+    """A small change of place, size and slant, around the centre."""
+
+    translate: Annotated[tuple[Chance, Chance], Sequence] = (0.0, 0.0)
+    """The farthest moves down and right (or up and left), as shares of the height and the width."""
+    scale: Range = (1.0, 1.0)
+    shear: Annotated[float, Field(ge=0, le=80)] = 0.0
+    """The strongest slant to either side, in degrees."""
+
+
+class Augmentation(Frozen):
+    """What is drawn for each training picture; done in the order of the fields."""
+
+    crop: Literal["inception", "inception_tf", "simple", "padded", "none"] = "inception"
+    """`inception` draws area and ratio as torchvision does, `inception_tf` as TensorFlow does; `simple` covers the
+    size and cuts anywhere, as 3-Augment does; `padded` moves the whole picture a little, as is usual for CIFAR;
+    `none` leaves resizing to the evaluation's own preprocessing."""
+    crop_area: Range = (0.08, 1.0)
+    """The inception crops' share of the picture's area."""
+    crop_ratio: Range = (3 / 4, 4 / 3)
+    """The inception crops' width / height."""
+    crop_padding: Count = 4
+    """How far `simple` and `padded` reach beyond the picture, in pixels: `simple` mirrors it there, `padded` fills."""
+    interpolation: Interpolation = "bilinear"
+    flip: Chance = 0.5
+    flip_vertical: Chance = 0.0
+    rotation: Degrees = 0.0
+    """The farthest rotation to either side, in degrees."""
+    affine: Affine | None = None
+    randaugment: RandAugment | None = None
+    three_augment: bool = False
+    """3-Augment's choice of one: grey, solarized or blurred."""
+    jitter: Jitter | None = None
+    grey: Chance = 0.0
+    blur: Chance = 0.0
+    erasing: Chance = 0.0
+    """How often a rectangle is erased (Zhong et al.)."""
+    erasing_fill: Literal["grey", "noise"] = "grey"
+    fill: Annotated[Count, Field(le=255)] | None = None
+    """The grey of what comes in from outside a picture. None: 128 with big_vision's operations, else 0."""
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        ranges = [("crop_area", self.crop_area), ("crop_ratio", self.crop_ratio)]
+        ranges += [("affine.scale", self.affine.scale)] if self.affine else []
+        for name, (least, most) in ranges:
+            if least > most:
+                raise ConfigError(f"augmentation.{name} is ({least}, {most}); the smaller number comes first")
+        if self.crop_area[1] > 1:
+            raise ConfigError(f"augmentation.crop_area is {self.crop_area}; a crop is at most the whole picture, 1")
+        if self.randaugment is not None and self.three_augment:
+            raise ConfigError("augmentation has both randaugment and three_augment; choose one of them")
+        return self
+
+
+def _augreg(magnitude: float) -> Augmentation:
+    """Return one level of AugReg: TensorFlow's inception crop, flips, and two of big_vision's operations."""
+    operations = RandAugment(layers=2, magnitude=magnitude, operations="big_vision")
+    return Augmentation(crop="inception_tf", crop_area=(0.05, 1.0), crop_ratio=(0.75, 1.33), randaugment=operations)
+
+
+PRESETS: dict[str, Augmentation] = {
+    "none": Augmentation(crop="none", flip=0.0),
+    "light": Augmentation(),
+    # AugReg's levels, without their mixup, which is not done to one picture.
+    "augreg_light1": _augreg(0),
+    "augreg_light2": _augreg(10),
+    "augreg_medium1": _augreg(15),
+    "augreg_medium2": _augreg(15),
+    "augreg_strong1": _augreg(20),
+    "augreg_strong2": _augreg(20),
+    "plain_baseline": _augreg(10),
+    "three_augment": Augmentation(
+        crop="simple",
+        interpolation="bicubic",
+        three_augment=True,
+        jitter=Jitter(brightness=0.3, contrast=0.3, saturation=0.3),
+    ),
+}
+"""Augmentations by name."""
+
+
+def preset(name: str) -> Augmentation:
+    """Return the augmentation of that name."""
+    if name not in PRESETS:
+        raise ConfigError(f"there is no augmentation {name!r} among {', '.join(PRESETS)}" + suggest(name, PRESETS))
+    return PRESETS[name]
+
+
+class Plan(NamedTuple):
+    """Everything that was drawn for one picture, as plain numbers."""
+
+    height: int
+    """Of the original picture, whose pixels the box is given in."""
+    width: int
+    box: Box | None
+    """What to cut out; None: the picture comes resized."""
+    beyond: Beyond
+    interpolation: Interpolation
+    flip: bool
+    flip_vertical: bool
+    warp: Matrix | None
+    operations: tuple[Operation, ...]
+    erased: Box | None
+    noise: int | None
+    """The seed of the pixels that replace the erased ones; None: grey."""
+    fill: int
+
+
+def plan(augmentation: Augmentation, height: int, width: int, size: tuple[int, int], generator: Generator) -> Plan:
+    """Draw everything for a picture of (height, width) that is to become one of `size`, also (height, width)."""
+    if height < 1 or width < 1:
+        raise InputError(f"a picture of {height}×{width} pixels has nothing to cut")
+    erased, noise = None, None
+    box, beyond = _drawn_box(augmentation, height, width, size, generator)
+    flip, flip_vertical = _happens(augmentation.flip, generator), _happens(augmentation.flip_vertical, generator)
+    warp = _drawn_warp(augmentation, size, generator)
+    operations = _drawn_operations(augmentation, size, generator)
+    if _happens(augmentation.erasing, generator):
+        shape = crops.shape_that_fits(*size, generator, ERASED_AREA, ERASED_RATIO)
+        if shape is not None:
+            top, left = (below(generator, whole - part + 1) for whole, part in zip(size, shape, strict=True))
+            erased = Box(top, left, *shape)
+        noise = below(generator, 2**53) if augmentation.erasing_fill == "noise" else None
+    fill = augmentation.fill
+    if fill is None:
+        big_vision = augmentation.randaugment is not None and augmentation.randaugment.operations == "big_vision"
+        fill = MIDDLE_GREY if big_vision else 0
+    return Plan(
+        height, width, box, beyond, augmentation.interpolation,
+        flip, flip_vertical, warp, operations, erased, noise, fill,
+    )  # fmt: skip
+
+
+def _happens(chance: float, generator: Generator) -> bool:
+    return chance > 0 and generator.random() < chance
+
+
+def _drawn_box(
+    augmentation: Augmentation, height: int, width: int, size: tuple[int, int], generator: Generator
+) -> tuple[Box | None, Beyond]:
+    area, ratio, padding = augmentation.crop_area, augmentation.crop_ratio, augmentation.crop_padding
+    match augmentation.crop:
+        case "inception":
+            return crops.inception_crop(height, width, generator, area, ratio), "nothing"
+        case "inception_tf":
+            return crops.inception_crop_tf(height, width, generator, area, ratio), "nothing"
+        case "simple":
+            return crops.simple_crop(height, width, generator, size, padding), "mirror"
+        case "padded":
+            return crops.padded_crop(height, width, generator, padding), "fill"
+        case "none":
+            return None, "nothing"
+
+
+def _drawn_warp(augmentation: Augmentation, size: tuple[int, int], generator: Generator) -> Matrix | None:
+    """Draw rotation and affine change together, so that pixels are interpolated once."""
+    if not augmentation.rotation and augmentation.affine is None:
+        return None
+    affine = augmentation.affine or Affine()
+    degrees = between(generator, -augmentation.rotation, augmentation.rotation)
+    down, right = (
+        round(between(generator, -share * side, share * side))
+        for share, side in zip(affine.translate, size, strict=True)
+    )
+    scale = between(generator, *affine.scale)
+    return colours.affine_matrix(*size, degrees, right, down, scale, between(generator, -affine.shear, affine.shear))
+
+
+def _drawn_operations(augmentation: Augmentation, size: tuple[int, int], generator: Generator) -> tuple[Operation, ...]:
+    operations: list[Operation] = []
+    if augmentation.randaugment is not None:
+        operations += randaugment.draw(augmentation.randaugment, size, generator)
+    if augmentation.three_augment:
+        blurred = Operation("blur", (between(generator, *BLUR_RADIUS),))
+        operations.append((Operation("grey"), Operation("solarize", (128,)), blurred)[below(generator, 3)])
+    if augmentation.jitter is not None:
+        operations += _drawn_jitter(augmentation.jitter, generator)
+    if _happens(augmentation.grey, generator):
+        operations.append(Operation("grey"))
+    if _happens(augmentation.blur, generator):
+        operations.append(Operation("blur", (between(generator, *BLUR_RADIUS),)))
+    return tuple(operations)
+
+
+def _drawn_jitter(jitter: Jitter, generator: Generator) -> list[Operation]:
+    strengths = {"brightness": jitter.brightness, "contrast": jitter.contrast, "saturation": jitter.saturation}
+    operations = [
+        Operation(name, (between(generator, max(0.0, 1 - strength), 1 + strength),))
+        for name, strength in strengths.items()
+        if strength
+    ]
+    if jitter.hue:
+        operations.append(Operation("hue", (between(generator, -jitter.hue, jitter.hue),)))
+    return [operations[index] for index in generator.permutation(len(operations))]
+
+
+def apply(plan: Plan, picture: Image.Image | NDArray[Any], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Make the pixels (height, width, channels) that were planned, from the picture or a smaller version of it.
+
+    A picture with other than one or three channels has no colours; it is cut, flipped, warped and erased.
+    """
+    if isinstance(picture, np.ndarray):
+        picture = _checked_array(picture)
+    elif picture.mode not in ("RGB", "L"):
+        raise InputError(f"a picture of mode {picture.mode} cannot be augmented; convert it to RGB or L")
+    if isinstance(picture, np.ndarray) and picture.ndim == 3 and picture.shape[2] != 3:
+        planes = [_shaped(plan, picture[:, :, channel], size) for channel in range(picture.shape[2])]
+        pixels = np.stack([np.asarray(plane) for plane in planes], axis=2)
+    else:
+        shaped = _shaped(plan, picture, size)
+        for operation in plan.operations:
+            shaped = randaugment.perform(operation, shaped, plan.fill)
+        pixels = np.array(shaped)
+    pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
+    if plan.erased is not None:
+        top, left, height, width = map(int, plan.erased)
+        hole = pixels[top : top + height, left : left + width]
+        hole[:] = MIDDLE_GREY if plan.noise is None else _noise(plan.noise, hole.shape)
+    return pixels
+
+
+def _checked_array(picture: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return (height, width) for one channel, else (height, width, channels)."""
+    if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or 0 in picture.shape:
+        raise InputError(
+            f"an array of {picture.dtype} and shape {picture.shape} cannot be augmented; "
+            "give uint8 and (height, width, channels)"
+        )
+    return picture[:, :, 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture
+
+
+def _noise(seed: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    return draws(seed, 0, "erasing").integers(0, 256, shape, dtype=np.uint8)
+
+
+def _shaped(plan: Plan, picture: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+    """Do what moves pixels: cut and resize, flip, warp."""
+    shaped = _resized(plan, picture, size)
+    if plan.flip:
+        shaped = shaped.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if plan.flip_vertical:
+        shaped = shaped.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    if plan.warp is not None:
+        shaped = colours.affine(shaped, plan.warp, plan.fill)
+    return shaped
+
+
+def _resized(plan: Plan, picture: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+    """Cut out the box and resize it; the box is scaled where the picture was decoded smaller than the original."""
+    height, width = picture.size[::-1] if isinstance(picture, Image.Image) else picture.shape[:2]
+    if plan.box is None:
+        if (height, width) != tuple(size):
+            raise InputError(
+                f"without a crop, the picture has to come resized: it is {height}×{width}, not {size[0]}×{size[1]}"
+            )
+        return picture if isinstance(picture, Image.Image) else Image.fromarray(np.ascontiguousarray(picture))
+    top, left, box_height, box_width = plan.box
+    down, across = height / plan.height, width / plan.width
+    box = Box(top * down, left * across, box_height * down, box_width * across)
+    resample = Image.Resampling[plan.interpolation.upper()]
+    return crops.cut(picture, box, size, resample, plan.beyond, plan.fill)

@@ -1,0 +1,196 @@
+"""RandAugment: a few operations on a picture, drawn evenly from a set, all of one magnitude.
+
+What is drawn are plain values (`Operation`); what they do is in `perform`. The two sets are those that published
+results were made with: the usual one is torchvision's, the other big_vision's.
+"""
+
+from typing import Annotated, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.random import Generator
+from PIL import Image
+from pydantic import Field, model_validator
+
+from vitrail.data.augmentation import colours
+from vitrail.data.augmentation.draws import below
+from vitrail.errors import ConfigError
+from vitrail.schema import Count, Frozen
+
+USUAL = (
+    "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "saturation", "contrast",
+    "sharpness", "posterize", "solarize", "autocontrast", "equalize",
+)  # fmt: skip
+BIG_VISION = (
+    "autocontrast", "equalize", "invert", "rotate", "posterize", "solarize", "saturation", "contrast", "brightness",
+    "sharpness", "shear_x", "shear_y", "translate_x", "translate_y", "cutout", "solarize_add",
+)  # fmt: skip
+SIGNED_BY_BIG_VISION = frozenset({"rotate", "shear_x", "shear_y", "translate_x", "translate_y"})
+SIGNED_USUALLY = SIGNED_BY_BIG_VISION | {"brightness", "saturation", "contrast", "sharpness"}
+BINS = 31
+"""A magnitude of the usual set is one of these many steps, from 0."""
+
+
+class RandAugment(Frozen):
+    """How many operations, how strong, and out of which set."""
+
+    layers: Annotated[Count, Field(le=16)] = 2
+    """How many operations a picture gets, one after the other; each may be drawn again."""
+    magnitude: Annotated[float, Field(ge=0, le=30)] = 9
+    """How strong they are: a whole number 0 to 30 for the usual set; big_vision's has its full strength at 10."""
+    operations: Literal["usual", "big_vision"] = "usual"
+
+    @model_validator(mode="after")
+    def _usual_magnitudes_are_bins(self) -> Self:
+        if self.operations == "usual" and self.magnitude != int(self.magnitude):
+            raise ConfigError(
+                f"randaugment.magnitude is {self.magnitude}; the usual operations have whole magnitudes from 0 to 30"
+            )
+        return self
+
+
+class Operation(NamedTuple):
+    """One thing to do to a picture, with all its numbers."""
+
+    name: str
+    values: tuple[float, ...] = ()
+
+
+def draw(settings: RandAugment, size: tuple[int, int], generator: Generator) -> tuple[Operation, ...]:
+    """Draw the operations for one picture of (height, width)."""
+    names = USUAL if settings.operations == "usual" else BIG_VISION
+    choose = _usual if settings.operations == "usual" else _big_vision
+    return tuple(
+        choose(names[below(generator, len(names))], settings.magnitude, size, generator) for _ in range(settings.layers)
+    )
+
+
+def usual_magnitude(name: str, step: int, size: tuple[int, int]) -> float:
+    """Return what a step of the magnitude means for one of the usual operations, before its sign is drawn."""
+    match name:
+        case "shear_x" | "shear_y":
+            return _spaced(0.0, 0.3, step)
+        case "translate_x" | "translate_y":
+            return _spaced(0.0, 150.0 / 331.0 * (size[1] if name == "translate_x" else size[0]), step)
+        case "rotate":
+            return _spaced(0.0, 30.0, step)
+        case "brightness" | "saturation" | "contrast" | "sharpness":
+            return _spaced(0.0, 0.9, step)
+        case "posterize":
+            return 8 - round(step / ((BINS - 1) / 4))
+        case "solarize":
+            return _spaced(255.0, 0.0, step)
+        case _:
+            return 0.0
+
+
+def _spaced(start: float, end: float, step: int) -> float:
+    """Return one of 31 evenly spaced numbers as torchvision does, in single precision and from the nearer end.
+
+    The last digit matters where a number of pixels is then cut down to a whole one.
+    """
+    single = np.float32
+    stride = (single(end) - single(start)) / single(BINS - 1)
+    if step < BINS // 2:
+        return float(single(start) + stride * single(step))
+    return float(single(end) - stride * single(BINS - 1 - step))
+
+
+def _usual(name: str, magnitude: float, size: tuple[int, int], generator: Generator) -> Operation:
+    """Draw the sign, and turn torchvision's magnitude into the operation's own number."""
+    value = usual_magnitude(name, int(magnitude), size)
+    if name in SIGNED_USUALLY and below(generator, 2):
+        value = -value
+    match name:
+        case "brightness" | "saturation" | "contrast" | "sharpness":
+            return Operation(name, (1.0 + value,))
+        case "translate_x" | "translate_y":
+            return Operation(name, (int(value),))
+        case "identity" | "autocontrast" | "equalize":
+            return Operation(name)
+        case _:
+            return Operation(name, (value,))
+
+
+def _big_vision(name: str, magnitude: float, size: tuple[int, int], generator: Generator) -> Operation:
+    """Turn the magnitude into the operation's own number as big_vision does, and draw the sign or the place."""
+    level = magnitude / 10
+    sign = 1 if name in SIGNED_BY_BIG_VISION and below(generator, 2) else -1
+    match name:
+        case "rotate":
+            return Operation(name, (sign * level * 30,))
+        case "shear_x" | "shear_y":
+            return Operation(name, (sign * level * 0.3,))
+        case "translate_x" | "translate_y":
+            return Operation(name, (sign * round(level * 100),))
+        case "posterize":
+            # TensorFlow shifts a byte by seven bits at most, so one bit always stays.
+            return Operation(name, (min(8, max(1, int(level * 4))),))
+        case "solarize":
+            return Operation(name, (int(level * 256),))
+        case "solarize_add":
+            return Operation(name, (int(level * 110),))
+        case "contrast":
+            # Meant to be the mean, but it is the number of pixels / 256, and all their results were made with it.
+            return Operation(name, (level * 1.8 + 0.1, min(255, size[0] * size[1] // 256)))
+        case "saturation" | "brightness" | "sharpness":
+            return Operation(name, (level * 1.8 + 0.1,))
+        case "cutout":
+            return Operation(name, (below(generator, size[0]), below(generator, size[1]), int(level * 40)))
+        case _:
+            return Operation(name)
+
+
+def perform(operation: Operation, picture: Image.Image, fill: int = 0) -> Image.Image:
+    """Do to a picture what was drawn; what comes in from outside is filled."""
+    match operation:
+        case ("rotate", (degrees,)):
+            return colours.rotate(picture, degrees, fill)
+        case ("shear_x", (share,)):
+            return colours.shear(picture, share, 0.0, fill)
+        case ("shear_y", (share,)):
+            return colours.shear(picture, 0.0, share, fill)
+        case ("translate_x", (pixels,)):
+            return colours.translate(picture, int(pixels), 0, fill)
+        case ("translate_y", (pixels,)):
+            return colours.translate(picture, 0, int(pixels), fill)
+        case ("cutout", (row, column, reach)):
+            return colours.cutout(picture, int(row), int(column), int(reach), fill)
+        case _:
+            return _recolour(operation, picture)
+
+
+def _recolour(operation: Operation, picture: Image.Image) -> Image.Image:
+    """Do what moves no pixel."""
+    match operation:
+        case ("brightness", (factor,)):
+            return colours.brightness(picture, factor)
+        case ("contrast", (factor,)):
+            return colours.contrast(picture, factor)
+        case ("contrast", (factor, level)):
+            return colours.contrast(picture, factor, int(level))
+        case ("saturation", (factor,)):
+            return colours.saturation(picture, factor)
+        case ("sharpness", (factor,)):
+            return colours.sharpness(picture, factor)
+        case ("hue", (turn,)):
+            return colours.hue(picture, turn)
+        case ("blur", (radius,)):
+            return colours.blur(picture, radius)
+        case ("posterize", (bits,)):
+            return colours.posterize(picture, int(bits))
+        case ("solarize", (threshold,)):
+            return colours.solarize(picture, threshold)
+        case ("solarize_add", (addition,)):
+            return colours.solarize_add(picture, int(addition))
+        case ("grey", ()):
+            return colours.grey(picture)
+        case ("autocontrast", ()):
+            return colours.autocontrast(picture)
+        case ("equalize", ()):
+            return colours.equalize(picture)
+        case ("invert", ()):
+            return colours.invert(picture)
+        case ("identity", ()):
+            return picture
+        case _:
+            raise ValueError(f"no operation {operation}")

@@ -1,0 +1,1 @@
+"""What is wrong with data, and how fast it can be read."""

@@ -1,0 +1,165 @@
+"""What is wrong with data, as values: pictures that cannot be read, duplicates, classes, sizes, modes.
+
+`check_data` decodes every picture. `quick_check` reads the headers of some, in bounded time: what training does first.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.augmentation.draws import draws
+from vitrail.data.checking.findings import (
+    Copies,
+    Finding,
+    Index,
+    Unreadable,
+    class_findings,
+    count_pictures,
+    duplicate_findings,
+    find_duplicates,
+    mode_finding,
+    size_findings,
+    unreadable_finding,
+)
+from vitrail.data.checking.survey import FINE, Seen, Survey, survey, survey_headers
+from vitrail.data.sources.source import Source
+from vitrail.data.sources.splits import Parts
+
+SIDES = (0, 32, 64, 128, 224, 384, 512, 768, 1024, 2048, 4096)
+"""Where the bins of the histogram of sizes begin."""
+QUICK_PICTURES, QUICK_SECONDS = 1000, 5.0
+
+
+class Bin(NamedTuple):
+    """How many pictures have a shorter side from `low` up to, but not including, `high`."""
+
+    low: int
+    high: int | None
+    pictures: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a check found out."""
+
+    pictures: int
+    looked_at: int
+    """Of so many pictures everything below but the counts was taken."""
+    decoded: bool
+    """Whether they were decoded, or only their headers read; without it there is no search for duplicates."""
+    classes: tuple[str, ...]
+    counts: dict[str, dict[str, int]]
+    """Pictures by part and class."""
+    unreadable: tuple[Unreadable, ...]
+    duplicates: tuple[Copies, ...]
+    findings: tuple[Finding, ...]
+    """The worst first."""
+    formats: dict[str, int]
+    modes: dict[str, int]
+    short_sides: tuple[Bin, ...]
+    bytes: int
+
+    @property
+    def usable(self) -> bool:
+        """Whether any picture can be read."""
+        return len(self.unreadable) < self.looked_at
+
+    @property
+    def verdict(self) -> str:
+        """All in one line."""
+        how = "" if self.looked_at == self.pictures else f" ({self.looked_at:,} looked at)"
+        briefs = [finding.brief for finding in self.findings]
+        found = ", ".join(briefs[:4]) + (f", and {len(briefs) - 4} more" if len(briefs) > 4 else "")
+        classes = "1 class" if len(self.classes) == 1 else f"{len(self.classes):,} classes"
+        return f"{count_pictures(self.pictures)} in {classes}{how}; {found or 'nothing wrong was found'}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON can hold it."""
+        return {
+            "verdict": self.verdict,
+            **asdict(self),
+            "unreadable": [{**bad.picture._asdict(), "reason": bad.reason} for bad in self.unreadable],
+            "duplicates": [
+                {"kind": copies.kind, "pictures": [which._asdict() for which in copies.pictures]}
+                for copies in self.duplicates
+            ],
+            "short_sides": [span._asdict() for span in self.short_sides],
+        }
+
+
+def check_data(
+    parts: Parts, *, size: int = 224, workers: int = 0, on_progress: Seen | None = None, cache: bool = True
+) -> Report:
+    """Decode every picture and say what is wrong. `size` is that of the pictures the model sees.
+
+    `workers` processes decode; 0 does it in this one. With `cache`, pictures that have not changed since the last check
+    are not decoded again.
+    """
+    return _report(survey(_by_name(parts), workers=workers, on_progress=on_progress, cache=cache), size)
+
+
+def quick_check(parts: Parts, *, size: int = 224, most: int = QUICK_PICTURES, seconds: float = QUICK_SECONDS) -> Report:
+    """Read the headers of at most so many pictures, for at most so many seconds, and say what is wrong."""
+    sources = _by_name(parts)
+    total = sum(map(len, sources.values()))
+    chosen = draws(0, 0, "quick check").choice(total, min(most, total), replace=False)
+    end = time.monotonic() + seconds
+    return _report(survey_headers(sources, chosen.astype(np.int64), lambda: time.monotonic() > end), size)
+
+
+def _by_name(parts: Parts) -> dict[str, Source]:
+    named = {"train": parts.train, "val": parts.val, "test": parts.test}
+    return {name: source for name, source in named.items() if source is not None}
+
+
+def _report(found: Survey, size: int) -> Report:
+    index, rows = Index(found), found.rows
+    fine = np.flatnonzero(rows["state"] == FINE)
+    unreadable = tuple(Unreadable(index.which(row), found.faults[row]) for row in sorted(found.faults))
+    duplicates = find_duplicates(index, fine) if found.decoded else ()
+    counts = {name: _count_classes(source) for name, source in found.sources.items()}
+    modes = _tally(rows["mode"][fine])
+    findings = (
+        *unreadable_finding(unreadable, found),
+        *duplicate_findings(duplicates),
+        *class_findings(counts),
+        *size_findings(index, fine, size),
+        *mode_finding(index, fine, modes),
+    )
+    short = np.minimum(rows["width"], rows["height"])[fine]
+    return Report(
+        pictures=sum(map(len, found.sources.values())),
+        looked_at=len(rows),
+        decoded=found.decoded,
+        classes=index.classes,
+        counts=counts,
+        unreadable=unreadable,
+        duplicates=duplicates,
+        findings=tuple(sorted(findings, key=lambda finding: not finding.grave)),
+        formats=_tally(rows["format"][fine]),
+        modes=modes,
+        short_sides=_histogram(short),
+        bytes=int(rows["bytes"].sum()),
+    )
+
+
+def _count_classes(source: Source) -> dict[str, int]:
+    labels = source.labels[source.labels >= 0]
+    return dict(zip(source.classes, np.bincount(labels, minlength=len(source.classes)).tolist(), strict=True))
+
+
+def _tally(words: NDArray[np.bytes_]) -> dict[str, int]:
+    """Count words, the most frequent first."""
+    found, counts = np.unique(words, return_counts=True)
+    return {found[place].decode(): int(counts[place]) for place in np.argsort(-counts, kind="stable")}
+
+
+def _histogram(sides: NDArray[np.int32]) -> tuple[Bin, ...]:
+    """Count sides by bins, without the empty ones at both ends."""
+    counts = np.bincount(np.searchsorted(SIDES, sides, side="right") - 1, minlength=len(SIDES)).tolist()
+    bins = [Bin(low, high, count) for low, high, count in zip(SIDES, (*SIDES[1:], None), counts, strict=True)]
+    filled = [place for place, count in enumerate(counts) if count]
+    return tuple(bins[filled[0] : filled[-1] + 1]) if filled else ()

@@ -1,0 +1,210 @@
+"""The things that can be wrong with data, each found in a survey of its pictures."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.checking.survey import Survey
+
+Rows = NDArray[np.int64]
+"""Numbers of rows of a survey."""
+UNBALANCED = 10
+"""How many times more pictures the largest class may have than the smallest."""
+TINY_SIDE = 32
+"""Pictures whose shorter side has fewer pixels are tiny, and so are those with less than a quarter of the model's."""
+HUGE_PIXELS = 20_000_000
+LONG_RATIO = 4
+"""The longer side of a picture may be this many times the shorter."""
+
+FindingKind = Literal[
+    "unreadable", "conflicting", "across", "missing", "within", "unbalanced", "tiny", "huge", "long", "modes"
+]
+
+CopiesKind = Literal["conflicting", "across", "within"]
+
+
+class Which(NamedTuple):
+    """One picture of the data."""
+
+    name: str
+    part: str
+    label: str | None
+    """The name of its class."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.part}, {self.label})"
+
+
+class Unreadable(NamedTuple):
+    """A picture that cannot be used, and why."""
+
+    picture: Which
+    reason: str
+
+
+class Copies(NamedTuple):
+    """Pictures with the same content."""
+
+    kind: CopiesKind
+    """They have different labels (the worst), or lie in different parts, or within one part."""
+    pictures: tuple[Which, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a person should know, and what to do about it."""
+
+    kind: FindingKind
+    count: int
+    brief: str
+    """For a list: "3 cannot be read"."""
+    text: str
+    advice: str
+    details: tuple[str, ...] = ()
+    """Every picture or class that is meant, one line each."""
+    grave: bool = False
+    """Whether scores would be wrong, or pictures missing, if nothing were done."""
+
+
+class Index:
+    """Finds the pictures of a survey's rows."""
+
+    def __init__(self, found: Survey) -> None:
+        self.found = found
+        self.names, self.sources = list(found.sources), list(found.sources.values())
+        self.starts = np.cumsum([0, *map(len, self.sources)])
+        self.part = np.searchsorted(self.starts, found.indices, side="right") - 1
+        labels = np.concatenate([np.asarray(source.labels) for source in self.sources])
+        self.label = labels[found.indices]
+        self.classes = self.sources[0].classes
+
+    def which(self, row: int) -> Which:
+        """Return what a person would call the picture of a row."""
+        part, label = int(self.part[row]), int(self.label[row])
+        name = self.sources[part].name(int(self.found.indices[row] - self.starts[part]))
+        return Which(name, self.names[part], self.classes[label] if label >= 0 else None)
+
+
+def find_duplicates(index: Index, fine: Rows) -> tuple[Copies, ...]:
+    """Group pictures of the same content; the worst groups first."""
+    content = index.found.rows["content"][fine]
+    order = np.lexsort((content[:, 1], content[:, 0]))
+    same = (content[order][1:] == content[order][:-1]).all(axis=1)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+    groups: dict[CopiesKind, list[Copies]] = {"conflicting": [], "across": [], "within": []}
+    for start, end in edges.reshape(-1, 2).tolist():
+        rows = np.sort(fine[order[start : end + 1]])
+        kind: CopiesKind = "within"
+        if len(set(index.label[rows].tolist())) > 1:
+            kind = "conflicting"
+        elif len(set(index.part[rows].tolist())) > 1:
+            kind = "across"
+        groups[kind].append(Copies(kind, tuple(map(index.which, rows.tolist()))))
+    return tuple(copies for group in groups.values() for copies in sorted(group, key=lambda c: c.pictures[0].name))
+
+
+def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> list[Finding]:
+    """Say which pictures cannot be read."""
+    if not unreadable:
+        return []
+    count = len(unreadable)
+    of = "" if found.decoded else f" of the {len(found.rows):,} looked at"
+    details = tuple(f"{bad.picture.name}: {bad.reason}" for bad in unreadable)
+    return [
+        Finding(
+            "unreadable", count, f"{count:,} cannot be read", f"{count_pictures(count)}{of} cannot be read",
+            "mend or remove them; training would put others in their place", details, grave=True,
+        )
+    ]  # fmt: skip
+
+
+_COPIES: dict[CopiesKind, tuple[str, str]] = {
+    "conflicting": ("with different labels", "decide which label is right and remove the others"),
+    "across": ("across parts", "keep one of each; a score on pictures that were trained on is too good"),
+    "within": ("within a part", "keep one of each, unless they are meant to count more"),
+}
+
+
+def duplicate_findings(duplicates: tuple[Copies, ...]) -> list[Finding]:
+    """Say how many pictures are superfluous, by the kind of their groups."""
+    findings: list[Finding] = []
+    for kind, (where, advice) in _COPIES.items():
+        groups = [copies.pictures for copies in duplicates if copies.kind == kind]
+        count = sum(len(pictures) - 1 for pictures in groups)
+        if count:
+            what = f"{count:,} duplicate{'s' * (count > 1)} {where}"
+            details = tuple(" = ".join(map(str, pictures)) for pictures in groups)
+            findings.append(Finding(kind, count, what, what, advice, details, grave=kind != "within"))
+    return findings
+
+
+def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
+    """Find classes that a part lacks, and great differences between classes. `counts` is by part and class."""
+    missing = tuple(f"{label}: none in {part}" for part in counts for label, n in counts[part].items() if not n)
+    findings = []
+    if missing:
+        classes = f"{len({line.rsplit(':', 1)[0] for line in missing}):,}"
+        what = f"{classes} class{'es are' if classes != '1' else ' is'} missing from a part"
+        advice = "add pictures; what a part lacks is not learned, or not measured"
+        findings.append(Finding("missing", len(missing), what, what, advice, missing, grave=True))
+    some = {label: n for label, n in counts["train"].items() if n}
+    if some and (ratio := max(some.values()) / min(some.values())) > UNBALANCED:
+        most, fewest = max(some, key=lambda label: some[label]), min(some, key=lambda label: some[label])
+        text = (
+            f"class {most!r} has {ratio:,.0f} times as many pictures to train on as class {fewest!r}, "
+            f"{some[most]:,} against {some[fewest]:,}"
+        )
+        advice = "add pictures of the small classes, or train with balanced sampling; look at the score of each class"
+        findings.append(Finding("unbalanced", 1, f"classes unbalanced {ratio:,.0f}:1", text, advice))
+    return findings
+
+
+_SIZE_ADVICE: dict[FindingKind, str] = {
+    "tiny": "use larger ones, or a model for smaller pictures",
+    "huge": "make them smaller once; decoding them is slow every time",
+    "long": "cut them, or see that what counts is at the centre",
+}
+
+
+def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
+    """Find pictures that are too small for a model that sees `size` pixels, too large, or too long."""
+    rows = index.found.rows
+    width, height = rows["width"][fine].astype(np.int64), rows["height"][fine].astype(np.int64)
+    short, long, least = np.minimum(width, height), np.maximum(width, height), max(TINY_SIDE, size // 4)
+    kinds: tuple[tuple[FindingKind, NDArray[np.bool_], str, str], ...] = (
+        ("tiny", short < least, "tiny", f"a shorter side below {least} pixels"),
+        ("huge", width * height > HUGE_PIXELS, "huge", f"more than {HUGE_PIXELS / 1e6:g} megapixels"),
+        ("long", long > LONG_RATIO * short, "very long", f"sides of more than {LONG_RATIO}:1"),
+    )
+    findings = []
+    for kind, hit, brief, what in kinds:
+        if count := int(hit.sum()):
+            chosen = fine[hit].tolist()
+            details = tuple(f"{index.which(row).name}: {rows['width'][row]}×{rows['height'][row]}" for row in chosen)
+            number = "all" if count == len(fine) else f"{count:,}"
+            text = f"{count_pictures(count)} {'has' if count == 1 else 'have'} {what}"
+            findings.append(Finding(kind, count, f"{number} {brief}", text, _SIZE_ADVICE[kind], details))
+    return findings
+
+
+def mode_finding(index: Index, fine: Rows, modes: dict[str, int]) -> list[Finding]:
+    """Find pictures of another mode than most. `modes` has the most frequent first."""
+    if len(modes) < 2:
+        return []
+    usual, *others = modes
+    words = index.found.rows["mode"]
+    details = tuple(
+        f"{index.which(row).name}: {words[row].decode()}" for row in fine[words[fine] != usual.encode()].tolist()
+    )
+    count = sum(modes[word] for word in others)
+    listed = ", ".join(f"{modes[word]:,} {word}" for word in others)
+    text = f"{count_pictures(count)} of another mode than the {modes[usual]:,} {usual}: {listed}"
+    advice = "all are brought to one mode; see that no class differs from the others by its mode alone"
+    return [Finding("modes", count, "mixed modes", text, advice, details)]
+
+
+def count_pictures(count: int) -> str:
+    """Return "1 picture" or "12,000 pictures"."""
+    return "1 picture" if count == 1 else f"{count:,} pictures"

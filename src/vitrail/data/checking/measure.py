@@ -1,0 +1,159 @@
+"""How fast pictures are read, decoded and augmented on one core, and so what bounds training on this machine."""
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from vitrail.data.augmentation import augment
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.draws import draws
+from vitrail.data.checking.survey import Seen, kind_of
+from vitrail.data.decode import open_picture
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.source import Pixels, Source
+
+SAMPLE, SECONDS = 256, 10.0
+
+Step = Literal["reading", "decoding", "augmenting"]
+
+
+class Bound(NamedTuple):
+    """What bounds training at some speed of compute."""
+
+    images_per_second: float
+    """What the device could take in."""
+    workers: int
+    """How many processes it takes to feed that."""
+    cores: int
+    """How many there can be."""
+    by: Literal["compute"] | Step
+    """What everything else waits for."""
+    reached: float
+    """The images per second that training gets."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the steps of preparing one picture take, in milliseconds of one core: means over a sample."""
+
+    pictures: int
+    reading: float
+    decoding: float
+    """As training does it: a JPEG at the smallest scale that still covers the crop."""
+    decoding_whole: float
+    """As evaluation does it."""
+    augmenting: float
+
+    @property
+    def images_per_second(self) -> float:
+        """How many pictures one worker prepares for training."""
+        return 1000 / (self.reading + self.decoding + self.augmenting)
+
+    @property
+    def slowest(self) -> Step:
+        """The step that takes longest."""
+        steps: dict[Step, float] = {
+            "reading": self.reading,
+            "decoding": self.decoding,
+            "augmenting": self.augmenting,
+        }
+        return max(steps, key=lambda step: steps[step])
+
+    def bound(self, images_per_second: float, cores: int) -> Bound:
+        """Say what bounds training where the device takes so many pictures and there are so many cores for workers."""
+        workers = max(1, math.ceil(images_per_second / self.images_per_second))
+        enough = workers <= cores
+        reached = images_per_second if enough else cores * self.images_per_second
+        return Bound(images_per_second, workers, cores, "compute" if enough else self.slowest, reached)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers as JSON can hold them."""
+        return {**asdict(self), "images_per_second": self.images_per_second, "slowest": self.slowest}
+
+
+def measure_speed(
+    source: Source,
+    *,
+    size: tuple[int, int] = (224, 224),
+    augmentation: Augmentation | None = None,
+    sample: int = SAMPLE,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    on_progress: Seen | None = None,
+) -> Speed | None:
+    """Prepare some pictures as training does, and time each step; None where none of them can be read.
+
+    The sample is drawn by `seed`, and cut short after so many seconds. What the system has read before, it still has in
+    memory: reading from a disk that is asked for the first time can be slower.
+    """
+    augmentation = Augmentation() if augmentation is None else augmentation
+    chosen = draws(seed, 0, "measure").choice(len(source), min(sample, len(source)), replace=False).tolist()
+    end = perf_counter() + seconds
+    times: list[tuple[float, ...]] = []
+    for position, index in enumerate([chosen[0], *chosen]):  # the first once more: it finds nothing prepared
+        try:
+            taken = _time_one(source, index, size, augmentation, draws(seed, position), whole_first=position % 2 == 0)
+        except Exception:  # what cannot be read, in whatever way, is no part of the sample; `check_data` says why
+            continue
+        if position:
+            times.append(taken)
+        if on_progress is not None:
+            on_progress(position, len(chosen))
+        if times and perf_counter() > end:
+            break
+    if not times:
+        return None
+    reading, decoding, decoding_whole, augmenting = (1000 * np.mean(times, axis=0)).tolist()
+    return Speed(len(times), reading, decoding, decoding_whole, augmenting)
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _time_one(
+    source: Source,
+    index: int,
+    size: tuple[int, int],
+    augmentation: Augmentation,
+    generator: np.random.Generator,
+    *,
+    whole_first: bool,
+) -> tuple[float, float, float, float]:
+    """Return the seconds that reading, decoding for training, decoding as a whole and augmenting take.
+
+    Whatever is decoded first finds the processor's memory cold, so the two ways of decoding take turns.
+    """
+    start = perf_counter()
+    stored = source.read(index)
+    reading = perf_counter() - start
+    channels = kind_of(stored).channels
+    whole = _time_whole(stored, channels) if whole_first else 0.0
+
+    start = perf_counter()
+    picture = open_picture(stored)
+    opened = perf_counter()
+    plan = augment.plan(augmentation, picture.height, picture.width, size, generator)
+    planned = perf_counter()
+    scale = 1.0 if plan.box is None else max(size[0] / plan.box.height, size[1] / plan.box.width)
+    pixels = picture.pixels(channels, scale=scale)
+    decoded = perf_counter()
+    if plan.box is None:
+        half = (0.5,) * channels
+        pixels = Preprocess(size=size, channels=channels, mean=half, std=half).fit(pixels)
+    augment.apply(plan, pixels, size)
+    applied = perf_counter()
+
+    whole = whole or _time_whole(stored, channels)
+    return reading, (opened - start) + (decoded - planned), whole, (planned - opened) + (applied - decoded)
+
+
+def _time_whole(stored: bytes | Pixels, channels: int) -> float:
+    start = perf_counter()
+    open_picture(stored).pixels(channels)
+    return perf_counter() - start

@@ -1,0 +1,292 @@
+"""Lists of pictures with their labels: what CSV, JSONL and Parquet files have in common, and the first two."""
+
+import csv
+import json
+import os
+import stat
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources.labels import label_text, order_classes
+from vitrail.data.sources.listing import Names, NamesBuilder, Progress, shown
+from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
+from vitrail.data.sources.splits import PARTS
+from vitrail.errors import DataError
+
+PICTURE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
+LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name")
+NAME_COLUMNS = ("label_name", "class_name")
+PROGRESS_EVERY = 10_000
+_PART_NUMBERS = {"train": 0, "val": 1, "test": 2}
+
+
+class Columns(NamedTuple):
+    """Which columns of a manifest say what."""
+
+    picture: str
+    label: str | None
+    name: str | None
+    split: str | None
+
+
+class Row(NamedTuple):
+    """What a manifest says of one picture. Values of columns that are not there are None."""
+
+    number: int
+    picture: object
+    label: object
+    name: object
+    split: object
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """Pictures in files that a manifest lists, by paths relative to the manifest's folder."""
+
+    place: str
+    paths: Names
+    classes: tuple[str, ...]
+    labels: Labels
+    part_of: NDArray[np.int8] | None
+    """Of every picture, 0 for train, 1 for val, 2 for test, where the manifest says so."""
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.labels)
+
+    def _path(self, index: int) -> bytes:
+        return os.path.join(os.fsencode(os.path.dirname(self.place)), self.paths[index])
+
+    def key(self, index: int) -> str:
+        """Return the path of a file as the manifest has it."""
+        return self.paths[index].decode("utf-8", "backslashreplace")
+
+    def name(self, index: int) -> str:
+        """Return the path of a file."""
+        return shown(self._path(index))
+
+    def read(self, index: int) -> bytes:
+        """Return the content of a file."""
+        return read_file(self._path(index), self.name(index))
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return the size of a file and the time of its last change."""
+        return stamp_file(self._path(index), self.name(index))
+
+
+class LabelCollector:
+    """Gathers labels and parts row by row, and turns them into numbers at the end."""
+
+    def __init__(self, place: str, columns: Columns, *, unit: str, unknown: str | None = None) -> None:
+        self.place, self.columns, self.unit = place, columns, unit
+        self.unknown = unknown
+        self._codes: dict[str, int] = {}
+        self._labels = array("q")
+        self._parts = array("b")
+        self._names: dict[str, str] = {}
+
+    def add(self, row: Row) -> int:
+        """Take the label and the part of a row; return a number for the label that equal labels share."""
+        where = f"{shown(self.place)}, {self.unit} {row.number}"
+        code = -1
+        if self.columns.label is not None:
+            text = label_text(row.label, where)
+            code = -1 if text == self.unknown else self._codes.setdefault(text, len(self._codes))
+            if self.columns.name is not None:
+                name = label_text(row.name, where)
+                if self._names.setdefault(text, name) != name:
+                    raise DataError(
+                        f"{where} calls label {text} {name!r}, before it was {self._names[text]!r}; use one name"
+                    )
+        self._labels.append(code)
+        if self.columns.split is not None:
+            part = PARTS.get(str(row.split).strip().lower())
+            if part is None:
+                raise DataError(f"{where} has the split {row.split!r}; write train, val or test")
+            self._parts.append(_PART_NUMBERS[part])
+        return code
+
+    def finish(self, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels, NDArray[np.int8] | None]:
+        """Return the classes, the label of every row and the part of every row; `names` are those of whole numbers."""
+        if not self._labels:
+            raise DataError(f"{shown(self.place)} lists no pictures; add a {self.unit} for each")
+        classes, lookup = order_classes(list(self._codes), names, place=shown(self.place))
+        if names is None and self._names:
+            classes = tuple(self._names[text] for text in classes)
+            order_classes((), classes, place=shown(self.place))  # no two with one name
+        parts = np.array(self._parts, np.int8) if self.columns.split is not None else None
+        return classes, lookup[np.array(self._labels, np.int64)], parts
+
+
+def open_manifest(
+    place: str | os.PathLike[str], *, unlabelled: bool = False, on_progress: Progress | None = None
+) -> Manifest:
+    """Open a CSV file with a header, or a JSONL file. With `unlabelled` it need not have a column of labels."""
+    place = os.fspath(place)
+    read = read_csv if place.lower().endswith(".csv") else read_jsonl
+    try:
+        columns, rows = read(place, unlabelled)
+        return manifest_of(place, columns, rows, unit="line", on_progress=on_progress)
+    except UnicodeDecodeError as fault:
+        raise DataError(
+            f"{shown(place)} is not UTF-8 ({fault.reason} at byte {fault.start}); save it as UTF-8"
+        ) from None
+    except OSError as fault:
+        raise DataError(f"{shown(place)} cannot be read: {reason_of(fault)}") from None
+
+
+def manifest_of(
+    place: str,
+    columns: Columns,
+    rows: Iterable[Row],
+    *,
+    unit: str,
+    names: Sequence[str] | None = None,
+    on_progress: Progress | None = None,
+) -> Manifest:
+    """Make the source of rows whose pictures are paths."""
+    labels = LabelCollector(place, columns, unit=unit)
+    paths = NamesBuilder()
+    first: dict[bytes, tuple[int, int]] = {}
+    missing: list[str] = []
+    gone = 0
+    folder = os.fsencode(os.path.dirname(place))
+    for count, row in enumerate(rows, start=1):
+        code = labels.add(row)
+        path = _path_of(row, f"{shown(place)}, {unit} {row.number}")
+        file = os.path.normpath(os.path.join(folder, path))
+        before, its_code = first.setdefault(file, (row.number, code))
+        if before != row.number:
+            _refuse_twice(place, unit, path, (before, row.number), several=code != its_code)
+        if not _is_file(file):
+            gone += 1
+            missing += [shown(path)] if gone <= 3 else []
+        paths.extend([path])
+        if on_progress is not None and not count % PROGRESS_EVERY:
+            on_progress(count)
+    if gone:
+        files = "1 file is" if gone == 1 else f"{gone} files are"
+        more = " and others" if gone > len(missing) else ""
+        raise DataError(
+            f"{files} not where {shown(place)} says ({', '.join(missing)}{more}); "
+            "correct the paths, which are relative to the manifest's folder"
+        )
+    return Manifest(place, Names(*paths.arrays()), *labels.finish(names))
+
+
+def _path_of(row: Row, where: str) -> bytes:
+    value = row.picture.get("path") if isinstance(row.picture, dict) else row.picture
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where} has {value!r} where the path of a picture should be; write a path")
+    try:
+        return os.fsencode(value)
+    except UnicodeEncodeError:
+        raise DataError(f"{where} has {value!r}, which cannot be a path; correct it") from None
+
+
+def _refuse_twice(place: str, unit: str, path: bytes, lines: tuple[int, int], *, several: bool) -> None:
+    where = f"{shown(path)} is listed twice in {shown(place)}, on {unit}s {lines[0]} and {lines[1]}"
+    if several:
+        raise DataError(
+            f"{where}: several labels per picture are not possible, single-label classification only, for now"
+        )
+    raise DataError(f"{where}; list each picture once")
+
+
+def _is_file(path: bytes) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def choose_columns(
+    place: str, found: Sequence[str], *, unlabelled: bool, pictures: Sequence[str] = PICTURE_COLUMNS
+) -> Columns:
+    """Find out which of the columns say what; their case does not matter."""
+    by_name: dict[str, str] = {}
+    for column in found:
+        by_name.setdefault(column.strip().lower(), column)
+
+    def first(names: Sequence[str]) -> str | None:
+        return next((by_name[name] for name in names if name in by_name), None)
+
+    picture, label = first(pictures), first(LABEL_COLUMNS)
+    columns = ", ".join(repr(column) for column in found[:20]) or "none"
+    if picture is None:
+        raise DataError(
+            f"{shown(place)} has no column for the pictures; name one of its columns ({columns}) "
+            f"{' or '.join(PICTURE_COLUMNS)}"
+        )
+    if label is None and not unlabelled:
+        raise DataError(
+            f"{shown(place)} has no column for the labels; name one of its columns ({columns}) "
+            f"{' or '.join(LABEL_COLUMNS[:4])}"
+        )
+    name = first(NAME_COLUMNS) if label is not None and label.strip().lower() not in NAME_COLUMNS else None
+    return Columns(picture, label, name, first(("split",)))
+
+
+def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
+    """Return the columns and the rows of a CSV file."""
+    with open(place, newline="", encoding="utf-8-sig") as file:
+        header = next(_csv_lines(place, csv.reader(file)), [])
+    columns = choose_columns(place, header, unlabelled=unlabelled)
+    return columns, _csv_rows(place, header, columns)
+
+
+def _csv_rows(place: str, header: list[str], columns: Columns) -> Iterator[Row]:
+    places = [None if column is None else header.index(column) for column in columns]
+    with open(place, newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        lines = _csv_lines(place, reader)
+        next(lines, None)
+        for fields in lines:
+            if not fields:
+                continue  # an empty line
+            if len(fields) != len(header):
+                raise DataError(
+                    f"{shown(place)}, line {reader.line_num} has {len(fields)} fields, "
+                    f"but the header has {len(header)}; put fields with commas in quotes"
+                )
+            yield Row(reader.line_num, *(None if at is None else fields[at] for at in places))
+
+
+def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error as fault:
+        raise DataError(f"{shown(place)} is not a CSV file that can be read: {fault}") from None
+
+
+def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
+    """Return the columns and the rows of a file with a JSON object on every line."""
+    found = next((fields for _, fields in _json_lines(place)), None)
+    if found is None:
+        raise DataError(f"{shown(place)} lists no pictures; add a line for each")
+    columns = choose_columns(place, list(found), unlabelled=unlabelled)
+    return columns, _json_rows(place, columns)
+
+
+def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
+    for number, fields in _json_lines(place):
+        yield Row(number, *(None if column is None else fields.get(column) for column in columns))
+
+
+def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object]]]:
+    with open(place, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError):
+                raise DataError(f"{shown(place)}, line {number} is not JSON; write one object on each line") from None
+            if not isinstance(fields, dict):
+                raise DataError(f"{shown(place)}, line {number} is not a JSON object; write one object on each line")
+            yield number, fields

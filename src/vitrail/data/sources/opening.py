@@ -1,0 +1,253 @@
+"""Finding out what a person gave as data, and opening it."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vitrail.data.sources.builtin import digits
+from vitrail.data.sources.folders import open_folder
+from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.manifests import Manifest, open_manifest
+from vitrail.data.sources.parquet import ParquetPictures, open_parquet
+from vitrail.data.sources.shards import expand_pattern, is_pattern, open_shards
+from vitrail.data.sources.source import Keyed, Labels, Pixels, Source, reason_of
+from vitrail.data.sources.splits import (
+    PARTS,
+    Parts,
+    check_counts,
+    make_record,
+    part_of,
+    parts_from_record,
+    split_indices,
+    split_source,
+)
+from vitrail.errors import DataError
+
+MANIFESTS = (".csv", ".jsonl", ".parquet")
+PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4", ".zip")
+_SHARD_OF_PART = re.compile(r"(" + "|".join(PARTS) + r")(?![a-z])", re.IGNORECASE)
+
+
+@dataclass(frozen=True, eq=False)
+class Renumbered:
+    """A source whose classes are counted as another one counts them, so that one model fits both."""
+
+    whole: Source
+    classes: tuple[str, ...]
+    labels: Labels
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.whole)
+
+    def key(self, index: int) -> str:
+        """Return the key of a picture."""
+        return self.whole.key(index) if isinstance(self.whole, Keyed) else self.whole.name(index)
+
+    def name(self, index: int) -> str:
+        """Return what a person would call a picture."""
+        return self.whole.name(index)
+
+    def read(self, index: int) -> bytes | Pixels:
+        """Return a picture as it is stored."""
+        return self.whole.read(index)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return two numbers that change when the stored picture does."""
+        return self.whole.stamp(index)
+
+
+def open_data(
+    place: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    val: float = 0.1,
+    test: float = 0.1,
+    record: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Parts:
+    """Open data to train on, in three parts: those that the data itself names, the others drawn from train.
+
+    `place` is a folder with a sub-folder for each class (or with such folders in train/, val/ and test/), a manifest
+    (.csv, .jsonl, .parquet), tar shards (one, a folder of them, a pattern), or the word "digits". With the `record` of
+    an earlier split the parts are the same as then, whatever `seed` and the shares say.
+    """
+    shown_place = shown(os.fspath(place))
+    named = _open_parts(os.fspath(place), on_progress)
+    train = named["train"]
+    present = np.unique(train.labels)
+    if len(present) < 2:
+        found = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no pictures to train on"
+        raise DataError(f"{shown_place} has {found}; training needs pictures of at least two classes")
+    for name in named.keys() - {"train"}:
+        named[name] = renumber(named[name], train, f"the {name} part of {shown_place}")
+    if record is not None:
+        return _as_recorded(named, record)
+    if len(named) == 1:
+        return split_source(train, seed=seed, val=val, test=test)
+    shares = {"val": val} if "val" not in named and val > 0 else {}
+    if shares:
+        for_train, for_val, _ = split_indices(train.labels, seed=seed, val=val, test=0, classes=train.classes)
+        named |= {"train": part_of(train, for_train), "val": part_of(train, for_val)}
+    parts = (named["train"], named.get("val"), named.get("test"))
+    return Parts(*parts, make_record("given", *parts, seed=seed if shares else None, shares=shares))
+
+
+def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
+    """Open data as one source, to predict or measure on. Pictures without a class have label -1."""
+    place = os.fspath(place)
+    if not os.path.lexists(place):
+        if place == "digits":
+            return digits()
+        return _one(place, _group_shards(_existing_shards(place)), on_progress)
+    if os.path.isdir(place):
+        folders, tars = _look_into(place)
+        if found := _part_folders(place, folders):
+            parts = ", ".join(sorted(os.path.basename(folder) for folder in found.values()))
+            raise DataError(f"{shown(place)} has the parts {parts}; name the folder of one of them")
+        if tars and not folders:
+            return _one(place, _group_shards(tars), on_progress)
+        return open_folder(place, unlabelled=True, on_progress=on_progress)
+    if _kind_of_file(place) == "shard":
+        return open_shards([place], unlabelled=True, on_progress=on_progress)
+    return _open_table(place, True, on_progress)
+
+
+def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None) -> Source:
+    """Open shards as one source, if they are not those of several parts."""
+    if len(shards) > 1:
+        raise DataError(
+            f"{shown(place)} has shards of the parts {', '.join(shards)}; name those of one part by a pattern"
+        )
+    return open_shards(next(iter(shards.values())), unlabelled=True, on_progress=on_progress)
+
+
+def _open_parts(place: str, on_progress: Progress | None) -> dict[str, Source]:
+    """Open the parts that the data names; one that names none is "train" as a whole."""
+    if not os.path.lexists(place):
+        if place == "digits":
+            return {"train": digits()}
+        return _open_shards_of_parts(_existing_shards(place), on_progress)
+    if os.path.isdir(place):
+        folders, tars = _look_into(place)
+        if found := _part_folders(place, folders):
+            return {name: _open_class_folder_or_shards(folder, on_progress) for name, folder in found.items()}
+        if tars and not folders:
+            return _open_shards_of_parts(tars, on_progress)
+        return {"train": open_folder(place, on_progress=on_progress)}
+    if _kind_of_file(place) == "shard":
+        return {"train": open_shards([place], on_progress=on_progress)}
+    manifest = _open_table(place, False, on_progress)
+    if manifest.part_of is None:
+        return {"train": manifest}
+    rows = {name: np.flatnonzero(manifest.part_of == number) for number, name in enumerate(("train", "val", "test"))}
+    if not len(rows["train"]):
+        raise DataError(f"{shown(place)} has no row of the train part; write train in the split column of some")
+    return {name: part_of(manifest, indices) for name, indices in rows.items() if len(indices)}
+
+
+def _open_table(place: str, unlabelled: bool, on_progress: Progress | None) -> Manifest | ParquetPictures:
+    if place.lower().endswith(".parquet"):
+        return open_parquet(place, unlabelled=unlabelled, on_progress=on_progress)
+    return open_manifest(place, unlabelled=unlabelled, on_progress=on_progress)
+
+
+def _open_class_folder_or_shards(place: str, on_progress: Progress | None) -> Source:
+    folders, tars = _look_into(place)
+    if tars and not folders:
+        return open_shards(tars, on_progress=on_progress)
+    return open_folder(place, on_progress=on_progress)
+
+
+def _open_shards_of_parts(tars: list[str], on_progress: Progress | None) -> dict[str, Source]:
+    groups = _group_shards(tars)
+    return {name: open_shards(group, on_progress=on_progress) for name, group in groups.items()}
+
+
+def _look_into(place: str) -> tuple[list[str], list[str]]:
+    """Return the paths of the sub-folders and of the tar shards in a folder, sorted."""
+    try:
+        with os.scandir(place) as entries:
+            seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
+            folders = sorted(entry.path for entry in seen if entry.is_dir())
+            return folders, sorted(entry.path for entry in seen if entry.name.lower().endswith(".tar"))
+    except OSError as fault:
+        raise DataError(f"{shown(place)} cannot be read: {reason_of(fault)}") from None
+
+
+def _part_folders(place: str, folders: list[str]) -> dict[str, str]:
+    """Return the folders of the parts, if these are some: train with another part beside it, or train alone."""
+    found: dict[str, str] = {}
+    for folder in folders:
+        part = PARTS.get(os.path.basename(folder).lower())
+        if part is not None and part in found:
+            both = f"{shown(os.path.basename(found[part]))}/ and {shown(os.path.basename(folder))}/"
+            raise DataError(f"{shown(place)} has {both}, which are the same part; keep one of them")
+        if part is not None:
+            found[part] = folder
+    return found if "train" in found and (len(found) > 1 or len(folders) == 1) else {}
+
+
+def _group_shards(tars: list[str]) -> dict[str, list[str]]:
+    """Sort shards by the part that their names begin with ("val-0001.tar"), if all do so and some are for training."""
+    groups: dict[str, list[str]] = {}
+    for tar in tars:
+        match = _SHARD_OF_PART.match(os.path.basename(tar))
+        groups.setdefault(PARTS[match[1].lower()] if match else "", []).append(tar)
+    return groups if "train" in groups and "" not in groups else {"train": tars}
+
+
+def _existing_shards(place: str) -> list[str]:
+    """Return the shards that a pattern stands for."""
+    if not is_pattern(place):
+        raise DataError(f"there is no {shown(place)}; give a folder, a manifest, tar shards, or the word digits")
+    return expand_pattern(place)
+
+
+def _kind_of_file(place: str) -> str:
+    lower = place.lower()
+    if not os.path.exists(place):
+        raise DataError(f"{shown(place)} is a link to nothing; correct the link")
+    if lower.endswith(PACKED):
+        raise DataError(f"{shown(place)} is compressed, which allows no random access; unpack it and give the result")
+    if lower.endswith(".tar"):
+        return "shard"
+    if lower.endswith(MANIFESTS):
+        return "manifest"
+    raise DataError(
+        f"{shown(place)} is neither a folder nor a file of a known kind; give a folder, "
+        f"a manifest ({', '.join(MANIFESTS)}) or tar shards"
+    )
+
+
+def renumber(source: Source, train: Source, place: str) -> Source:
+    """Return a source with its classes counted as the training part counts them; it may not have others."""
+    numbers = {name: number for number, name in enumerate(train.classes)}
+    trained = set(np.unique(train.labels).tolist())
+    for label in np.unique(source.labels).tolist():
+        name = source.classes[label]
+        if numbers.get(name) not in trained:
+            raise DataError(
+                f"{place} has the class {name!r}, which the train part does not have; add it there or remove it"
+            )
+    if source.classes == train.classes:
+        return source
+    lookup = np.array([numbers.get(name, -1) for name in source.classes], np.int64)
+    return Renumbered(source, train.classes, lookup[source.labels])
+
+
+def _as_recorded(named: Mapping[str, Source], record: Mapping[str, Any]) -> Parts:
+    """Return the parts as a record says: those that the data names must have as many pictures, the others are drawn."""
+    drawn = {
+        key: {part: value for part, value in dict(record.get(key, {})).items() if part == "train" or part not in named}
+        for key in ("names", "counts")
+    }
+    parts = parts_from_record(named["train"], drawn)
+    for name in named.keys() - {"train"}:
+        check_counts(name, named[name], dict(record.get("counts", {})).get(name, {}))
+    val, test = named.get("val", parts.val), named.get("test", parts.test)
+    return Parts(parts.train, val, test, dict(record))

@@ -1,0 +1,204 @@
+"""Parquet manifests: paths of pictures, or the pictures themselves as bytes, as Hugging Face datasets writes them."""
+
+import importlib
+import itertools
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.manifests import (
+    PICTURE_COLUMNS,
+    PROGRESS_EVERY,
+    Columns,
+    LabelCollector,
+    Manifest,
+    Row,
+    choose_columns,
+    manifest_of,
+)
+from vitrail.data.sources.source import Labels, reason_of, stamp_file
+from vitrail.errors import DataError
+
+GROUPS_HELD = 4
+"""How many row groups a process keeps in memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParquetPictures:
+    """Pictures that lie as bytes in a column of a Parquet file, read a row group at a time.
+
+    Fast in the order of the rows. In random order every picture costs the reading of its row group: to train on many,
+    write small row groups, or tar shards.
+    """
+
+    place: str
+    column: str
+    """The path of the column in the schema: "bytes", or "image.bytes"."""
+    group_ends: NDArray[np.int64]
+    classes: tuple[str, ...]
+    labels: Labels
+    part_of: NDArray[np.int8] | None
+    """Of every picture, 0 for train, 1 for val, 2 for test, where the file says so."""
+    _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Row groups stay in the process that read them.
+        return {**self.__dict__, "_held": OrderedDict()}
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.labels)
+
+    def key(self, index: int) -> str:
+        """Return the number of the row."""
+        return f"row {index + 1}"
+
+    def name(self, index: int) -> str:
+        """Return the file and the number of the row."""
+        return f"{shown(self.place)}, row {index + 1}"
+
+    def read(self, index: int) -> bytes:
+        """Return the bytes of a picture."""
+        group = int(np.searchsorted(self.group_ends, index, side="right"))
+        start = int(self.group_ends[group - 1]) if group else 0
+        value = self._group(group, index)[index - start].as_py()
+        if value is None:
+            raise DataError(f"{self.name(index)} has no picture; write its bytes, or remove the row")
+        return bytes(value)
+
+    def _group(self, group: int, index: int) -> Any:
+        values = self._held.pop(group, None)
+        if values is None:
+            arrow = import_pyarrow(self.place)
+            try:
+                with open(self.place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+                    table = file.read_row_group(group, columns=[self.column], use_threads=False)
+            except (OSError, arrow.ArrowException, IndexError) as fault:
+                raise DataError(f"{self.name(index)} cannot be read: {_one_line(fault)}") from None
+            values = table.column(0)
+            for inner in self.column.split(".")[1:]:
+                values = arrow.compute.struct_field(values, inner)
+        self._held[group] = values
+        while len(self._held) > GROUPS_HELD:
+            self._held.popitem(last=False)
+        return values
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return the size of the Parquet file and the time of its last change."""
+        return stamp_file(self.place, self.name(index))
+
+
+def import_pyarrow(place: str) -> Any:
+    """Return pyarrow, which only Parquet files need."""
+    try:
+        importlib.import_module("pyarrow.compute")
+        importlib.import_module("pyarrow.parquet")
+        return importlib.import_module("pyarrow")
+    except ImportError:
+        raise DataError(f"{shown(place)} needs pyarrow to be read: pip install 'vitrail[parquet]'") from None
+
+
+def open_parquet(
+    place: str | os.PathLike[str], *, unlabelled: bool = False, on_progress: Progress | None = None
+) -> Manifest | ParquetPictures:
+    """Open a Parquet file. With `unlabelled` it need not have a column of labels."""
+    place = os.fspath(place)
+    arrow = import_pyarrow(place)
+    try:
+        with open(place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+            return _open(place, arrow, file, unlabelled, on_progress)
+    except (OSError, arrow.ArrowException) as fault:
+        raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+
+
+def _open(
+    place: str, arrow: Any, file: Any, unlabelled: bool, on_progress: Progress | None
+) -> Manifest | ParquetPictures:
+    schema = file.schema_arrow
+    # Bytes before paths: where a file has both, the paths tell where the bytes once came from.
+    binary = [name for name in schema.names if _bytes_column(arrow, file, name) is not None]
+    preferred = sorted(PICTURE_COLUMNS, key=lambda name: not any(name == found.strip().lower() for found in binary))
+    columns = choose_columns(place, schema.names, unlabelled=unlabelled, pictures=preferred)
+    column = _bytes_column(arrow, file, columns.picture)
+    names = _class_names(schema, columns.label)
+    if names is not None:
+        columns = columns._replace(name=None)
+    if column is None:
+        return manifest_of(place, columns, _rows(file, columns), unit="row", names=names, on_progress=on_progress)
+    _check_no_empty(place, file, column)
+    # Hugging Face writes -1 where a label is not known.
+    collector = LabelCollector(place, columns, unit="row", unknown="-1" if names and unlabelled else None)
+    for row in _rows(file, columns._replace(picture="")):
+        collector.add(row)
+        if on_progress is not None and not row.number % PROGRESS_EVERY:
+            on_progress(row.number)
+    groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+    return ParquetPictures(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
+
+
+def _bytes_column(arrow: Any, file: Any, name: str) -> str | None:
+    """Return the path of the bytes in a column, or None where it holds paths."""
+    kind = file.schema_arrow.field(name).type
+    if arrow.types.is_binary(kind) or arrow.types.is_large_binary(kind):
+        return name
+    if arrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        missing = _empty_cells(file, f"{name}.bytes")
+        if missing is None or missing < file.metadata.num_rows:
+            return f"{name}.bytes"
+    return None
+
+
+def _empty_cells(file: Any, column: str) -> int | None:
+    """Return how many rows have nothing in a column, without reading it; None where the file does not say."""
+    total = 0
+    for group in range(file.num_row_groups):
+        cells = file.metadata.row_group(group)
+        for number in range(cells.num_columns):
+            if cells.column(number).path_in_schema == column:
+                statistics = cells.column(number).statistics
+                if statistics is None or not statistics.has_null_count:
+                    return None
+                total += statistics.null_count
+    return total
+
+
+def _check_no_empty(place: str, file: Any, column: str) -> None:
+    missing = _empty_cells(file, column)
+    if missing:
+        rows = "1 row has" if missing == 1 else f"{missing} rows have"
+        raise DataError(f"{rows} no picture in the column {column!r} of {shown(place)}; fill or remove them")
+
+
+def _class_names(schema: Any, label: str | None) -> list[str] | None:
+    """Return the names that Hugging Face datasets wrote for whole-number labels, if it did."""
+    text = (schema.metadata or {}).get(b"huggingface")
+    try:
+        names = json.loads(text)["info"]["features"][label]["names"] if text is not None else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return [str(name) for name in names] if isinstance(names, list) else None
+
+
+def _rows(file: Any, columns: Columns) -> Iterator[Row]:
+    """Go through the rows, reading the columns asked for and of a picture only its path."""
+    wanted = [column for column in columns if column]
+    numbers = itertools.count(1)
+    if not wanted:
+        yield from (Row(next(numbers), None, None, None, None) for _ in range(file.metadata.num_rows))
+        return
+    for batch in file.iter_batches(batch_size=65_536, columns=wanted, use_threads=False):
+        cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
+        for picture, label, name, split in zip(*cells, strict=False):
+            yield Row(next(numbers), picture, label, name, split)
+
+
+def _one_line(fault: Exception) -> str:
+    text = reason_of(fault) if isinstance(fault, OSError | ValueError) else str(fault)
+    return " ".join(text.split())[:200]

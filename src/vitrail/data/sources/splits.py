@@ -1,0 +1,165 @@
+"""Dividing pictures into the part for training, the part that chooses, and the part for the verdict."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources.source import Keyed, Labels, Part, Source
+from vitrail.errors import ConfigError, DataError
+
+Indices = NDArray[np.int64]
+PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""What folders, shards and split columns may call the parts, and which part that is."""
+
+
+class Parts(NamedTuple):
+    """The parts of a data set. What chooses (val) and what gives the verdict (test) is never trained on."""
+
+    train: Source
+    val: Source | None
+    test: Source | None
+    split: dict[str, Any]
+    """How the parts came about, as JSON can hold it; `parts_from_record` makes the same parts from it."""
+
+
+def part_of(source: Source, indices: Indices) -> Part:
+    """Return some pictures of a source; a part of a part is a part of the whole."""
+    return Part(source.whole, source.indices[indices]) if isinstance(source, Part) else Part(source, indices)
+
+
+def split_indices(
+    labels: Labels, *, seed: int, val: float, test: float, classes: Sequence[str] | None = None
+) -> tuple[Indices, Indices, Indices]:
+    """Divide pictures into train, val and test, each class by the same shares; return sorted indices.
+
+    A pure function of the labels and the seed. A part with share 0 is empty; every other one has at least one picture
+    of each class. `classes` gives names to messages.
+    """
+    _check_shares(val, test)
+    if not len(labels) or int(labels.min()) < 0:
+        raise DataError("pictures without labels cannot be divided into parts; give every picture a label")
+    by_class = np.argsort(labels, kind="stable")
+    numbers, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    taken: dict[str, list[Indices]] = {"train": [], "val": [], "test": []}
+    for number, start, count in zip(numbers.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        for_val, for_test = _counts(count, val, test, str(number) if classes is None else classes[number])
+        # Raw output and a stable sort: NumPy promises that neither changes from one version to the next.
+        key = np.array([seed % 2**64, number], np.uint64)
+        order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
+        shuffled = by_class[start : start + count][order]
+        taken["val"].append(shuffled[:for_val])
+        taken["test"].append(shuffled[for_val : for_val + for_test])
+        taken["train"].append(shuffled[for_val + for_test :])
+    train_part, val_part, test_part = (np.sort(np.concatenate(taken[part])) for part in ("train", "val", "test"))
+    return train_part, val_part, test_part
+
+
+def _check_shares(val: float, test: float) -> None:
+    for name, share in (("val", val), ("test", test)):
+        if not 0 <= share < 1:
+            raise ConfigError(f"the share of {name} is {share}; it is at least 0 and below 1")
+    if val + test >= 1:
+        raise ConfigError(f"the shares of val {val} and test {test} leave nothing to train on; make them smaller")
+
+
+def _counts(count: int, val: float, test: float, name: str) -> tuple[int, int]:
+    """Return how many pictures of a class go to val and to test: the nearest numbers that leave one for each part."""
+    needed = 1 + (val > 0) + (test > 0)
+    if count < needed:
+        pictures = "1 picture" if count == 1 else f"{count} pictures"
+        raise DataError(
+            f"class {name!r} has {pictures}, too few for {needed} parts; "
+            "add some, remove the class, or ask for fewer parts"
+        )
+    wanted = [count * val, count * test]
+    given = [max(1, math.floor(share + 0.5)) if share else 0 for share in wanted]
+    while sum(given) >= count:  # rounding left nothing to train on
+        over = [(number - share if number > 1 else -math.inf) for number, share in zip(given, wanted, strict=True)]
+        given[over.index(max(over))] -= 1
+    return given[0], given[1]
+
+
+def split_source(source: Source, *, seed: int = 0, val: float = 0.1, test: float = 0.1) -> Parts:
+    """Divide a source into its parts."""
+    indices = split_indices(source.labels, seed=seed, val=val, test=test, classes=source.classes)
+    train_part, val_part, test_part = (part_of(source, part) if len(part) else None for part in indices)
+    if train_part is None:
+        raise DataError("there are no pictures to train on")
+    record = make_record("stratified", train_part, val_part, test_part, seed=seed, shares={"val": val, "test": test})
+    return Parts(train_part, val_part, test_part, record)
+
+
+def make_record(
+    method: str,
+    train: Source,
+    val: Source | None,
+    test: Source | None,
+    *,
+    seed: int | None = None,
+    shares: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Write down how parts came about. `method` is "stratified" or "given", `shares` those parts that were drawn."""
+    parts = {"train": train, "val": val, "test": test}
+    return {
+        "method": method,
+        "seed": seed,
+        "shares": dict(shares or {}),
+        "counts": {name: _class_counts(part) for name, part in parts.items() if part is not None},
+        "names": {name: _keys(part) for name, part in parts.items() if part is not None and name != "train"},
+    }
+
+
+def _class_counts(source: Source) -> dict[str, int]:
+    counts = np.bincount(source.labels, minlength=len(source.classes)).tolist()
+    return dict(zip(source.classes, counts, strict=True))
+
+
+def _keys(source: Source) -> list[str]:
+    whole, indices = (
+        (source.whole, source.indices.tolist()) if isinstance(source, Part) else (source, range(len(source)))
+    )
+    find = whole.key if isinstance(whole, Keyed) else whole.name
+    return [find(index) for index in indices]
+
+
+def parts_from_record(source: Source, record: Mapping[str, Any]) -> Parts:
+    """Make the parts of a source that a record tells of. The source must have the same pictures as then."""
+    try:
+        names: dict[str, list[str]] = {part: list(record["names"].get(part, [])) for part in ("val", "test")}
+        counts: dict[str, dict[str, int]] = dict(record["counts"])
+    except (KeyError, TypeError, AttributeError):
+        raise DataError("the record of the split is incomplete; start again without it") from None
+    place_of = {key: index for index, key in enumerate(_keys(source))}
+    found: dict[str, Indices] = {}
+    for part, keys in names.items():
+        gone = [key for key in keys if key not in place_of]
+        if gone:
+            more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+            raise DataError(
+                f"{gone[0]}{more}, of the {part} part of the recorded split, is gone; put it back, or start a new run"
+            )
+        found[part] = np.sort(np.array([place_of[key] for key in keys], np.int64))
+    rest = np.ones(len(source), bool)
+    for indices in found.values():
+        rest[indices] = False
+    train = part_of(source, np.flatnonzero(rest))
+    val, test = (part_of(source, found[part]) if part in counts else None for part in ("val", "test"))
+    for name, part_now in (("train", train), ("val", val), ("test", test)):
+        if part_now is not None:
+            check_counts(name, part_now, counts.get(name, {}))
+    return Parts(train, val, test, dict(record))
+
+
+def check_counts(name: str, part: Source, recorded: Mapping[str, int]) -> None:
+    """See to it that a part has as many pictures of each class as a record says."""
+    now = _class_counts(part)
+    for label in [*recorded, *now]:
+        before, after = recorded.get(label, 0), now.get(label, 0)
+        if before != after:
+            raise DataError(
+                f"class {label!r} has {after} pictures in the {name} part, but had {before} "
+                "when the split was recorded; bring back the same pictures, or start a new run"
+            )

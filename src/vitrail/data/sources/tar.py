@@ -1,0 +1,181 @@
+"""Reading the table of contents of a tar file: only its headers, in a third of the time that `tarfile` takes."""
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vitrail.data.sources.listing import shown
+from vitrail.errors import DataError
+
+BLOCK = 512
+WINDOW = 4096
+"""How much is read at once: several headers where the files between them are small, little waste where not."""
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04")
+# Kinds of members, from the header's byte 156.
+_FILES = (b"0", b"\0", b"7")
+_FOLDER = b"5"
+_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
+_ABOUT_NEXT = (b"L", b"K", b"x", b"g")  # long names as GNU writes them, properties as POSIX does
+_NOTHING: dict[bytes, bytes] = {}
+_LONGEST_EXTRA = 1 << 20
+"""A name or a table of properties longer than this is damage, not data."""
+
+
+class Member(NamedTuple):
+    """A file in a tar."""
+
+    name: bytes
+    start: int
+    """Where its content begins."""
+    size: int
+    is_file: bool
+    """False for links, sparse files and devices."""
+
+
+class _Reader:
+    """Reads small pieces of a file through a window."""
+
+    def __init__(self, file: int) -> None:
+        self.file, self.size = file, os.fstat(file).st_size
+        self._window, self._start = b"", 0
+
+    def read(self, start: int, size: int) -> bytes:
+        at = start - self._start
+        if at < 0 or at + size > len(self._window):
+            self._window, self._start = os.pread(self.file, max(size, WINDOW), start), start
+            at = 0
+        return self._window[at : at + size]
+
+
+def members(path: str, file: int) -> Iterator[Member]:
+    """Go through the files of an uncompressed tar, folders left out. `path` is for messages."""
+    reader = _Reader(file)
+    _check_kind(path, reader)
+    place = 0
+    common: dict[bytes, bytes] = {}
+    extra: dict[bytes, bytes] = {}  # what headers before the next file's own say of it
+    while place < reader.size:
+        header = reader.read(place, BLOCK)
+        if not header.strip(b"\0"):
+            _check_end(path, reader, place)
+            return
+        kind, size = _check_header(path, reader, header, place)
+        start = place + BLOCK
+        if kind in _ABOUT_NEXT:
+            place = _after(path, reader, start, size)
+            try:
+                _add_properties(kind, _read_extra(reader, start, size), common, extra)
+            except ValueError:
+                raise DataError(f"{shown(path)} is damaged at byte {start}; make it again") from None
+            continue
+        here = {**common, **extra} if common or extra else _NOTHING
+        if kind in _WITHOUT_CONTENT:
+            size = 0
+        elif b"size" in here:
+            size = int(here[b"size"])
+        place = _after(path, reader, start, size)
+        name = here.get(b"path") or _header_name(header)
+        extra.clear()
+        # Old tars mark a folder by a slash at the end of its name.
+        if kind != _FOLDER and not name.endswith(b"/"):
+            sparse = bool(here) and any(key.startswith(b"GNU.sparse") for key in here)
+            yield Member(name, start, size, kind in _FILES and not sparse)
+    if extra:
+        raise _cut_short(path, reader)
+
+
+def _check_kind(path: str, reader: _Reader) -> None:
+    if not reader.size:
+        raise DataError(f"{shown(path)} is empty; make the tar again")
+    if reader.read(0, 8).startswith(_COMPRESSED):
+        raise DataError(f"{shown(path)} is compressed, which allows no random access; decompress it")
+
+
+def _check_header(path: str, reader: _Reader, header: bytes, place: int) -> tuple[bytes, int]:
+    """Return the kind of a member and the size of its content."""
+    if len(header) < BLOCK:
+        raise _cut_short(path, reader)
+    total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    signed = total - 256 * sum(byte > 127 for byte in header) if not header.isascii() else total
+    try:
+        if _number(header[148:156]) in (total, signed):
+            kind = header[156:157]
+            if kind == b"S":
+                raise DataError(
+                    f"{shown(path)} has a sparse file, {shown(_header_name(header))}; write whole files to it"
+                )
+            return kind, _number(header[124:136])
+    except ValueError:
+        pass
+    what = f"is damaged at byte {place}; make it again" if place else "is not a tar file; give one, or another suffix"
+    raise DataError(f"{shown(path)} {what}")
+
+
+def _number(field: bytes) -> int:
+    """Read a number as tar writes it: digits, or, for large ones, bytes after a mark."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    value = int(field.partition(b"\0")[0].strip() or b"0", 8)
+    if value < 0:
+        raise ValueError(value)
+    return value
+
+
+def _header_name(header: bytes) -> bytes:
+    name = header[:100].partition(b"\0")[0]
+    # Only the POSIX format has the front part of long names here; GNU's has times.
+    prefix = header[345:500].partition(b"\0")[0] if header[257:263] == b"ustar\0" else b""
+    return prefix + b"/" + name if prefix else name
+
+
+def _after(path: str, reader: _Reader, start: int, size: int) -> int:
+    """Return where the next header is, after content of this size."""
+    if start + size > reader.size:
+        raise _cut_short(path, reader, start + size)
+    return start + -(-size // BLOCK) * BLOCK
+
+
+def _read_extra(reader: _Reader, start: int, size: int) -> bytes:
+    if size > _LONGEST_EXTRA:
+        raise ValueError(size)
+    return reader.read(start, size)
+
+
+def _add_properties(kind: bytes, content: bytes, common: dict[bytes, bytes], extra: dict[bytes, bytes]) -> None:
+    """Take in what a header says about the next member, or about all that follow."""
+    if kind == b"L":
+        extra[b"path"] = content.partition(b"\0")[0]
+    elif kind == b"K":
+        extra[b"linkpath"] = b""  # of no use here, but a member has to follow
+    else:
+        (common if kind == b"g" else extra).update(_pax(content))
+
+
+def _pax(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Read records "length key=value\\n", where the length counts all of its record."""
+    while content.strip(b"\0"):
+        digits = content.partition(b" ")[0]
+        length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
+        key, equals, value = content[len(digits) + 1 : length - 1].partition(b"=")
+        if not equals or length > len(content) or (key == b"size" and not value.isdigit()):
+            raise ValueError(content)
+        yield key, value
+        content = content[length:]
+
+
+def _check_end(path: str, reader: _Reader, place: int) -> None:
+    """See to it that only zeros follow the end: two tars written one after the other would lose the second."""
+    while place < reader.size:
+        piece = os.pread(reader.file, 1 << 20, place)
+        rest = piece.lstrip(b"\0")
+        if rest:
+            at = place + len(piece) - len(rest)
+            raise DataError(f"{shown(path)} goes on at byte {at} after its end; give joined tars one by one")
+        place += len(piece) or reader.size
+
+
+def _cut_short(path: str, reader: _Reader, expected: int | None = None) -> DataError:
+    missing = "" if expected is None else f", at least {expected - reader.size} bytes too early"
+    return DataError(
+        f"the tar {shown(path)} is cut short: it ends at byte {reader.size}{missing}; copy or make it again"
+    )

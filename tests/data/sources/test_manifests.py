@@ -1,0 +1,297 @@
+"""Lists of pictures with their labels: CSV, JSONL and Parquet."""
+
+import json
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vitrail.data.sources.manifests import Manifest, open_manifest
+from vitrail.data.sources.parquet import GROUPS_HELD, ParquetPictures, open_parquet
+from vitrail.data.sources.source import Source
+from vitrail.errors import DataError
+
+
+def pictures(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(name.encode())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    pictures(tmp_path, "a.png", "b.png", "c.png", "in/d.png")
+    return tmp_path
+
+
+def csv(folder: Path, text: str | bytes) -> Path:
+    path = folder / "list.csv"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def jsonl(folder: Path, *rows: object) -> Path:
+    path = folder / "list.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def parquet(folder: Path, metadata: dict[str, str] | None = None, rows: int = 2, **columns: Any) -> Path:
+    path = folder / "list.parquet"
+    table = pa.table(columns).replace_schema_metadata(metadata)
+    pq.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def summary(source: Source) -> list[tuple[bytes, str]]:
+    return [(source.read(n), source.classes[source.labels[n]]) for n in range(len(source))]
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        (open_parquet if path.suffix == ".parquet" else open_manifest)(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(str(path), path.suffix[1:].upper())
+
+
+def test_a_csv_file(folder: Path) -> None:
+    path = csv(folder, "\ufeffid, Path ,label\r\n1,b.png,dog\r\n\r\n2,in/d.png,cat\r\n3,./a.png,dog\r\n")
+    source = open_manifest(path)
+    assert source.classes == ("cat", "dog")
+    assert summary(source) == [(b"b.png", "dog"), (b"in/d.png", "cat"), (b"a.png", "dog")]
+    assert (source.key(1), source.name(1)) == ("in/d.png", f"{folder}/in/d.png")
+    assert source.stamp(0) == (5, (folder / "b.png").stat().st_mtime_ns)
+    assert source.part_of is None
+    assert summary(pickle.loads(pickle.dumps(source))) == summary(source)
+
+
+@pytest.mark.parametrize("picture", ["path", "file", "filename", "file_name", "image"])
+@pytest.mark.parametrize("label", ["label", "class", "target", "category", "class_name"])
+def test_names_of_columns(picture: str, label: str, folder: Path) -> None:
+    source = open_manifest(csv(folder, f"{label},{picture}\ncat,a.png\ndog,b.png\n"))
+    assert summary(source) == [(b"a.png", "cat"), (b"b.png", "dog")]
+
+
+def test_whole_numbers_are_ordered_as_numbers(folder: Path) -> None:
+    source = open_manifest(csv(folder, "path,label\na.png,10\nb.png,9\nc.png,-1\nin/d.png,10\n"))
+    assert (source.classes, source.labels.tolist()) == (("-1", "9", "10"), [2, 1, 0, 2])
+    source = open_manifest(csv(folder, "path,label\na.png,010\nb.png,9\n"))
+    assert source.classes == ("010", "9")
+    source = open_manifest(jsonl(folder, {"path": "a.png", "label": 10}, {"path": "b.png", "label": 9.0}))
+    assert source.classes == ("9", "10")
+
+
+def test_numbers_with_names(folder: Path) -> None:
+    rows = "path,label,label_name\na.png,10,ant\nb.png,9,bee\nc.png,10,ant\n"
+    assert open_manifest(csv(folder, rows)).classes == ("bee", "ant")
+    assert refused(csv(folder, rows.replace("c.png,10,ant", "c.png,10,cow"))) == (
+        "CSV, line 4 calls label 10 'cow', before it was 'ant'; use one name"
+    )
+    assert refused(csv(folder, rows.replace("bee", "ant"))) == (
+        "CSV has two classes named 'ant'; give each class its own name"
+    )
+
+
+def test_a_column_of_parts(folder: Path) -> None:
+    rows = [("a.png", "train"), ("b.png", "Validation"), ("c.png", "test"), ("in/d.png", "valid")]
+    source = open_manifest(jsonl(folder, *({"path": p, "label": "x", "split": s} for p, s in rows)))
+    assert source.part_of is not None
+    assert source.part_of.tolist() == [0, 1, 2, 1]
+    assert refused(csv(folder, "path,label,split\na.png,x,train\nb.png,x,\n")) == (
+        "CSV, line 3 has the split ''; write train, val or test"
+    )
+
+
+def test_absolute_paths(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("lists")
+    assert summary(open_manifest(csv(elsewhere, f"path,label\n{folder}/a.png,x\n"))) == [(b"a.png", "x")]
+
+
+@pytest.mark.parametrize("label", ["", " ", "nan", "NaN", "null"])
+def test_a_label_missing_from_a_csv_file(label: str, folder: Path) -> None:
+    assert refused(csv(folder, f"path,label\na.png,x\nb.png,{label}\n")) == (
+        f"CSV, line 3 has no label (found {label!r}); write one, or remove it"
+    )
+
+
+@pytest.mark.parametrize(
+    "row", [{"path": "b.png"}, {"path": "b.png", "label": None}, {"path": "b.png", "label": float("nan")}]
+)
+def test_a_label_missing_from_a_jsonl_file(row: dict[str, object], folder: Path) -> None:
+    assert refused(jsonl(folder, {"path": "a.png", "label": "x"}, "", row)) == (
+        "JSONL, line 3 has no label; write one, or remove it"
+    )
+
+
+@pytest.mark.parametrize("values", [["x", None], [1.0, float("nan")], [1, None]])
+def test_a_label_missing_from_a_parquet_file(values: list[object], folder: Path) -> None:
+    assert refused(parquet(folder, path=["a.png", "b.png"], label=values)) == (
+        "PARQUET, row 2 has no label; write one, or remove it"
+    )
+
+
+def test_several_labels_per_picture(folder: Path) -> None:
+    several = "several labels per picture"
+    only = "single-label classification only, for now"
+    for message in (
+        refused(jsonl(folder, {"path": "a.png", "label": ["x", "y"]})),
+        refused(csv(folder, "path,label\na.png,\"['x', 'y']\"\n")),
+        refused(parquet(folder, path=["a.png"], label=[["x", "y"]])),
+        refused(csv(folder, "path,label\na.png,x\nb.png,x\n./a.png,y\n")),
+    ):
+        assert several in message
+        assert message.endswith(only)
+    assert "on lines 2 and 4" in message
+
+
+def test_a_picture_listed_twice(folder: Path) -> None:
+    assert refused(csv(folder, "path,label\na.png,x\nin/../a.png,x\n")) == (
+        "in/../a.png is listed twice in CSV, on lines 2 and 3; list each picture once"
+    )
+
+
+def test_missing_files_are_counted(folder: Path) -> None:
+    after = "correct the paths, which are relative to the manifest's folder"
+    assert refused(csv(folder, "path,label\na.png,x\nz.png,x\n")) == f"1 file is not where CSV says (z.png); {after}"
+    rows = "".join(f"{n}.png,x\n" for n in range(9))
+    assert refused(csv(folder, f"path,label\n{rows}in,x\n")) == (
+        f"10 files are not where CSV says (0.png, 1.png, 2.png and others); {after}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "",
+            "CSV has no column for the pictures; name one of its columns (none) path or file or filename or file_name",
+        ),
+        ("name,label\na.png,x\n", "CSV has no column for the pictures; name one of its columns ('name', 'label') path"),
+        (
+            "path,kind\na.png,x\n",
+            "CSV has no column for the labels; name one of its columns ('path', 'kind') label or class",
+        ),
+        ("path;label\na.png;x\n", "name one of its columns ('path;label')"),
+        ("path,label\n", "CSV lists no pictures; add a line for each"),
+        ("path,label\na.png\n", "CSV, line 2 has 1 fields, but the header has 2; put fields with commas in quotes"),
+        ("path,label\na.png,x,y\n", "CSV, line 2 has 3 fields, but the header has 2"),
+        ("path,label\n,x\n", "CSV, line 2 has '' where the path of a picture should be; write a path"),
+        ("path,label\na\0.png,x\n", "1 file is not where CSV says (a\\x00.png)"),
+        (b"path,label\ncaf\xe9.png,x\n", "CSV is not UTF-8 (invalid continuation byte at byte 14); save it as UTF-8"),
+        (
+            "path,label\n" + "a" * 200_000 + ",x\n",
+            "CSV is not a CSV file that can be read: field larger than field limit",
+        ),
+    ],
+)
+def test_csv_files_that_cannot_be_used(text: str | bytes, message: str, folder: Path) -> None:
+    assert message in refused(csv(folder, text))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "JSONL lists no pictures; add a line for each"),
+        (["{"], "JSONL, line 1 is not JSON; write one object on each line"),
+        (["[" * 100_000], "JSONL, line 1 is not JSON; write one object on each line"),
+        ([[1]], "JSONL, line 1 is not a JSON object; write one object on each line"),
+        ([{"image": 3, "label": 1}], "JSONL, line 1 has 3 where the path of a picture should be; write a path"),
+        ([{"image": "\ud800", "label": 1}], "JSONL, line 1 has '\\ud800', which cannot be a path; correct it"),
+        ([{"path": "a.png", "label": 0.5}], "JSONL, line 1 has the label 0.5; write a name or a whole number"),
+        ([{"path": "a.png", "label": {"a": 1}}], "several labels per picture"),
+    ],
+)
+def test_jsonl_files_that_cannot_be_used(rows: Sequence[object], message: str, folder: Path) -> None:
+    assert message in refused(jsonl(folder, *rows))
+
+
+def test_files_that_cannot_be_read(folder: Path) -> None:
+    assert refused(folder / "none.csv") == "CSV cannot be read: No such file or directory"
+    assert refused(folder / "none.parquet") == "PARQUET cannot be read as Parquet: No such file or directory"
+    (folder / "bad.parquet").write_bytes(b"no Parquet file at all")
+    assert refused(folder / "bad.parquet").startswith(
+        "PARQUET cannot be read as Parquet: Parquet magic bytes not found"
+    )
+    good = parquet(folder, path=["a.png"], label=["x"]).read_bytes()
+    (folder / "list.parquet").write_bytes(good[:20] + good[-30:])
+    assert refused(folder / "list.parquet").startswith("PARQUET cannot be read as Parquet: ")
+
+
+def test_without_labels(folder: Path) -> None:
+    source = open_manifest(csv(folder, "path\na.png\nb.png\n"), unlabelled=True)
+    assert (source.labels.tolist(), source.classes) == ([-1, -1], ())
+    held = open_parquet(parquet(folder, bytes=[b"1", b"2", b"3"]), unlabelled=True)
+    assert (held.labels.tolist(), held.read(2)) == ([-1, -1, -1], b"3")
+
+
+def test_parquet_with_paths(folder: Path) -> None:
+    source = open_parquet(parquet(folder, path=["b.png", "in/d.png", "a.png"], label=[3, 11, 3], split=["train"] * 3))
+    assert isinstance(source, Manifest)
+    assert summary(source) == [(b"b.png", "3"), (b"in/d.png", "11"), (b"a.png", "3")]
+    assert source.part_of is not None
+
+
+def test_parquet_with_bytes(folder: Path) -> None:
+    content = [b"%d" % number * 10 for number in range(25)]
+    labels = [f"class {number % 3}" for number in range(25)]
+    coded = pa.array(labels).dictionary_encode()
+    source = open_parquet(parquet(folder, rows=4, path=["gone.png"] * 25, bytes=content, label=coded))
+    assert isinstance(source, ParquetPictures)
+    assert summary(source) == list(zip(content, labels, strict=True))
+    assert [source.read(number) for number in (24, 0, 13)] == [content[24], content[0], content[13]]
+    assert len(source._held) == GROUPS_HELD
+    there = pickle.loads(pickle.dumps(source))
+    assert len(there._held) == 0
+    assert there.read(7) == content[7]
+    assert (source.key(7), source.name(7)) == ("row 8", f"{folder}/list.parquet, row 8")
+    status = (folder / "list.parquet").stat()
+    assert source.stamp(7) == (status.st_size, status.st_mtime_ns)
+    (folder / "list.parquet").unlink()
+    with pytest.raises(DataError, match=r"list\.parquet, row 1 cannot be read: No such file"):
+        there.read(0)
+
+
+def hugging_face(folder: Path, labels: list[int], images: list[dict[str, object]]) -> Path:
+    """Write a file as Hugging Face datasets does: a struct for each picture, names of labels in the metadata."""
+    features = {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog", "emu"], "_type": "ClassLabel"}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    return parquet(folder, metadata, image=pa.array(images, kind), label=labels)
+
+
+def test_parquet_as_hugging_face_writes_it(folder: Path) -> None:
+    images: list[dict[str, object]] = [{"bytes": b"%d" % n, "path": f"{n}.png"} for n in range(5)]
+    source = open_parquet(hugging_face(folder, [1, 0, 1, 0, 0], images))
+    assert source.classes == ("cat", "dog", "emu")
+    assert summary(source) == [(b"0", "dog"), (b"1", "cat"), (b"2", "dog"), (b"3", "cat"), (b"4", "cat")]
+    paths: list[dict[str, object]] = [{"bytes": None, "path": name} for name in ("a.png", "b.png")]
+    assert summary(open_parquet(hugging_face(folder, [2, 0], paths))) == [(b"a.png", "emu"), (b"b.png", "cat")]
+    unknown = hugging_face(folder, [-1] * 5, images)
+    assert open_parquet(unknown, unlabelled=True).labels.tolist() == [-1] * 5
+    assert refused(unknown) == "PARQUET has the label '-1', which is none of its 3 classes; correct the label"
+    images[3]["bytes"] = None
+    assert refused(hugging_face(folder, [0] * 5, images)) == (
+        "1 row has no picture in the column 'image.bytes' of PARQUET; fill or remove them"
+    )
+
+
+def test_parquet_that_cannot_be_used(folder: Path) -> None:
+    assert "('image', 'kind') label or class" in refused(parquet(folder, image=[b"1"], kind=["x"]))
+    assert refused(parquet(folder, path=[3], label=["x"])) == (
+        "PARQUET, row 1 has 3 where the path of a picture should be; write a path"
+    )
+    assert refused(parquet(folder, bytes=pa.array([], pa.binary()), label=pa.array([], pa.string()))) == (
+        "PARQUET lists no pictures; add a row for each"
+    )
+
+
+def test_without_pyarrow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet(folder, bytes=[b"1"], label=["x"])
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert refused(path) == "PARQUET needs pyarrow to be read: pip install 'vitrail[parquet]'"

@@ -1,0 +1,252 @@
+"""Finding out what a person gave as data."""
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitrail.data.sources.builtin import digits
+from vitrail.data.sources.opening import open_data, open_source
+from vitrail.data.sources.source import Source
+from vitrail.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def folder(root: Path, **counts: int) -> Path:
+    """Write a folder with so many pictures of each class; their content is the class and the number."""
+    for label, count in counts.items():
+        (root / label).mkdir(parents=True)
+        for number in range(count):
+            (root / label / f"{number:02}.png").write_text(f"{label} {number}")
+    return root
+
+
+def tar(path: Path, **counts: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for label, count in counts.items():
+            for number in range(count):
+                for suffix, content in (("png", f"{label} {number}"), ("txt", label)):
+                    info = tarfile.TarInfo(f"{label}{number}.{suffix}")
+                    info.size = len(content)
+                    file.addfile(info, io.BytesIO(content.encode()))
+    return path
+
+
+def contents(source: Source | None) -> list[str]:
+    assert source is not None
+    found = [bytes(source.read(number)).decode() for number in range(len(source))]
+    assert [text.split()[0] for text in found] == [source.classes[label] for label in source.labels]
+    return found
+
+
+def refused(place: str | Path, *, one: bool = False) -> str:
+    with pytest.raises(DataError) as caught:
+        (open_source if one else open_data)(place)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(str(place), "DATA")
+
+
+def test_digits() -> None:
+    source = digits()
+    assert source.pictures.shape == (1797, 8, 8)
+    assert source.pictures.dtype == np.uint8
+    assert (source.pictures.min(), source.pictures.max()) == (0, 255)
+    assert np.bincount(source.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert source.pictures[0, 0].tolist() == [0, 0, 80, 207, 143, 16, 0, 0]  # 0 0 5 13 9 1 0 0
+    parts = open_data("digits")
+    assert [len(part) for part in parts[:3] if part is not None] == [1439, 179, 179]
+    assert len(open_source("digits")) == 1797
+
+
+def test_a_folder_called_digits_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "digits", one=5, two=5)
+    assert open_data("digits").train.classes == ("one", "two")
+
+
+def test_a_folder_is_divided(tmp_path: Path) -> None:
+    parts = open_data(folder(tmp_path, cat=20, dog=10), seed=4, val=0.2, test=0.1)
+    assert [len(part) for part in parts[:3] if part is not None] == [21, 6, 3]
+    found = contents(parts.train) + contents(parts.val) + contents(parts.test)
+    assert sorted(found) == sorted(contents(open_source(tmp_path)))
+    assert parts.split["counts"]["val"] == {"cat": 4, "dog": 2}
+    assert all(name.startswith(("cat/", "dog/")) for name in parts.split["names"]["val"])
+
+
+def test_a_folder_with_parts(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=4, bee=5, cow=3)
+    folder(tmp_path / "validation", cow=2, bee=1)
+    folder(tmp_path / "test", bee=2)
+    (tmp_path / "notes").mkdir()
+    parts = open_data(tmp_path)
+    assert [len(part) for part in parts[:3] if part is not None] == [12, 3, 2]
+    assert contents(parts.val) == ["bee 0", "cow 0", "cow 1"]
+    assert parts.val is not None
+    assert parts.val.classes == parts.train.classes == ("ant", "bee", "cow")
+    assert parts.val.labels.tolist() == [1, 2, 2]
+    assert parts.val.stamp(0)[0] == 5
+    assert parts.val.name(0) == f"{tmp_path}/validation/bee/00.png"
+    assert (parts.split["method"], parts.split["shares"], parts.split["seed"]) == ("given", {}, None)
+    assert parts.split["names"]["test"] == ["bee/00.png", "bee/01.png"]
+    assert refused(tmp_path, one=True) == "DATA has the parts test, train, validation; name the folder of one of them"
+    assert len(open_source(tmp_path / "test")) == 2
+
+
+def test_train_alone_is_the_whole(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=10, bee=10)
+    parts = open_data(tmp_path)
+    assert parts.split["method"] == "stratified"
+    assert [len(contents(part)) for part in parts[:3]] == [16, 2, 2]
+
+
+def test_test_without_val(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=10, bee=20)
+    folder(tmp_path / "test", ant=3)
+    parts = open_data(tmp_path, seed=2)
+    assert (len(parts.train), len(contents(parts.val)), len(contents(parts.test))) == (27, 3, 3)
+    assert (parts.split["shares"], parts.split["seed"]) == ({"val": 0.1}, 2)
+    assert open_data(tmp_path, val=0).val is None
+
+
+def test_val_without_test(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=4, bee=4)
+    folder(tmp_path / "val", ant=3)
+    parts = open_data(tmp_path)
+    assert (len(parts.train), len(contents(parts.val)), parts.test) == (8, 3, None)
+
+
+def test_train_may_be_a_class(tmp_path: Path) -> None:
+    assert open_data(folder(tmp_path, bus=5, train=5, tram=5)).train.classes == ("bus", "train", "tram")
+
+
+def test_a_class_that_train_does_not_have(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=4, bee=4)
+    folder(tmp_path / "test", ant=3, cow=1)
+    assert refused(tmp_path) == (
+        "the test part of DATA has the class 'cow', which the train part does not have; add it there or remove it"
+    )
+    rows = [f"{tmp_path}/train/ant/0{n}.png,{'ant' if n else 'bee'},train" for n in range(3)]
+    table = tmp_path / "list.csv"
+    table.write_text("\n".join(["path,label,split", *rows, f"{tmp_path}/test/cow/00.png,cow,val"]))
+    assert refused(table).startswith("the val part of DATA has the class 'cow', which the train part does not have")
+
+
+def test_two_names_of_one_part(tmp_path: Path) -> None:
+    for name in ("train", "val", "valid"):
+        folder(tmp_path / name, ant=4, bee=4)
+    assert refused(tmp_path) == "DATA has val/ and valid/, which are the same part; keep one of them"
+
+
+def test_too_little_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert refused(tmp_path / "empty").startswith("DATA has no pictures")
+    assert refused(tmp_path / "empty", one=True).startswith("DATA has no pictures")
+    one = folder(tmp_path / "one", cat=9)
+    assert refused(one) == "DATA has only one class, 'cat'; training needs pictures of at least two classes"
+    assert len(open_source(one)) == 9
+    assert refused(folder(tmp_path / "few", cat=9, dog=1)) == (
+        "class 'dog' has 1 picture, too few for 3 parts; add some, remove the class, or ask for fewer parts"
+    )
+    flat = tmp_path / "one" / "cat"
+    assert "has 9 pictures but no class folders; put the pictures of each class" in refused(flat)
+    assert open_source(flat).labels.tolist() == [-1] * 9
+
+
+def test_a_manifest_with_parts(tmp_path: Path) -> None:
+    folder(tmp_path, ant=6, bee=6)
+    rows = [
+        {"file": f"{c}/0{n}.png", "label": c, "split": "test" if n > 3 else "train"}
+        for c in ("ant", "bee")
+        for n in range(6)
+    ]
+    table = tmp_path / "list.jsonl"
+    table.write_text("\n".join(map(json.dumps, rows)))
+    parts = open_data(table, val=0.25)
+    assert (len(parts.train), len(contents(parts.val))) == (6, 2)
+    assert contents(parts.test) == ["ant 4", "ant 5", "bee 4", "bee 5"]
+    assert len(open_source(table)) == 12
+    again = open_data(table, record=json.loads(json.dumps(parts.split)), seed=99)
+    assert [contents(part) for part in again[:3]] == [contents(part) for part in parts[:3]]
+    table.write_text("\n".join(json.dumps({**row, "split": "val"}) for row in rows))
+    assert refused(table) == "DATA has no row of the train part; write train in the split column of some"
+
+
+def test_an_earlier_split_comes_back(tmp_path: Path) -> None:
+    place = folder(tmp_path / "here", ant=10, bee=10)
+    parts = open_data(place, seed=3)
+    before = [contents(part) for part in parts[:3]]
+    record = json.loads(json.dumps(parts.split))
+    place = place.rename(tmp_path / "elsewhere")
+    assert [contents(part) for part in open_data(place, record=record)[:3]] == before
+    assert [contents(part) for part in open_data(place, seed=4)[:3]] != before
+    gone = record["names"]["val"][0]
+    (place / gone).unlink()
+    with pytest.raises(DataError, match=f"^{gone}, of the val part of the recorded split, is gone; put it back, or"):
+        open_data(place, record=record)
+
+
+def test_a_given_part_that_changed_since_the_record(tmp_path: Path) -> None:
+    folder(tmp_path / "train", ant=4, bee=4)
+    folder(tmp_path / "test", ant=3)
+    record = open_data(tmp_path).split
+    assert contents(open_data(tmp_path, record=record).test) == ["ant 0", "ant 1", "ant 2"]
+    (tmp_path / "test" / "ant" / "01.png").unlink()
+    with pytest.raises(DataError, match="class 'ant' has 2 pictures in the test part, but had 3 when the split was"):
+        open_data(tmp_path, record=record)
+
+
+def test_shards(tmp_path: Path) -> None:
+    one = tar(tmp_path / "a" / "0.tar", ant=6, bee=6)
+    tar(tmp_path / "a" / "1.tar", ant=6, cow=6)
+    assert len(open_source(one)) == 12
+    for place in (tmp_path / "a", f"{tmp_path}/a/*.tar", f"{tmp_path}/a/{{0..1}}.tar"):
+        assert len(open_source(place)) == 24
+        parts = open_data(place)
+        assert parts.train.classes == ("ant", "bee", "cow")
+        assert [len(contents(part)) for part in parts[:3]] == [18, 3, 3]
+        assert parts.split["counts"]["val"] == {"ant": 1, "bee": 1, "cow": 1}
+
+
+def test_shards_of_parts(tmp_path: Path) -> None:
+    for name, counts in (("train", {"ant": 4, "bee": 4}), ("val", {"bee": 2})):
+        tar(tmp_path / "named" / f"{name}-000.tar", **counts)
+        tar(tmp_path / "folders" / name / "000.tar", **counts)
+    for place in (tmp_path / "named", tmp_path / "folders", f"{tmp_path}/named/*.tar"):
+        parts = open_data(place)
+        assert (len(contents(parts.train)), contents(parts.val), parts.test) == (8, ["bee 0", "bee 1"], None)
+        assert parts.val is not None
+        assert parts.val.labels.tolist() == [1, 1]
+    assert refused(tmp_path / "named", one=True) == (
+        "DATA has shards of the parts train, val; name those of one part by a pattern"
+    )
+    assert len(open_source(f"{tmp_path}/named/val-*.tar")) == 2
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    for one in (False, True):
+        assert refused(tmp_path / "digit", one=one) == (
+            "there is no DATA; give a folder, a manifest, tar shards, or the word digits"
+        )
+        for name in ("a.tar.gz", "b.TGZ", "c.zip"):
+            (tmp_path / name).touch()
+            assert refused(tmp_path / name, one=one) == (
+                "DATA is compressed, which allows no random access; unpack it and give the result"
+            )
+        (tmp_path / "notes.docx").touch()
+        assert refused(tmp_path / "notes.docx", one=one) == (
+            "DATA is neither a folder nor a file of a known kind; "
+            "give a folder, a manifest (.csv, .jsonl, .parquet) or tar shards"
+        )
+        if not one:
+            os.symlink("nowhere", tmp_path / "link.csv")
+        assert refused(tmp_path / "link.csv", one=one) == "DATA is a link to nothing; correct the link"

@@ -1,0 +1,338 @@
+"""Tar shards in WebDataset layout, compared with what Python's own `tarfile` makes of them."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.data.sources import shards
+from vitrail.data.sources.shards import expand_pattern, open_shards
+from vitrail.data.sources.tar import members
+from vitrail.errors import DataError
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
+LONG = "deep/" * 30 + "picture"
+"""157 characters, which fits the ustar format in two pieces."""
+GOOD = [("a.jpg", b"A"), ("a.cls", b"0")]
+LONGER = "folder_of_pictures/" * 20 + "picture" + "x" * 80
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("VITRAIL_CACHE", str(folder))
+    return folder
+
+
+def write(path: Path, files: list[tuple[str, bytes]], form: str = "pax") -> Path:
+    with tarfile.open(path, "w", format=FORMATS[form], encoding="utf-8") as tar:
+        for name, content in files:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    then = time.time() - 60
+    os.utime(path, (then, then))
+    return path
+
+
+def listed(path: Path) -> list[tuple[bytes, int, int]]:
+    with open(path, "rb") as file:
+        return [(m.name, m.start, m.size) for m in members(str(path), file.fileno())]
+
+
+def as_tarfile_lists(path: Path) -> list[tuple[bytes, int, int]]:
+    with tarfile.open(path, "r:") as tar:
+        return [(os.fsencode(m.name), m.offset_data, m.size) for m in tar if m.isfile()]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_pictures_and_labels(form: str, tmp_path: Path) -> None:
+    names = ["a", "b/c", LONG, "mäuse/猫"] + ([LONGER, "x" * 300] if form != "ustar" else [])
+    files = []
+    for number, name in enumerate(names):
+        files += [(f"{name}.jpg", name.encode() * 100), (f"{name}.cls", str(number % 3).encode())]
+    path = write(tmp_path / "one.tar", files, form)
+    assert listed(path) == as_tarfile_lists(path)
+    source = open_shards([str(path)])
+    assert source.classes == ("0", "1", "2")
+    assert source.labels.tolist() == [number % 3 for number in range(len(names))]
+    assert [source.read(number) for number in range(len(source))] == [name.encode() * 100 for name in names]
+    assert [source.key(number) for number in range(len(source))] == [f"one.tar/{name}.jpg" for name in names]
+    assert source.name(1) == f"{path}/b/c.jpg"
+
+
+names_in_tars = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=140)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    files=st.lists(st.tuples(names_in_tars, st.binary(max_size=1500)), min_size=1, max_size=8),
+    form=st.sampled_from(["pax", "gnu"]),
+)
+def test_the_list_is_that_of_tarfile(
+    files: list[tuple[str, bytes]], form: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write(tmp_path_factory.mktemp("tar") / "any.tar", files, form)
+    assert listed(path) == as_tarfile_lists(path)
+    contents = path.read_bytes()
+    assert [contents[start : start + size] for _, start, size in listed(path)] == [content for _, content in files]
+
+
+def test_folders_links_and_global_headers_in_a_tar(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "1.png").write_bytes(b"one")
+    (tmp_path / "in" / "deep" / "1.txt").write_bytes(b"cat\n")
+    (tmp_path / "in" / "other.link").symlink_to("deep")
+    path = tmp_path / "all.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "made by a test"}) as tar:
+        tar.add(tmp_path / "in", "./in")
+    source = open_shards([str(path)])
+    assert (source.key(0), source.classes, source.read(0)) == ("all.tar/./in/deep/1.png", ("cat",), b"one")
+
+
+def test_large_numbers_are_read(tmp_path: Path) -> None:
+    """GNU writes sizes over 8 GiB as bytes; such a file is mostly a hole here."""
+    info = tarfile.TarInfo("big.bin")
+    info.size = 9 * 2**30
+    after = tarfile.TarInfo("a.png")
+    after.size = 3
+    path = tmp_path / "big.tar"
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        header = info.tobuf(form)
+        with open(path, "wb") as file:
+            file.write(header)
+            file.seek(len(header) + info.size)
+            file.write(after.tobuf(form) + b"abc".ljust(512, b"\0"))
+        assert listed(path) == as_tarfile_lists(path)
+        assert open_shards([str(path)], unlabelled=True).read(0) == b"abc"
+
+
+def test_labels_of_every_kind(tmp_path: Path) -> None:
+    files = [("a.txt", b"dog\n"), ("a.jpg", b"A"), ("b.png", b"B"), ("b.json", b'{"class": "cat", "size": 3}')]
+    files += [("c.cls", b" 1 "), ("c.txt", b"ignored"), ("c.JPEG", b"C"), ("d.webp", b"D"), ("d.json", b'{"label": 0}')]
+    files += [("e.json", b'{"cls": 1.0}'), ("e.gif", b"E"), ("f.json", b"{}"), ("f.txt", b"dog"), ("f.bmp", b"F")]
+    source = open_shards([str(write(tmp_path / "a.tar", files))])
+    assert source.classes == ("0", "1", "cat", "dog")
+    assert [source.classes[label] for label in source.labels] == ["dog", "cat", "1", "0", "1", "dog"]
+    assert b"".join(source.read(number) for number in range(6)) == b"ABCDEF"
+
+
+def test_what_is_no_picture_is_passed_over(tmp_path: Path) -> None:
+    files = [("a.jpg", b"A"), ("a.cls", b"0"), ("a.seg.png", b"mask"), ("a.npz", b""), ("__MACOSX/._a.jpg", b"")]
+    files += [("._a.jpg", b""), ("readme", b""), ("b.cls", b"not read")]
+    assert len(open_shards([str(write(tmp_path / "a.tar", files))])) == 1
+
+
+def test_files_of_one_key_need_not_follow_each_other(tmp_path: Path) -> None:
+    files = [("a.jpg", b"A"), ("b.jpg", b"B"), ("B.jpg", b"C"), ("b.cls", b"11"), ("a.cls", b"2"), ("B.cls", b"2")]
+    source = open_shards([str(write(tmp_path / "a.tar", files))])
+    assert (source.classes, source.labels.tolist()) == (("2", "11"), [0, 1, 0])
+
+
+def test_several_shards_and_named_classes(tmp_path: Path) -> None:
+    paths = [
+        str(write(tmp_path / f"{number}.tar", [("x.jpg", b"%d" % number), ("x.cls", b"%d" % number)]))
+        for number in range(3)
+    ]
+    (tmp_path / "classes.txt").write_text("cat\ndog\nhen\nemu\n", encoding="utf-8")
+    source = open_shards(paths)
+    assert source.classes == ("cat", "dog", "hen", "emu")
+    assert source.labels.tolist() == [0, 1, 2]
+    assert [source.read(number) for number in range(3)] == [b"0", b"1", b"2"]
+    (tmp_path / "classes.txt").write_text("cat\ndog\n", encoding="utf-8")
+    assert (
+        refused(*paths) == f"{paths[0]} and 2 more has the label '2', which is none of its 2 classes; correct the label"
+    )
+    (tmp_path / "classes.txt").write_text("cat\ncat\nhen", encoding="utf-8")
+    assert "has two classes named 'cat'; give each class its own name" in refused(*paths)
+
+
+def test_a_source_travels_and_notices_changes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", [("a.jpg", b"A"), ("a.cls", b"0"), ("b.jpg", b"BB"), ("b.cls", b"1")])
+    source = pickle.loads(pickle.dumps(open_shards([str(path)])))
+    assert source.read(1) == b"BB"
+    assert source.stamp(0) != source.stamp(1)
+    before = source.stamp(1)
+    os.utime(path, (1, 1))
+    assert (before[0], 10**9) == source.stamp(1)
+    os.truncate(path, 600)
+    with pytest.raises(DataError, match=r"a\.tar/b\.jpg cannot be read: the shard has become shorter"):
+        source.read(1)
+    path.unlink()
+    for action in (source.read, source.stamp):
+        with pytest.raises(DataError, match=r"a\.tar/b\.jpg cannot be read: No such file"):
+            action(1)
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/dev/fd"))
+    source = open_shards([str(write(tmp_path / f"{n}.tar", GOOD)) for n in range(5)])
+    assert [source.read(number) for number in range(5)] == [b"A"] * 5
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def refused(*paths: str | Path) -> str:
+    with pytest.raises(DataError) as caught:
+        open_shards([str(path) for path in paths])
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            [*GOOD, ("a.jpg", b"again")],
+            "a.tar/a.jpg is the second picture of its key, after a.jpg; give every picture a",
+        ),
+        (
+            [*GOOD, ("a.png", b"again")],
+            "a.tar/a.png is the second picture of its key, after a.jpg; give every picture a",
+        ),
+        ([*GOOD, ("a.cls", b"1")], "a.tar/a.cls is there twice; give every picture a key of its own"),
+        (
+            [*GOOD, ("b.jpg", b"B")],
+            "a.tar/b.jpg has no label; add a file of the same name with suffix .cls, .json or .txt",
+        ),
+        ([("a.jpg", b""), ("a.cls", b"cat")], "a.tar/a.cls holds 'cat'; a .cls file holds a whole number"),
+        ([("a.jpg", b""), ("a.cls", b"")], "a.tar/a.cls holds ''; a .cls file holds a whole number"),
+        ([("a.jpg", b""), ("a.txt", b" \n")], "a.tar/a.txt has no label"),
+        ([("a.jpg", b""), ("a.txt", b"\xff")], "a.tar/a.txt is not UTF-8; write the label as UTF-8"),
+        ([("a.jpg", b""), ("a.json", b"{")], "a.tar/a.json is not JSON; correct it"),
+        ([("a.jpg", b""), ("a.json", b'{"label": null}')], "a.tar/a.json has no label"),
+        ([("a.jpg", b""), ("a.json", b'{"label": NaN}')], "a.tar/a.json has no label"),
+        (
+            [("a.jpg", b""), ("a.json", b'{"label": 0.5}')],
+            "a.tar/a.json has the label 0.5; write a name or a whole number",
+        ),
+        (
+            [("a.jpg", b""), ("a.json", b'{"label": [1, 2]}')],
+            "a.tar/a.json has several labels per picture, [1, 2], which",
+        ),
+        ([("notes.md", b"")], "a.tar has no pictures; give their names one dot and one of the suffixes bmp, gif"),
+        ([("photo.1.jpg", b""), ("photo.1.cls", b"1")], "a.tar has no pictures; give their names one dot"),
+    ],
+)
+def test_shards_that_cannot_be_used(files: list[tuple[str, bytes]], message: str, tmp_path: Path) -> None:
+    assert message in refused(write(tmp_path / "a.tar", files))
+
+
+def test_pictures_without_labels(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", [*GOOD, ("b.jpg", b"B")])
+    source = open_shards([str(path)], unlabelled=True)
+    assert (source.labels.tolist(), source.classes) == ([0, -1], ("0",))
+
+
+def test_a_tar_cut_anywhere(tmp_path: Path) -> None:
+    """Without its end blocks a tar is whole as long as all content is there, as every reader of tars sees it."""
+    whole = write(tmp_path / "a.tar", [*GOOD, (f"{LONGER}.jpg", b"B" * 700), (f"{LONGER}.cls", b"1")])
+    content = whole.read_bytes()
+    last = max(start + size for _, start, size in listed(whole))
+    ends = [start + -(-size // 512) * 512 for _, start, size in listed(whole)]
+    for length in range(1, len(content), 37):
+        whole.write_bytes(content[:length])
+        os.utime(whole, (length, length))
+        if length >= last or length in ends:
+            continue
+        if any(start + size <= length <= end for (_, start, size), end in zip(listed_of(content), ends, strict=True)):
+            continue  # inside the zeros that fill up a block
+        assert f"the tar {whole} is cut short: it ends at byte {length}" in refused(whole)
+    whole.write_bytes(content[:last])
+    assert len(open_shards([str(whole)])) == 2
+
+
+def listed_of(content: bytes) -> list[tuple[bytes, int, int]]:
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        return [(os.fsencode(m.name), m.offset_data, m.size) for m in tar if m.isfile()]
+
+
+def test_files_that_are_no_shards(tmp_path: Path) -> None:
+    tar = write(tmp_path / "a.tar", GOOD).read_bytes()
+    path = tmp_path / "b.tar"
+    for packed in (gzip.compress(tar), bz2.compress(tar), lzma.compress(tar)):
+        path.write_bytes(packed)
+        assert refused(path) == f"{path} is compressed, which allows no random access; decompress it"
+    path.write_bytes(b"")
+    assert refused(path) == f"{path} is empty; make the tar again"
+    path.write_bytes(b"hello" * 500)
+    assert refused(path) == f"{path} is not a tar file; give one, or another suffix"
+    path.write_bytes(tar[:1030] + b"x" + tar[1031:])
+    assert refused(path) == f"{path} is damaged at byte 1024; make it again"
+    path.write_bytes(tar + tar)
+    assert refused(path) == f"{path} goes on at byte {len(tar)} after its end; give joined tars one by one"
+    assert refused(tmp_path / "c.tar") == f"{tmp_path}/c.tar cannot be read: No such file or directory"
+    assert refused(tmp_path) == f"{tmp_path} cannot be read: Is a directory"
+
+
+def test_damaged_properties(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tar", [(f"{LONGER}.jpg", b"A")])
+    content = path.read_bytes()
+    at = content.index(b" path=")
+    path.write_bytes(content[: at - 3] + b"999" + content[at:])
+    assert refused(path) == f"{path} is damaged at byte 512; make it again"
+
+
+def test_links_in_shards_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        link = tarfile.TarInfo("b.jpg")
+        link.type, link.linkname = tarfile.LNKTYPE, "a.jpg"
+        tar.addfile(link)
+    assert refused(path) == f"{path}/b.jpg is a link or a sparse file; write whole files to the shard"
+
+
+def test_patterns(tmp_path: Path) -> None:
+    for name in ("a-08.tar", "a-09.tar", "a-10.tar", "b-1.tar", "[x].txt"):
+        (tmp_path / name).touch()
+
+    def names(pattern: str) -> list[str]:
+        return [os.path.basename(path) for path in expand_pattern(f"{tmp_path}/{pattern}")]
+
+    assert names("a-{08..10}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar"]
+    assert names("*.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "b-1.tar"]
+    assert names("?-{1..1}*.tar") == ["a-10.tar", "b-1.tar"]
+    with pytest.raises(DataError, match=r"there is no .*/a-11\.tar, which .*a-\{09\.\.11\}\.tar asks for; correct the"):
+        names("a-{09..11}.tar")
+    with pytest.raises(DataError, match=r"there is no file that .*/c\*\.tar stands for; correct the pattern"):
+        names("c*.tar")
+    with pytest.raises(DataError, match="a pattern is for tar shards only"):
+        names("*")
+    with pytest.raises(DataError, match="correct the pattern"):
+        names("a-{10..08}.tar")
+
+
+def test_the_index_is_used_until_a_shard_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    runs: list[int] = []
+    index = shards._index
+
+    def counted(*arguments: object) -> shards.Index:
+        runs.append(1)
+        return index(*arguments)
+
+    monkeypatch.setattr(shards, "_index", counted)
+    path = write(tmp_path / "a.tar", [*GOOD, ("ü.jpg", b"B"), ("ü.txt", "Bär".encode())])
+    told: list[int] = []
+    first, second = (open_shards([str(path)], on_progress=told.append) for _ in range(2))
+    assert (len(runs), told) == (1, [2, 2])
+    assert (first.classes, first.labels.tolist()) == (second.classes, second.labels.tolist()) == (("0", "Bär"), [0, 1])
+    assert [second.key(0), second.key(1)] == ["a.tar/a.jpg", "a.tar/ü.jpg"]
+    write(path, [("a.jpg", b"A"), ("a.json", json.dumps({"label": "new"}).encode())])
+    assert open_shards([str(path)]).classes == ("new",)
+    (index_file,) = cache.rglob("*.npz")
+    index_file.write_bytes(b"damaged")
+    assert open_shards([str(path)]).classes == ("new",)
+    path.touch()
+    index_file.unlink()
+    open_shards([str(path)])
+    assert not index_file.exists(), "a shard that just changed is not indexed"
