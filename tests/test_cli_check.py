@@ -68,13 +68,13 @@ def test_good_data(run: Run, data: Path) -> None:
     ]
 
 
-def test_findings_are_told_and_are_no_failure(run: Run, data: Path) -> None:
+def test_findings_are_told_and_what_cannot_be_read_is_a_failure(run: Run, data: Path) -> None:
     (data / "cat" / "text.jpg").write_text("no picture")
     for number in range(7):
         (data / "cat" / f"empty{number}.jpg").write_bytes(b"")
     shutil.copy(data / "cat" / "0.jpg", data / "dog" / "copy.jpg")
     done = run(data, "--workers", 2, "--images-per-second", 1e9)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (2, "")
     assert done.out.startswith("29 pictures in 2 classes; 8 cannot be read, 1 duplicate with different labels")
     assert "! 8 pictures cannot be read. Mend or remove them" in done.out
     assert "    … and 3 more" in done.out
@@ -86,7 +86,7 @@ def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
     (data / "cat" / "text.jpg").write_text("no picture")
     sheet = tmp_path / "sheet.png"
     done = run(data, "--json", "--workers", 0, "--images-per-second", 10, "--sheet", sheet, "--size", 64)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (2, "")
     found = json.loads(done.out)
     assert found["verdict"].startswith("21 pictures in 2 classes; 1 cannot be read")
     assert found["unreadable"][0]["label"] == "cat"
@@ -96,6 +96,13 @@ def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
     assert found["bounds"][0]["by"] == "compute"
     with Image.open(sheet) as picture:
         assert picture.format == "PNG"
+
+
+def test_what_was_passed_over_is_said(run: Run, data: Path) -> None:
+    (data / "cat" / "notes.heic").write_text("")
+    done = run(data, "--workers", 0)
+    assert done.code == 0
+    assert "1 other files were passed over" in done.out
 
 
 def test_the_sheet_is_named(run: Run, data: Path, tmp_path: Path) -> None:

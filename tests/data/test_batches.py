@@ -184,7 +184,25 @@ def test_nothing_but_bad_pictures() -> None:
 
 def test_odd_parts_of_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match="no whole pairs"):
-        training(FILES, batch=6, share=Share(0, 2))[0]
+        list(training_batches(training(FILES, batch=6, share=Share(0, 2)), 0, 1, workers=1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lambda: Share(2, 2), "part 2 of 2 does not exist"),
+        (lambda: Stream(10, 4, repeats=0), "repeats is 0"),
+        (lambda: Stream(10, 4, seed=-1), "seed is -1"),
+        (lambda: Evaluation(FILES, PRE, 0), "batch is 0"),
+        (lambda: training(FILES, bad_files="skp"), "bad_files is 'skp'; choose one of 'skip', 'refuse'"),
+        (lambda: list(evaluation_batches(Evaluation(FILES, PRE, 8), workers=-1)), "workers is -1"),
+        (lambda: list(evaluation_batches(Evaluation(FILES, PRE, 8), workers=1, method="frok")), "is 'frok'; choose"),
+        (lambda: STRAIGHT[0].micro(0, 3), "a batch of 8 cannot be cut into 3 equal parts"),
+    ],
+)
+def test_settings_that_cannot_be(fault: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fault()
 
 
 # ── processes ──

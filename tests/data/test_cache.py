@@ -17,6 +17,7 @@ from vitrail.data.batches import Training, training_batches
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.decode import decode
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.source import Arrays
 from vitrail.data.stream import Stream
 from vitrail.errors import DataError
@@ -106,6 +107,29 @@ def test_sizes_and_pictures_have_caches_of_their_own(files: Files, tmp_path: Pat
         for size in (SIZE, CacheSize(20), CacheSize(30, channels=1))
     }
     assert len(folders) == 6
+
+
+def test_arrays_are_told_apart_by_what_they_hold(tmp_path: Path) -> None:
+    for value in (0, 200):
+        source = Arrays(np.full((3, 8, 8), value, np.uint8), np.zeros(3, np.int64), ("x",))
+        assert cached(source, CacheSize(8, 1), folder=tmp_path).read(0).mean() == value
+
+
+def test_files_that_change_places_are_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    for name, value in (("a", 10), ("b", 200)):
+        (folder / name).mkdir(parents=True)
+        for number in range(3):
+            Image.fromarray(np.full((8, 8, 3), value, np.uint8)).save(folder / name / f"{number}.bmp")
+            os.utime(folder / name / f"{number}.bmp", (1, 1))
+    assert cached(open_folder(str(folder)), CacheSize(8), folder=tmp_path / "cache").read(0).mean() == 10
+    (folder / "a/0.bmp").rename(folder / "spare")
+    (folder / "b/0.bmp").rename(folder / "a/0.bmp")
+    (folder / "spare").rename(folder / "b/0.bmp")
+    assert cached(open_folder(str(folder)), CacheSize(8), folder=tmp_path / "cache").read(0).mean() == 200
+    (folder / "a/1.bmp").unlink()
+    source = open_folder(str(folder))
+    assert cached(source, CacheSize(8), folder=tmp_path / "cache").read(0).mean() == 200
 
 
 def test_other_channels(tmp_path: Path) -> None:

@@ -192,6 +192,38 @@ def test_pages_are_channels() -> None:
         decode(content, 5)
 
 
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_as_many_pages_as_channels(channels: int) -> None:
+    pages = np.arange(channels, dtype=np.uint8)[:, None, None] * 40 * np.ones((1, 4, 5), np.uint8)
+    assert np.array_equal(decode(tiff(pages, photometric="minisblack"), channels), pages.transpose(1, 2, 0))
+
+
+@pytest.mark.parametrize("before", [b"\xff\xfe\x00\x07hello", b"\xff\xff\xff"])
+def test_orientation_behind_other_segments(before: bytes) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    content = saved(Image.fromarray(scene()), "JPEG", exif=exif)
+    behind = content[:2] + before + content[2:]
+    assert decode(behind).shape == (53, 37, 3)
+
+
+@pytest.mark.parametrize("array", [np.array([["x"]]), np.zeros((2, 2), "datetime64[s]"), np.zeros((2, 2), complex)])
+def test_arrays_of_other_things(array: Array) -> None:
+    file = io.BytesIO()
+    np.save(file, array)
+    with pytest.raises(DataError, match="is no picture"):
+        decode(file.getvalue())
+
+
+def test_an_array_that_claims_to_be_huge() -> None:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": "|u1", "fortran_order": False, "shape": (4_000_000, 4_000_000)}
+    )
+    with pytest.raises(DataError, match="178,956,970 is the limit"):
+        decode(file.getvalue())
+
+
 def test_numpy_files_and_arrays() -> None:
     array = np.random.default_rng(0).integers(0, 255, (6, 7, 5), np.uint8)
     file = io.BytesIO()

@@ -44,7 +44,7 @@ def check(
 ) -> None:
     """Decode every picture; find damaged ones, duplicates and odd ones; measure how fast they can be read."""
     from vitrail.data.batches import default_workers
-    from vitrail.data.checking.check import check_data
+    from vitrail.data.checking.check import check_data, passed_over
     from vitrail.data.checking.measure import available_cores, measure_speed
     from vitrail.data.sources.opening import open_data
     from vitrail.errors import DataError
@@ -75,15 +75,19 @@ def check(
         if speed is not None:
             found |= {"speed": speed.as_dict(), "bounds": [speed.bound(wanted, cores)._asdict() for wanted in speeds]}
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
-        return
+        raise typer.Exit(2 if report.unreadable else 0)
     _print_report(report)
     _heading("Speed")
     if speed is not None:
         _print_speed(speed, speeds, cores, size)
     else:
         typer.echo("No picture of the sample could be prepared, so there is nothing to measure.")
+    if ignored := passed_over(parts):
+        typer.echo(f"\n{ignored:,} other files were passed over, because their names do not end as a picture's.")
     if sheet is not None:
         typer.echo(f"\nThe contact sheet is {sheet}.")
+    # What cannot be read is a fault that a script should notice.
+    raise typer.Exit(2 if report.unreadable else 0)
 
 
 def _check_target(sheet: Path) -> None:

@@ -5,12 +5,13 @@ device and normalises there. What a worker cannot read comes back as a value, wi
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from vitrail.data.decode import Picture, open_picture
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.data.stream import WHOLE, Share, Stream, evaluation_share
-from vitrail.errors import DataError
+from vitrail.errors import ConfigError, DataError, VitrailError
 
 BadFiles = Literal["skip", "refuse"]
 """What happens to a picture that cannot be read: another one takes its place and it is recorded, or the run stops."""
@@ -63,7 +64,9 @@ class Batch(NamedTuple):
 
     def micro(self, part: int, parts: int) -> Self:
         """Return one of several equal, contiguous parts."""
-        size = len(self.labels) // parts
+        size, rest = divmod(len(self.labels), parts)
+        if rest:
+            raise ConfigError(f"a batch of {len(self.labels)} cannot be cut into {parts} equal parts")
         return self._each(lambda tensor: tensor[part * size : (part + 1) * size])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
@@ -79,6 +82,7 @@ class Batch(NamedTuple):
 class _Refused(NamedTuple):
     """Takes the place of a batch that could not be made; the caller raises it."""
 
+    kind: type[VitrailError]
     message: str
 
 
@@ -95,18 +99,25 @@ class Training(Dataset[Any]):
     share: Share = WHOLE
     bad_files: BadFiles = "skip"
 
+    def __post_init__(self) -> None:
+        _check_choice("bad_files", self.bad_files, get_args(BadFiles))
+
     def __getitem__(self, step: int) -> Batch | _Refused:
         """Make the batch of a step."""
+        try:
+            return self._batch(step)
+        except VitrailError as error:
+            return _Refused(type(error), str(error))
+
+    def _batch(self, step: int) -> Batch:
         positions = self.stream.positions(step, self.share)
         indices = self.stream.pictures_at(positions)
         mix = draw_mix(self.mixing, self.stream.seed, positions, self.preprocess.size)
-        pixels, bad = _empty(len(positions), self.preprocess), []
-        try:
-            for row, position in enumerate(positions):
-                indices[row], failed = self._fill(pixels.numpy()[row], int(indices[row]), int(position))
-                bad += failed
-        except DataError as error:
-            return _Refused(str(error))
+        pixels = _empty(len(positions), self.preprocess)
+        rows, bad = pixels.numpy(), []
+        for row, position in enumerate(positions):
+            indices[row], failed = self._fill(rows[row], int(indices[row]), int(position))
+            bad += failed
         labels = torch.from_numpy(self.source.labels[indices].astype(np.int64))
         numbers = (torch.from_numpy(indices), torch.from_numpy(mix.share), torch.from_numpy(mix.box))
         return Batch(pixels.permute(0, 3, 1, 2), labels, *numbers, tuple(bad))
@@ -150,6 +161,11 @@ class Evaluation(Dataset[Any]):
     fast_decode: bool = False
     """Decode JPEGs at a smaller scale where that is enough; the pixels then differ a little."""
 
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ConfigError(f"batch is {self.batch}; it should be 1 or more")
+        _check_choice("bad_files", self.bad_files, get_args(BadFiles))
+
     def __len__(self) -> int:
         """Return the number of batches."""
         return -(-len(evaluation_share(len(self.source), self.share)) // self.batch)
@@ -165,7 +181,7 @@ class Evaluation(Dataset[Any]):
                 pixels.numpy()[len(good)] = self._made(index)
             except DataError as error:
                 if self.bad_files == "refuse":
-                    return _Refused(f"{self.source.name(index)}: {error}")
+                    return _Refused(DataError, f"{self.source.name(index)}: {error}")
                 bad.append(BadPicture(self.source.name(index), str(error)))
             else:
                 good.append(index)
@@ -203,6 +219,9 @@ def _batches(
     data: Training | Evaluation, numbers: range, workers: int | None, pin: bool, method: str | None
 ) -> Iterator[Batch]:
     workers = min(default_workers() if workers is None else workers, len(numbers))
+    if workers < 0:
+        raise ConfigError(f"workers is {workers}; it should be 0 or more")
+    _check_choice("the way to start workers", method, (None, "fork", "spawn", "forkserver"))
     loader = DataLoader(
         data,
         batch_size=None,
@@ -217,15 +236,20 @@ def _batches(
     try:
         for made in loader:
             if isinstance(made, _Refused):
-                raise DataError(made.message)
+                raise made.kind(made.message)
             yield made
     except (RuntimeError, ConnectionError, EOFError) as error:  # by when it died, torch or the connection notices first
-        if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
+        if isinstance(error, RuntimeError) and not re.match(r"DataLoader worker .*(exited|killed)", str(error)):
             raise
         raise DataError(
             f"a process that reads pictures ended ({_reason(error)}); this is most often a "
             f"lack of memory: use fewer workers, or a smaller batch"
         ) from None
+
+
+def _check_choice(what: str, found: object, valid: tuple[object, ...]) -> None:
+    if found not in valid:
+        raise ConfigError(f"{what} is {found!r}; choose one of {', '.join(map(repr, valid))}")
 
 
 def default_workers() -> int:

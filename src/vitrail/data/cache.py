@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from vitrail.data.decode import open_picture
 from vitrail.data.preprocess import resized_size
 from vitrail.data.sources.listing import Progress, cache_folder, load_index, save_index
-from vitrail.data.sources.source import Keyed, Labels, Pixels, Source
+from vitrail.data.sources.source import Labels, Pixels, Source
 from vitrail.errors import DataError
 
 FORMAT = 1
@@ -152,7 +152,7 @@ def cached(
     """
     place = (cache_folder() / "pixels" if folder is None else folder) / _identity(source, size)
     file, pixels = place / "table.npz", place / "pixels.bin"
-    stamps = np.array([source.stamp(i) for i in range(len(source))], np.int64).reshape(-1, 2)
+    stamps = np.array([_stamp(source, i) for i in range(len(source))], np.int64).reshape(-1, 2)
     try:
         place.mkdir(parents=True, exist_ok=True)
         with _alone(place):
@@ -255,7 +255,15 @@ def _as_it_is(made: Any) -> Any:
 def _identity(source: Source, size: CacheSize) -> str:
     """Return a name for the cache of these pictures at this size."""
     digest = hashlib.blake2b(f"{FORMAT} {size}".encode(), digest_size=12)
-    name = source.key if isinstance(source, Keyed) else source.name
+    digest.update(os.getcwdb())  # names may be relative
     for index in range(len(source)):
-        digest.update(f"{source.name(index)}\0{name(index)}\n".encode("utf-8", "surrogateescape"))
+        digest.update(source.name(index).encode("utf-8", "surrogateescape") + b"\n")
     return digest.hexdigest()
+
+
+def _stamp(source: Source, index: int) -> tuple[int, int]:
+    """Return what changes when a picture does; one whose file is gone is left to whoever reads it."""
+    try:
+        return source.stamp(index)
+    except DataError:
+        return _MISSING - 1, _MISSING - 1

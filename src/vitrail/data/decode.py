@@ -6,6 +6,7 @@ a JPEG is then decoded at the smallest scale that still covers what will be cut 
 
 import contextlib
 import io
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Protocol
@@ -160,7 +161,8 @@ class _Other:
         try:
             with _quiet():
                 self.picture.load()
-            if channels in (1, 3, 4):
+            pages = getattr(self.picture, "n_frames", 1) if self.picture.format == "TIFF" else 1
+            if channels in (1, 3, 4) and not (pages == channels > 1):
                 array = _as_mode(self.picture, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
             else:
                 array = _frames(self.picture, channels)
@@ -199,7 +201,12 @@ def _frames(picture: Image.Image, channels: int) -> Pixels:
     """Take the pages of a TIFF for channels, as microscopes and satellites write them."""
     pages = getattr(picture, "n_frames", 1)
     if pages != channels:
-        raise _other_channels(pages if pages > 1 else len(picture.getbands()), channels)
+        found = pages if pages > 1 else len(picture.getbands())
+        raise (
+            _other_channels(found, channels)
+            if found != channels
+            else DataError(f"a picture of mode {picture.mode}, which has no meaning as {channels} channels")
+        )
     layers = []
     for page in range(pages):
         picture.seek(page)
@@ -236,8 +243,14 @@ def _grey(array: Pixels) -> Pixels:
 def _has_tags(content: bytes) -> bool:
     """Say whether a JPEG has EXIF tags: much cheaper than reading them, and few files have any."""
     place = 2
-    while content[place : place + 1] == b"\xff" and 0xE0 <= content[place + 1] <= 0xEF:  # application segments
-        if content[place + 1] == 0xE1 and content[place + 4 : place + 8] == b"Exif":
+    while place + 8 < len(content) and content[place] == 0xFF:
+        marker = content[place + 1]
+        if marker == 0xFF:  # segments may be filled up
+            place += 1
+            continue
+        if marker == 0xDA:  # the picture itself begins
+            return False
+        if marker == 0xE1 and content[place + 4 : place + 8] in (b"Exif", b"http"):
             return True
         place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
     return False
@@ -286,6 +299,19 @@ def _turned(array: Pixels, turn: Image.Transpose) -> Pixels:
 
 
 def _numpy(content: bytes) -> Pixels:
+    """Read an array, after its header says that it is a picture and no larger than one may be."""
+    file = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(file)
+        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = reader(file)
+    except Exception as error:  # a damaged header can fail in any way
+        raise DataError(f"a damaged NumPy file: {_reason(error)}") from None
+    if dtype.kind not in "biuf" or len(shape) not in (2, 3):
+        raise DataError(f"an array of {dtype} with axes {shape} is no picture")
+    _check_size(shape[1], shape[0])
+    if math.prod(shape) > 64 * PIXEL_LIMIT:
+        raise DataError(f"an array with axes {shape} is larger than any picture")
     try:
         return np.asarray(np.load(io.BytesIO(content), allow_pickle=False))
     except (ValueError, OSError, EOFError) as error:

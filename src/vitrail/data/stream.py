@@ -9,7 +9,6 @@ was at no cost, and every split over processes, micro-batches and workers sees t
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +20,16 @@ from vitrail.runtime import derive_seed
 Numbers = NDArray[np.int64]
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """Which of several equal parts of a batch is meant."""
 
     part: int = 0
     parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < self.parts:
+            raise ConfigError(f"part {self.part} of {self.parts} does not exist; parts are counted from 0")
 
 
 WHOLE = Share()
@@ -48,6 +52,8 @@ class Stream:
     def __post_init__(self) -> None:
         if self.pictures < 1:
             raise DataError("there are no pictures to train on")
+        if self.repeats < 1 or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"repeats is {self.repeats} and seed is {self.seed}; use 1 or more, and 0 to 2⁶³ - 1")
         if self.batch < 1 or self.batch % self.repeats:
             raise ConfigError(
                 f"a batch of {self.batch} cannot show every picture {self.repeats} times; use a multiple of "

@@ -66,7 +66,7 @@ def test_classes_are_the_folders_at_the_top(tmp_path: Path) -> None:
     assert [source.read(number).decode() for number in range(6)] == keys(source)
     assert source.name(0) == f"{tmp_path}/cat/2.npy"
     status = os.stat(tmp_path / "cat/2.npy")
-    assert source.stamp(0) == (status.st_size, status.st_mtime_ns)
+    assert source.stamp(0) == (status.st_size, status.st_ctime_ns)
     checked: Source = source
     assert len(checked) == 6
 

@@ -66,7 +66,7 @@ def test_a_csv_file(folder: Path) -> None:
     assert source.classes == ("cat", "dog")
     assert summary(source) == [(b"b.png", "dog"), (b"in/d.png", "cat"), (b"a.png", "dog")]
     assert (source.key(1), source.name(1)) == ("in/d.png", f"{folder}/in/d.png")
-    assert source.stamp(0) == (5, (folder / "b.png").stat().st_mtime_ns)
+    assert source.stamp(0) == (5, (folder / "b.png").stat().st_ctime_ns)
     assert source.part_of is None
     assert summary(pickle.loads(pickle.dumps(source))) == summary(source)
 
@@ -251,7 +251,7 @@ def test_parquet_with_bytes(folder: Path) -> None:
     assert there.read(7) == content[7]
     assert (source.key(7), source.name(7)) == ("row 8", f"{folder}/list.parquet, row 8")
     status = (folder / "list.parquet").stat()
-    assert source.stamp(7) == (status.st_size, status.st_mtime_ns)
+    assert source.stamp(7) == (status.st_size, status.st_ctime_ns)
     (folder / "list.parquet").unlink()
     with pytest.raises(DataError, match=r"list\.parquet, row 1 cannot be read: No such file"):
         there.read(0)

@@ -194,7 +194,8 @@ def _drawn_box(
         case "simple":
             return crops.simple_crop(height, width, generator, size, padding), "mirror"
         case "padded":
-            return crops.padded_crop(height, width, generator, padding), "fill"
+            # Of a picture smaller than the padding something should be left to see.
+            return crops.padded_crop(height, width, generator, min(padding, min(height, width) // 2)), "fill"
         case "none":
             return None, "nothing"
 

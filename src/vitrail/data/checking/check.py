@@ -163,3 +163,9 @@ def _histogram(sides: NDArray[np.int32]) -> tuple[Bin, ...]:
     bins = [Bin(low, high, count) for low, high, count in zip(SIDES, (*SIDES[1:], None), counts, strict=True)]
     filled = [place for place, count in enumerate(counts) if count]
     return tuple(bins[filled[0] : filled[-1] + 1]) if filled else ()
+
+
+def passed_over(parts: Parts) -> int:
+    """Return how many files beside the pictures were not looked at, in all folders the parts come from."""
+    wholes = {id(whole): whole for part in parts[:3] if part is not None for whole in (getattr(part, "whole", part),)}
+    return sum(int(getattr(whole, "ignored", 0)) for whole in wholes.values())

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -68,9 +69,13 @@ class Shards:
         return self.paths[int(self.index.shard_of[index])]
 
     def key(self, index: int) -> str:
-        """Return the name of the shard and the path in it."""
-        path = os.path.join(os.fsencode(os.path.basename(self._path(index))), self.index.names[index])
-        return path.decode("utf-8", "backslashreplace")
+        """Return the name of the shard, with as many folders as tell it from the others, and the path in it."""
+        shard = os.path.relpath(os.path.abspath(self._path(index)), self._home)
+        return os.path.join(os.fsencode(shard), self.index.names[index]).decode("utf-8", "backslashreplace")
+
+    @cached_property
+    def _home(self) -> str:
+        return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in self.paths])
 
     def name(self, index: int) -> str:
         """Return the path of the shard and the path in it."""

@@ -1,8 +1,10 @@
 """`Source`: pictures with labels, by number. Every kind of data is one: folders, manifests, shards, arrays."""
 
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -52,7 +54,7 @@ class Keyed(Protocol):
         """Return a text that no other picture of the source has."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """Some pictures of a source, as a source: the part for training, for instance."""
 
@@ -64,7 +66,7 @@ class Part:
         """The names of the whole source's classes."""
         return self.whole.classes
 
-    @property
+    @cached_property
     def labels(self) -> Labels:
         """The class of every picture."""
         return self.whole.labels[self.indices]
@@ -116,8 +118,8 @@ class Arrays:
         return np.asarray(self.pictures[index])
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return where the picture is; arrays in memory are taken not to change."""
-        return index, 0
+        """Return where the picture is, and a checksum of it: nothing else tells one array from another."""
+        return index, zlib.crc32(np.ascontiguousarray(self.pictures[index]).data)
 
 
 def check_labels(labels: Labels, classes: Sequence[str]) -> None:
@@ -141,9 +143,13 @@ def read_file(path: str | bytes, name: str) -> bytes:
 
 
 def stamp_file(path: str | bytes, name: str) -> tuple[int, int]:
-    """Return the size and the time of the last change of a file; `name` is what messages call it."""
+    """Return the size and the time of the last change of a file; `name` is what messages call it.
+
+    The change time (ctime) is taken: unlike the time of the last write it cannot be set back, and a file that takes
+    another one's name gets a new one.
+    """
     try:
         status = os.stat(path)
     except (OSError, ValueError) as fault:
         raise DataError(f"{name} cannot be read: {reason_of(fault)}") from None
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_ctime_ns

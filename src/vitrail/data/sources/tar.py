@@ -80,8 +80,7 @@ def members(path: str, file: int) -> Iterator[Member]:
         if kind != _FOLDER and not name.endswith(b"/"):
             sparse = bool(here) and any(key.startswith(b"GNU.sparse") for key in here)
             yield Member(name, start, size, kind in _FILES and not sparse)
-    if extra:
-        raise _cut_short(path, reader)
+    raise _cut_short(path, reader)  # a whole tar ends in blocks of zeros
 
 
 def _check_kind(path: str, reader: _Reader) -> None:

@@ -1,0 +1,174 @@
+"""Choosing the pictures that a model is measured on, and counting their classes as the model does."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.manifests import Manifest
+from vitrail.data.sources.opening import Renumbered, open_data, open_source
+from vitrail.data.sources.parquet import ParquetPictures
+from vitrail.data.sources.source import Labels, Pixels, Source
+from vitrail.data.sources.splits import Parts, part_of
+from vitrail.errors import ConfigError, DataError, suggest
+
+CHOICES = ("test", "val", "train", "all")
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Several sources, one after the other, that have the same classes."""
+
+    sources: tuple[Source, ...]
+    labels: Labels
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes."""
+        return self.sources[0].classes
+
+    def __len__(self) -> int:
+        """Return the number of pictures."""
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        """Return what a person would call a picture."""
+        source, inner = self._find(index)
+        return source.name(inner)
+
+    def read(self, index: int) -> bytes | Pixels:
+        """Return a picture as it is stored."""
+        source, inner = self._find(index)
+        return source.read(inner)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return two numbers that change when the stored picture does."""
+        source, inner = self._find(index)
+        return source.stamp(inner)
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        for source in self.sources:
+            if index < len(source):
+                return source, index
+            index -= len(source)
+        raise IndexError(index)
+
+
+class Chosen(NamedTuple):
+    """The pictures to measure on."""
+
+    source: Source
+    part: str
+    """One of `CHOICES`."""
+    held_out: bool
+    """Whether somebody said, the data or the model's own run, that these are not for training."""
+
+
+def choose_pictures(
+    place: str | os.PathLike[str],
+    part: str | None = None,
+    *,
+    record: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Chosen:
+    """Open the pictures that a model is measured on.
+
+    By default they are the test part that the data names, else its val part. Where it names neither they are the test
+    part of `record`, the split that the model was trained with, if this is the data of that split; else all of them.
+    Asked for a part that nobody has named, it takes the one that training would draw by default.
+    """
+    if part is not None and part not in CHOICES:
+        raise ConfigError(f"no part is called {part!r}; choose {', '.join(CHOICES)}")
+    whole, own = _open(place, on_progress)
+    if part is None:
+        part = next((name for name in ("test", "val") if name in own), None)
+    if part is None:
+        return _recorded_test(place, record, on_progress) or Chosen(whole, "all", False)
+    if part == "all":
+        return Chosen(whole, "all", False)
+    # Where a run drew its val part from the train part, only the record knows what was trained on.
+    if part in own and not (part == "train" and record is not None):
+        return Chosen(own[part], part, part != "train")
+    if own and record is None:
+        raise DataError(f"{shown(os.fspath(place))} has no {part} part; it has {', '.join(own)}")
+    parts = open_data(place, record=record, on_progress=on_progress)
+    source = {"train": parts.train, "val": parts.val, "test": parts.test}[part]
+    if source is None:
+        raise DataError(f"the split that the model was trained with has no {part} part")
+    return Chosen(source, part, record is not None and part != "train")
+
+
+def _recorded_test(
+    place: str | os.PathLike[str], record: Mapping[str, Any] | None, on_progress: Progress | None
+) -> Chosen | None:
+    """Return the test part of a recorded split, or its val part; None if these are not the pictures that were split."""
+    if record is None:
+        return None
+    try:
+        parts = open_data(place, record=record, on_progress=on_progress)
+    except DataError:
+        return None
+    if parts.test is not None:
+        return Chosen(parts.test, "test", True)
+    return None if parts.val is None else Chosen(parts.val, "val", True)
+
+
+def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
+    """Return all pictures, and those of each part where the data names parts."""
+    try:
+        source = open_source(place, on_progress=on_progress)
+    except DataError:  # several parts are no single source; what cannot be opened at all fails again
+        return _whole_and_parts(open_data(place, val=0, test=0, on_progress=on_progress))
+    if not isinstance(source, Manifest | ParquetPictures) or source.part_of is None:
+        return source, {}
+    rows = {name: np.flatnonzero(source.part_of == number) for number, name in enumerate(("train", "val", "test"))}
+    return source, {name: part_of(source, indices) for name, indices in rows.items() if len(indices)}
+
+
+def _whole_and_parts(parts: Parts) -> tuple[Source, dict[str, Source]]:
+    sources = {"train": parts.train, "val": parts.val, "test": parts.test}
+    own = {name: source for name, source in sources.items() if source is not None}
+    if len(own) == 1:
+        return parts.train, {}
+    return Joined(tuple(own.values()), np.concatenate([source.labels for source in own.values()])), own
+
+
+def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool = False) -> Source:
+    """Return a source with its classes counted as a model counts its outputs, which are called `names` if anything.
+
+    They are matched by name where the model has names, else by number, for which both must have as many.
+    """
+    unknown = np.flatnonzero(source.labels < 0)
+    if len(unknown):
+        more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"
+        raise DataError(f"{source.name(int(unknown[0]))}{more} no class, so no answer to it can be called right")
+    if names is None or by_number:
+        if len(source.classes) != outputs:
+            raise DataError(
+                f"the data has {len(source.classes):,} classes and the model {outputs:,}, so that they cannot be "
+                "matched by number; give data of the model's classes"
+            )
+        return source if names is None else Renumbered(source, names, source.labels)
+    if tuple(source.classes) == names:
+        return source
+    numbers = {name: number for number, name in enumerate(names)}
+    present = [source.classes[label] for label in np.unique(source.labels).tolist()]
+    _check_names(present, names)
+    lookup = np.array([numbers.get(name, -1) for name in source.classes], np.int64)
+    return Renumbered(source, names, lookup[source.labels])
+
+
+def _check_names(present: list[str], names: tuple[str, ...]) -> None:
+    """See to it that the model has one class of each name."""
+    if strange := [name for name in present if name not in names]:
+        more = f" (and {len(strange) - 1:,} more)" if len(strange) > 1 else ""
+        known = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+        raise DataError(
+            f"the data has the class {strange[0]!r}{more}, which the model does not have; its {len(names):,} classes "
+            f"are {known}{suggest(strange[0], names)}"
+        )
+    if twice := [name for name in present if names.count(name) > 1]:
+        raise DataError(f"the model has several classes called {twice[0]!r}; match the classes by number")
