@@ -183,8 +183,19 @@ def test_nothing_but_bad_pictures() -> None:
 
 
 def test_odd_parts_of_pairs_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no whole pairs"):
-        list(training_batches(training(FILES, batch=6, share=Share(0, 2)), 0, 1, workers=1))
+    with pytest.raises(
+        ConfigError, match="each of the 2 processes would get 3 pictures; use a batch that is a multiple"
+    ):
+        training(FILES, batch=6, share=Share(0, 2))
+
+
+def test_a_fault_of_ours_in_a_worker_is_not_hidden() -> None:
+    class Faulty(Files):
+        def read(self, index: int) -> bytes | Pixels:
+            raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        list(evaluation_batches(Evaluation(Faulty(4), PRE, 4), workers=1, method="fork"))
 
 
 @pytest.mark.parametrize(

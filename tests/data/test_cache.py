@@ -132,6 +132,18 @@ def test_files_that_change_places_are_noticed(tmp_path: Path) -> None:
     assert cached(source, CacheSize(8), folder=tmp_path / "cache").read(0).mean() == 200
 
 
+def test_what_was_replaced_is_not_kept_for_ever(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files.contents[2] = picture(64, 64, 2)
+    big = CacheSize(1000)
+    sizes = []
+    for seed in range(12):
+        files.contents[0] = picture(900 + seed, 700, seed)
+        source = cached(files, big, folder=tmp_path)
+        assert np.array_equal(source.read(0), decode(files.read(0)))
+        sizes.append(next(tmp_path.rglob("pixels.bin")).stat().st_size)
+    assert max(sizes) < 8 * sizes[0]
+
+
 def test_other_channels(tmp_path: Path) -> None:
     five = np.random.default_rng(0).integers(0, 255, (2, 40, 50, 5), np.uint8)
     source = cached(Arrays(five, np.zeros(2, np.int64), ("x",)), CacheSize(20, 5), folder=tmp_path)

@@ -111,6 +111,29 @@ def test_a_turned_picture_at_a_smaller_scale() -> None:
     assert picture.pixels(3, scale=0.5).shape == (80, 40, 3)
 
 
+@pytest.mark.parametrize("scale", [1 / 8, 2 / 8, 3 / 8, 5 / 8])
+def test_a_smaller_picture_lies_where_the_whole_one_does(scale: float) -> None:
+    """The last decoded pixel is only partly there, so sides are not in proportion; `extent` knows."""
+    y, x = np.mgrid[0:377, 0:501]
+    waves = np.stack([127 + 120 * np.sin(x / 5), 127 + 120 * np.sin(y / 5), 127 + 0 * x], axis=2).astype(np.uint8)
+    content = simplejpeg.encode_jpeg(waves, quality=95, colorsubsampling="444")
+    small = open_picture(content).pixels(3, scale=scale)
+    whole = (module.extent(501, small.shape[1]), module.extent(377, small.shape[0]))
+    assert whole == (501 * scale, 377 * scale)
+    shown = Image.fromarray(small).resize((63, 48), Image.Resampling.BILINEAR, box=(0, 0, *whole))
+    expected = Image.fromarray(waves).resize((63, 48), Image.Resampling.BILINEAR)
+    proportional = Image.fromarray(small).resize((63, 48), Image.Resampling.BILINEAR)
+    right, wrong = (np.abs(np.asarray(p).astype(int) - np.asarray(expected)).mean() for p in (shown, proportional))
+    assert right < wrong or scale == 5 / 8
+    assert right < 8
+
+
+def test_the_size_of_a_png_is_known_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = saved(Image.fromarray(scene()), "PNG")
+    monkeypatch.setattr(Image.Image, "load", None)
+    assert open_picture(content[:-40]).height == 37
+
+
 def test_stray_bytes_in_a_jpeg_are_passed_over_as_pillow_does() -> None:
     content = simplejpeg.encode_jpeg(scene(), quality=90)
     where = content.index(b"\xff\xda")  # before the scan

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vitrail.data import stream as module
 from vitrail.data.stream import Share, Stream, evaluation_share, shuffle
 from vitrail.errors import ConfigError, DataError
 
@@ -111,3 +112,34 @@ def test_what_cannot_be() -> None:
         Stream(10, 8).positions(0, Share(0, 3))
     with pytest.raises(DataError, match="3 labels for 10 pictures"):
         Stream(10, 8, balance=np.zeros(3, np.int64))
+
+
+def test_balancing_large_classes_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = np.repeat(np.arange(3), 110_000).astype(np.int64)
+    stream = Stream(len(labels), 64, balance=labels)
+    stream.pictures_at(stream.positions(0))
+    lengths: list[int] = []
+    original = module._shuffle
+
+    def counted(seed: int, epoch: int, length: int, what: str) -> module.Numbers:
+        lengths.append(length)
+        return original(seed, epoch, length, what)
+
+    monkeypatch.setattr(module, "_shuffle", counted)
+    for step in range(1, 20):
+        stream.pictures_at(stream.positions(step))
+    assert set(lengths) == {3}  # only the order of the classes, which changes with every round
+
+
+def test_pictures_of_no_class_are_not_balanced() -> None:
+    labels = np.array([-1, 0, 0, 1, -1], np.int64)
+    shown = Stream(5, 4, balance=labels).pictures_at(np.arange(40))
+    assert set(shown.tolist()) == {1, 2, 3}
+
+
+def test_classes_and_laps_have_orders_of_their_own() -> None:
+    labels = np.repeat(np.arange(2), 50).astype(np.int64)
+    shown = Stream(100, 2, balance=labels).pictures_at(np.arange(400))
+    first, second = (shown[labels[shown] == label] % 50 for label in range(2))
+    assert first[:50].tolist() != second[:50].tolist()
+    assert first[:50].tolist() != first[50:100].tolist()

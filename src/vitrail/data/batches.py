@@ -101,6 +101,12 @@ class Training(Dataset[Any]):
 
     def __post_init__(self) -> None:
         _check_choice("bad_files", self.bad_files, get_args(BadFiles))
+        own = len(self.stream.positions(0, self.share))
+        if self.mixing.on and own % 2:
+            raise ConfigError(
+                f"mixup and CutMix mix pairs of neighbours, but each of the {self.share.parts} processes would get "
+                f"{own} pictures; use a batch that is a multiple of {2 * self.share.parts}"
+            )
 
     def __getitem__(self, step: int) -> Batch | _Refused:
         """Make the batch of a step."""
@@ -188,7 +194,9 @@ class Evaluation(Dataset[Any]):
         count = len(good)
         labels = torch.from_numpy(self.source.labels[np.array(good, np.int64)].astype(np.int64))
         nothing = (torch.ones(count), torch.zeros(count, 4, dtype=torch.int64))
-        return Batch(pixels[:count].permute(0, 3, 1, 2), labels, torch.tensor(good), *nothing, tuple(bad))
+        return Batch(
+            pixels[:count].permute(0, 3, 1, 2), labels, torch.tensor(good, dtype=torch.int64), *nothing, tuple(bad)
+        )
 
     def _made(self, index: int) -> Pixels:
         picture = open_picture(self.source.read(index))
@@ -253,9 +261,10 @@ def _check_choice(what: str, found: object, valid: tuple[object, ...]) -> None:
 
 
 def default_workers() -> int:
-    """Return how many processes read pictures by default: one for each core that this process may use."""
+    """Return how many processes read pictures by default: one for each core that is this process's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MOST_WORKERS)
+    siblings = os.environ.get("LOCAL_WORLD_SIZE", "1")  # the processes that torchrun started here
+    return max(1, min(cores // (int(siblings) if siblings.isdecimal() else 1), MOST_WORKERS))
 
 
 def _empty(count: int, preprocess: Preprocess) -> Tensor:

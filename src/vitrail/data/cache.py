@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import extent, open_picture
 from vitrail.data.preprocess import resized_size
 from vitrail.data.sources.listing import Progress, cache_folder, load_index, save_index
 from vitrail.data.sources.source import Labels, Pixels, Source
@@ -72,6 +72,13 @@ class _Table:
 
     def save(self, file: Path) -> None:
         save_index(file, vars(self))
+
+    def fits(self, size: int, channels: int) -> bool:
+        """Whether a file of this size holds all pixels, and is not for the most part what was replaced."""
+        there = self.offsets != _MISSING
+        lengths = self.shapes[there].astype(np.int64).prod(axis=1) * channels
+        ends = self.offsets[there] + lengths
+        return bool(ends.max(initial=0) <= size <= 3 * lengths.sum() + (1 << 20))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,9 +164,10 @@ def cached(
         place.mkdir(parents=True, exist_ok=True)
         with _alone(place):
             table = _Table.load(file, len(source)) if pixels.is_file() else None
-            if table is None or table.offsets.max(initial=_MISSING) >= pixels.stat().st_size:
+            if table is None or not table.fits(pixels.stat().st_size, size.channels):
                 table = _Table.empty(len(source))
-                pixels.write_bytes(b"")
+                pixels.unlink(missing_ok=True)  # not emptied: another process may have it mapped
+                pixels.touch()
             stale = np.flatnonzero((table.stamps != stamps).any(axis=1))
             _fill(source, size, table, stale, stamps, place, workers, on_progress)
     except OSError as error:
@@ -236,16 +244,19 @@ class _Small(Dataset[Pixels | None]):
             return None
         if min(pixels.shape[:2]) > self.size.short_side:
             side = self.size.short_side
-            pixels = _smaller(pixels, resized_size((picture.width, picture.height), (side, side), "cover"))
+            whole = extent(picture.width, pixels.shape[1]), extent(picture.height, pixels.shape[0])
+            target = resized_size((picture.width, picture.height), (side, side), "cover")
+            pixels = _smaller(pixels, target, whole)
         return np.ascontiguousarray(pixels)
 
 
-def _smaller(pixels: Pixels, target: tuple[int, int]) -> Pixels:
-    """Resize to (width, height); channel by channel, where they are not colours."""
+def _smaller(pixels: Pixels, target: tuple[int, int], whole: tuple[float, float]) -> Pixels:
+    """Resize to (width, height) what is so large; channel by channel, where they are not colours."""
+    box = (0.0, 0.0, *whole)
     if pixels.shape[2] == 3:
-        return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BICUBIC))
+        return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BICUBIC, box=box))
     layers = (Image.fromarray(np.ascontiguousarray(layer)) for layer in pixels.transpose(2, 0, 1))
-    return np.stack([np.asarray(layer.resize(target, Image.Resampling.BICUBIC)) for layer in layers], axis=2)
+    return np.stack([np.asarray(layer.resize(target, Image.Resampling.BICUBIC, box=box)) for layer in layers], axis=2)
 
 
 def _as_it_is(made: Any) -> Any:

@@ -77,6 +77,15 @@ def decode(stored: bytes | Pixels, channels: int = 3) -> Pixels:
     return open_picture(stored).pixels(channels)
 
 
+def extent(original: int, decoded: int) -> float:
+    """Return how many decoded pixels the original's side is as long as.
+
+    A JPEG at k/8 of its size is rounded up to whole pixels, the last of which is only partly there.
+    """
+    eighths = round(8 * decoded / original)
+    return original * eighths / 8 if -(-original * eighths // 8) == decoded else float(decoded)
+
+
 class _Array:
     """Pixels that need no decoding."""
 
@@ -141,7 +150,9 @@ class _Other:
         try:
             with _quiet():
                 picture = Image.open(io.BytesIO(content))
-                exif = picture.getexif()
+                # Of a PNG, Pillow would decode everything to find tags that may stand at its end.
+                known = picture.info.get("exif", b"") if picture.format == "PNG" else None
+                exif = picture.getexif() if known is None else _tags(known)
         except Image.DecompressionBombError:
             raise DataError(
                 f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
@@ -238,6 +249,13 @@ def _to_bytes(array: Pixels) -> Pixels:
 
 def _grey(array: Pixels) -> Pixels:
     return np.asarray(Image.fromarray(array).convert("L"))[:, :, None]
+
+
+def _tags(content: bytes) -> Image.Exif:
+    tags = Image.Exif()
+    if content:
+        tags.load(content)
+    return tags
 
 
 def _has_tags(content: bytes) -> bool:

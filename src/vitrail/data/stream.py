@@ -95,31 +95,45 @@ class Stream:
         """The pictures of each class that has any."""
         labels = self.balance if self.balance is not None else np.zeros(self.pictures, np.int64)
         order = np.argsort(labels, kind="stable")
+        order = order[labels[order] >= 0]  # of no class
         starts = np.flatnonzero(np.diff(labels[order])) + 1
         return np.split(order, starts)
 
     def _balanced(self, place: int) -> int:
         """Go through the classes in rounds, each round in another order, and through each class's own pictures."""
         turn, slot = divmod(place, len(self._members))
-        own = self._members[int(shuffle(self.seed, turn, len(self._members), "classes")[slot])]
-        lap, number = divmod(turn, len(own))
-        return int(own[shuffle(self.seed, lap, len(own), f"class {own[0]}")[number]])
+        number = int(self._kept("classes", turn, len(self._members))[slot])
+        own = self._members[number]
+        lap, place_in_lap = divmod(turn, len(own))
+        return int(own[self._kept(f"class {own[0]}", lap, len(own))[place_in_lap]])
+
+    def _kept(self, what: str, epoch: int, length: int) -> Numbers:
+        """Return an order, and keep the newest of each kind: they all change at another pace."""
+        kept = self._orders.get(what)
+        if kept is None or kept[0] != epoch:
+            kept = self._orders[what] = (epoch, _shuffle(self.seed, epoch, length, what))
+        return kept[1]
+
+    @cached_property
+    def _orders(self) -> dict[str, tuple[int, Numbers]]:
+        return {}
 
 
 def shuffle(seed: int, epoch: int, length: int, what: str = "pictures") -> Numbers:
     """Return the numbers 0 … length - 1 in the order of an epoch."""
-    return (_shuffle_small if length <= 100_000 else _shuffle_large)(seed, epoch, length, what)
+    return _epoch_order(seed, epoch, length, what)
 
 
 def _shuffle(seed: int, epoch: int, length: int, what: str) -> Numbers:
     generator = np.random.Philox(key=[derive_seed(seed, what), epoch])
     # Sorting raw random words is the same on every machine and in every version of NumPy.
-    return np.argsort(generator.random_raw(length), kind="stable")
+    order = np.argsort(generator.random_raw(length), kind="stable")
+    order.flags.writeable = False  # it is kept, and shared
+    return order
 
 
-# Many small ones are kept (balancing asks for one a class), but only two large ones: this epoch's and the next one's.
-_shuffle_small = lru_cache(maxsize=1024)(_shuffle)
-_shuffle_large = lru_cache(maxsize=2)(_shuffle)
+# This epoch's order and the next one's.
+_epoch_order = lru_cache(maxsize=2)(_shuffle)
 
 
 def evaluation_share(pictures: int, share: Share) -> range:

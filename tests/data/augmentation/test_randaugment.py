@@ -109,11 +109,11 @@ BIG_VISION_AT = {
     # magnitude: the number of each operation, without its sign
     0: {"rotate": 0, "posterize": 1, "solarize": 0, "saturation": 0.1, "shear_x": 0, "translate_x": 0,
         "cutout": 0, "solarize_add": 0},
-    10: {"rotate": 30, "posterize": 4, "solarize": 256, "saturation": 1.9, "shear_x": 0.3, "translate_x": 100,
+    10: {"rotate": 30, "posterize": 4, "solarize": 0, "saturation": 1.9, "shear_x": 0.3, "translate_x": 100,
          "cutout": 40, "solarize_add": 110},
-    15: {"rotate": 45, "posterize": 6, "solarize": 384, "saturation": 2.8, "shear_x": 0.45, "translate_x": 150,
+    15: {"rotate": 45, "posterize": 6, "solarize": 128, "saturation": 2.8, "shear_x": 0.45, "translate_x": 150,
          "cutout": 60, "solarize_add": 165},
-    20: {"rotate": 60, "posterize": 8, "solarize": 512, "saturation": 3.7, "shear_x": 0.6, "translate_x": 200,
+    20: {"rotate": 60, "posterize": 8, "solarize": 0, "saturation": 3.7, "shear_x": 0.6, "translate_x": 200,
          "cutout": 80, "solarize_add": 220},
 }  # fmt: skip
 ALIKE = {"brightness": "saturation", "contrast": "saturation", "sharpness": "saturation"} | {

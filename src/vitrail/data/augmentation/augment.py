@@ -17,6 +17,7 @@ from vitrail.data.augmentation.colours import Matrix
 from vitrail.data.augmentation.crops import Beyond, Box
 from vitrail.data.augmentation.draws import below, between, draws
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
+from vitrail.data.decode import extent
 from vitrail.data.preprocess import Interpolation
 from vitrail.errors import ConfigError, InputError, suggest
 from vitrail.schema import Count, Frozen, Sequence
@@ -303,7 +304,7 @@ def _resized(plan: Plan, picture: Image.Image | NDArray[np.uint8], size: tuple[i
             )
         return picture if isinstance(picture, Image.Image) else Image.fromarray(np.ascontiguousarray(picture))
     top, left, box_height, box_width = plan.box
-    down, across = height / plan.height, width / plan.width
+    down, across = extent(plan.height, height) / plan.height, extent(plan.width, width) / plan.width
     box = Box(top * down, left * across, box_height * down, box_width * across)
     resample = Image.Resampling[plan.interpolation.upper()]
     return crops.cut(picture, box, size, resample, plan.beyond, plan.fill)

@@ -21,7 +21,7 @@ _Words = NDArray[np.uint64]
 
 
 def draws(seed: int, position: int, purpose: str = "picture") -> np.random.Generator:
-    """Return the generator of one position: the same numbers on every machine, in every process, at any time.
+    """Return the generator of one position: the same numbers on every machine and in every process.
 
     The generator is Philox: its key is (seed, position), and the purpose is in the upper half of its counter. So what
     is drawn for one purpose neither shifts nor repeats what is drawn for another.

@@ -126,7 +126,8 @@ def _big_vision(name: str, magnitude: float, size: tuple[int, int], generator: G
             # TensorFlow shifts a byte by seven bits at most, so one bit always stays.
             return Operation(name, (min(8, max(1, int(level * 4))),))
         case "solarize":
-            return Operation(name, (int(level * 256),))
+            # They compare bytes with it, in which 256 is 0: from magnitude 10 on the picture is inverted as a whole.
+            return Operation(name, (int(level * 256) % 256,))
         case "solarize_add":
             return Operation(name, (int(level * 110),))
         case "contrast":
