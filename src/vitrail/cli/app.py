@@ -7,12 +7,14 @@ import typer
 from vitrail._version import __version__
 from vitrail.cli.check import check
 from vitrail.cli.convert import convert
+from vitrail.cli.eval import eval
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
+from vitrail.cli.train import train
 
 app = typer.Typer(
     name="vitrail",
-    help="Vision Transformers: check data; inspect and convert checkpoints of every library; build the named models.",
+    help="Vision Transformers: train and measure them; check data; open and convert checkpoints of every library.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,5 +38,5 @@ def _root(
     pass
 
 
-for command in (check, inspect, convert, models):
+for command in (train, eval, check, inspect, convert, models):
     app.command()(command)

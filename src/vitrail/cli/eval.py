@@ -1,0 +1,197 @@
+"""`vitrail eval`: what a model is worth on pictures whose classes are known."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitrail.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from vitrail.data.sources.choosing import Chosen
+    from vitrail.evaluation import Evaluation
+
+MOST_CLASSES = 20
+LISTED = 10
+"""Confusions and pictures listed; more are in the JSON."""
+
+
+def eval(
+    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
+    part: Annotated[
+        str | None,
+        typer.Option(help="test, val, train or all; as a rule the test part, or all where the data has no parts."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.")] = "float32",
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+    ] = None,
+    by_number: Annotated[
+        bool, typer.Option("--by-number", help="Match the classes by their order, whatever they are called.")
+    ] = False,
+    every_class: Annotated[bool, typer.Option("--all", help="List every class, not only the weakest.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
+    from vitrail.checkpoints.load import load
+    from vitrail.data.sources.choosing import choose_pictures
+    from vitrail.evaluation import evaluate_bundle
+    from vitrail.runtime import autocast, choose_device
+
+    autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
+    model = load(bundle)
+    with _progress("listing") as on_found:
+        chosen = choose_pictures(
+            data, part, record=_recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
+        )
+    with _progress("measuring") as on_measured:
+        found = evaluate_bundle(
+            model,
+            chosen.source,
+            device=device,
+            precision=precision,  # type: ignore[arg-type]
+            batch=batch,
+            workers=workers,
+            by_number=by_number,
+            kind=_kind(chosen),
+            on_progress=on_measured,
+        )
+    if as_json:
+        typer.echo(_compact_json({"part": chosen.part, **found.as_dict()}))
+        return
+    _print_evaluation(found, every_class)
+
+
+def _kind(chosen: "Chosen") -> str:
+    """Say what the pictures are, and call them held out only where that is known."""
+    if chosen.held_out:
+        return "held-out pictures"
+    return "training pictures" if chosen.part == "train" else "pictures"
+
+
+def _recorded_split(bundle: Path | None) -> dict[str, Any] | None:
+    """Return the split of the run that a bundle lies in, so that no picture it was trained on is taken for a test."""
+    if bundle is None:
+        return None
+    try:
+        record = json.loads((bundle.absolute().parent / "split.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
+
+
+def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
+    from vitrail.evaluation import percent
+
+    typer.echo(found.verdict + ".")
+    typer.echo("")
+    loss, f1 = found.loss_interval, found.macro_f1_interval
+    rows = [
+        ("top-1", f"{percent(found.top1)}%", f"{percent(found.top1_interval.low)}–{percent(found.top1_interval.high)}"),
+        *([] if found.top5 is None else [("top-5", f"{percent(found.top5)}%", "")]),
+        ("balanced accuracy", f"{percent(found.balanced_accuracy)}%", ""),
+        ("macro-F1", f"{percent(found.macro_f1)}%", f"{percent(f1.low)}–{percent(f1.high)}"),
+        ("log loss", f"{found.loss:.4f}", f"{loss.low:.4f}–{loss.high:.4f}"),
+        ("calibration error", f"{percent(found.ece)}%", ""),
+    ]
+    print_table(("measure", "value", "95% interval"), rows, numbers=("value",))
+    typer.echo(_calibration(found))
+    _print_classes(found, every_class)
+    confusions = found.most_confused(LISTED)
+    if confusions:
+        _heading("Confusions")
+        names = found.classes
+        print_table(
+            ("pictures", "of class", "taken for"),
+            [(f"{row.pictures:,}", names[row.true], names[row.predicted]) for row in confusions],
+            numbers=("pictures",),
+        )
+        _heading("The most confident mistakes")
+        print_table(
+            ("sure", "of class", "taken for", "picture"),
+            [(f"{percent(m.confidence)}%", m.true, m.predicted, m.name) for m in found.worst[:LISTED]],
+            numbers=("sure",),
+        )
+    if found.bad:
+        _heading("Pictures that could not be read")
+        for picture in found.bad[:LISTED]:
+            typer.echo(f"{picture.name}: {picture.reason}")
+        if len(found.bad) > LISTED:
+            typer.echo(f"… and {len(found.bad) - LISTED:,} more")
+
+
+def _calibration(found: "Evaluation") -> str:
+    """Say in words whether the model is as often right as it says."""
+    from vitrail.evaluation import percent
+
+    full = [row for row in found.reliability if row.confidence is not None]
+    sure = sum(row.pictures * (row.confidence or 0) for row in full) / found.pictures
+    return f"It is {percent(sure)}% sure on average, and {percent(found.top1)}% of its answers are right."
+
+
+def _print_classes(found: "Evaluation", every_class: bool) -> None:
+    """Print a line for each class, the weakest first."""
+    rows = found.weakest_first
+    listed = rows if every_class else rows[:MOST_CLASSES]
+    _heading("Classes, the weakest first")
+    print_table(
+        ("class", "pictures", "recall", "precision", "F1"),
+        [(r.name, f"{r.pictures:,}", _share(r.recall), _share(r.precision), _share(r.f1)) for r in listed],
+        numbers=("pictures", "recall", "precision", "F1"),
+    )
+    if len(rows) > len(listed):
+        typer.echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
+    without = len(found.per_class) - len(rows)
+    if without:
+        typer.echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without pictures here.")
+
+
+def _share(share: float | None) -> str:
+    from vitrail.evaluation import percent
+
+    return "–" if share is None else f"{percent(share)}%"
+
+
+def _heading(text: str) -> None:
+    typer.secho(f"\n{text}", bold=True)
+
+
+def _compact_json(found: dict[str, Any]) -> str:
+    """Write JSON with a row of numbers on a line; nothing within quotes is touched, since it has no line breaks."""
+    text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"\[\n([-+.\de,\s]+)\n\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Give a function that moves a bar on stderr, which leaves no trace; without a terminal nothing is shown."""
+    if not sys.stderr.isatty():
+        yield _show_nothing
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, transient=True, console=Console(stderr=True))
+    task = bar.add_task(what, total=None)
+
+    def move(done: int, total: int | None) -> None:
+        bar.update(task, completed=done, total=total)
+        bar.start()  # only now: its thread must not be there yet when the worker processes are made
+
+    try:
+        yield move
+    finally:
+        bar.stop()
+
+
+def _show_nothing(done: int, total: int | None) -> None:
+    del done, total

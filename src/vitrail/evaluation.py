@@ -1,0 +1,322 @@
+"""Measuring a model: every picture once, and what the answers are worth."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.batches import BadPicture, Batch, evaluation_batches
+from vitrail.data.batches import Evaluation as EveryPicture
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.choosing import match_classes
+from vitrail.data.sources.source import Source
+from vitrail.errors import CheckpointError, DataError, Diverged
+from vitrail.metrics.calibration import ReliabilityBin, expected_calibration_error, reliability
+from vitrail.metrics.classification import (
+    Confusion,
+    balanced_accuracy,
+    confusion_matrix,
+    log_losses,
+    macro_f1,
+    most_confused,
+    per_class,
+    top_k_accuracy,
+)
+from vitrail.metrics.intervals import Interval, bootstrap_macro_f1, bootstrap_mean, wilson_interval
+from vitrail.runtime import Precision, autocast, choose_device
+
+WORST = 20
+"""How many of the most confident mistakes are kept."""
+HELD_OUT = "held-out pictures"
+
+
+class Predictions(NamedTuple):
+    """What a model answered to every picture that could be read."""
+
+    probabilities: NDArray[np.float32]
+    """(N, K)."""
+    labels: NDArray[np.int64]
+    """(N,)."""
+    indices: NDArray[np.int64]
+    """(N,), which pictures of the source these are."""
+    bad: tuple[BadPicture, ...] = ()
+    """The pictures that could not be read."""
+
+
+class ClassScore(NamedTuple):
+    """How one class fared; None where there is nothing to divide by."""
+
+    name: str
+    pictures: int
+    precision: float | None
+    recall: float | None
+    f1: float | None
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A picture that was taken for another class."""
+
+    index: int
+    name: str
+    true: str
+    predicted: str
+    confidence: float
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """What a model is worth on some pictures. Shares go from 0 to 1; intervals are of 95%."""
+
+    pictures: int
+    kind: str
+    """What the pictures are, in the plural: "held-out pictures"."""
+    classes: tuple[str, ...]
+    top1: float
+    top1_interval: Interval
+    """Wilson's."""
+    top5: float | None
+    """None with fewer than 6 classes."""
+    loss: float
+    loss_interval: Interval
+    """By bootstrap."""
+    balanced_accuracy: float
+    macro_f1: float
+    macro_f1_interval: Interval
+    """By bootstrap."""
+    per_class: tuple[ClassScore, ...]
+    confusion: NDArray[np.int64]
+    """(K, K), the true class by row, the predicted one by column."""
+    ece: float
+    reliability: tuple[ReliabilityBin, ...]
+    worst: tuple[Mistake, ...]
+    """The most confident mistakes, the most confident first."""
+    bad: tuple[BadPicture, ...]
+
+    @property
+    def weakest_first(self) -> list[ClassScore]:
+        """The classes that have pictures, by recall, then by F1."""
+        return sorted((row for row in self.per_class if row.pictures), key=lambda row: (row.recall, row.f1))
+
+    @property
+    def weakest(self) -> ClassScore | None:
+        """The class with the least recall; None where no picture is mistaken."""
+        return self.weakest_first[0] if self.top1 < 1 else None
+
+    def most_confused(self, most: int) -> list[Confusion]:
+        """Return the most frequent confusions, by class number."""
+        return most_confused(self.confusion, most)
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        noun = self.kind if self.pictures != 1 else self.kind.removesuffix("s")
+        low, high = self.top1_interval
+        said = [f"{percent(self.top1)}% on {self.pictures:,} {noun}, 95% interval {percent(low)}–{percent(high)}"]
+        if self.weakest is not None:
+            said.append(f"weakest class {self.weakest.name}")
+        if self.bad:
+            said.append(f"{len(self.bad):,} more could not be read")
+        return "; ".join(said)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON can hold it."""
+        return {
+            "verdict": self.verdict,
+            "pictures": self.pictures,
+            "kind": self.kind,
+            "classes": list(self.classes),
+            "top1": self.top1,
+            "top1_interval": list(self.top1_interval),
+            "top5": self.top5,
+            "loss": self.loss,
+            "loss_interval": list(self.loss_interval),
+            "balanced_accuracy": self.balanced_accuracy,
+            "macro_f1": self.macro_f1,
+            "macro_f1_interval": list(self.macro_f1_interval),
+            "weakest": None if self.weakest is None else self.weakest.name,
+            "per_class": [row._asdict() for row in self.per_class],
+            "confusion": self.confusion.tolist(),
+            "ece": self.ece,
+            "reliability": [row._asdict() for row in self.reliability],
+            "worst": [asdict(row) for row in self.worst],
+            "bad": [row._asdict() for row in self.bad],
+        }
+
+
+def evaluate_bundle(
+    bundle: Bundle,
+    source: Source,
+    *,
+    device: str = "auto",
+    precision: Precision = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+    by_number: bool = False,
+    kind: str = HELD_OUT,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Measure a bundle on data whose classes it knows; its model goes to the device. Unreadable pictures are listed.
+
+    `by_number` takes the classes of the data to be those of the bundle in the same order, whatever they are called.
+    `on_progress` is told how many pictures are done, and of how many.
+    """
+    if not bundle.model.config.classes:
+        raise CheckpointError("the model has no head, so it knows no classes; train one on it first")
+    source = match_classes(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
+    place = choose_device(device)
+    data = EveryPicture(source, bundle.preprocess, batch, bad_files="skip")
+    batches = evaluation_batches(data, workers=workers, pin=place.type == "cuda")
+    if on_progress is not None:
+        batches = _told(batches, on_progress, len(source))
+    return evaluate(
+        bundle.model.to(place),
+        batches,
+        source,
+        preprocess=bundle.preprocess,
+        device=place,
+        precision=precision,
+        kind=kind,
+    )
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    source: Source,
+    *,
+    preprocess: Preprocess,
+    device: torch.device,
+    precision: Precision = "float32",
+    kind: str = HELD_OUT,
+) -> Evaluation:
+    """Measure a model that is on `device`, on the batches of a source whose classes are numbered as its outputs are."""
+    predictions = predict_all(model, batches, preprocess, device, precision, name=source.name)
+    if not len(predictions.labels):
+        bad = predictions.bad
+        why = f"none of the {len(bad):,} can be read; the first, {bad[0].name}: {bad[0].reason}" if bad else "none"
+        raise DataError(f"there are no pictures to measure: {why}")
+    return measure(predictions, source, kind=kind)
+
+
+def predict_all(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    preprocess: Preprocess,
+    device: torch.device,
+    precision: Precision = "float32",
+    *,
+    name: Callable[[int], str] = "picture {}".format,
+) -> Predictions:
+    """Ask a model that is on `device` about every picture once; `name` says what a message calls a picture.
+
+    The model answers as in use, without dropout, and is afterwards in the mode in which it was.
+    """
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    bad: list[BadPicture] = []
+    with _in_use(model), torch.inference_mode():
+        for batch in batches:
+            bad += batch.bad
+            if not len(batch.labels):
+                continue
+            with autocast(device, precision):
+                outputs = model(preprocess.normalise(batch.to(device).pixels)).float()
+            _check_finite(outputs, batch.indices, name, precision)
+            found.append((outputs.softmax(dim=1).cpu(), batch.labels, batch.indices))
+    if not found:
+        return Predictions(np.zeros((0, 0), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64), tuple(bad))
+    probabilities, labels, indices = (torch.cat(tensors).numpy() for tensors in zip(*found, strict=True))
+    return Predictions(probabilities, labels, indices, tuple(bad))
+
+
+def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -> Evaluation:
+    """Say what answers are worth; `source` gives the names of pictures and classes."""
+    probabilities, labels = predictions.probabilities, predictions.labels
+    outputs = probabilities.shape[1]
+    if outputs != len(source.classes):
+        raise DataError(f"the model has {outputs:,} classes and the data {len(source.classes):,}; match them first")
+    predicted = probabilities.argmax(axis=1)
+    matrix = confusion_matrix(labels, predicted, outputs)
+    losses, table = log_losses(probabilities, labels), reliability(probabilities, labels)
+    right = int((predicted == labels).sum())
+    return Evaluation(
+        pictures=len(labels),
+        kind=kind,
+        classes=tuple(source.classes),
+        top1=right / len(labels),
+        top1_interval=wilson_interval(right, len(labels)),
+        top5=top_k_accuracy(probabilities, labels, 5) if outputs > 5 else None,
+        loss=float(losses.mean()),
+        loss_interval=bootstrap_mean(losses),
+        balanced_accuracy=balanced_accuracy(matrix),
+        macro_f1=macro_f1(matrix),
+        macro_f1_interval=bootstrap_macro_f1(matrix),
+        per_class=_class_scores(matrix, source.classes),
+        confusion=matrix,
+        ece=expected_calibration_error(table),
+        reliability=table,
+        worst=_worst(predictions, source),
+        bad=predictions.bad,
+    )
+
+
+def percent(share: float) -> str:
+    """Write a share as a percentage with one decimal, and 100.0 only for all."""
+    shown = f"{100 * share:.1f}"
+    return "99.9" if shown == "100.0" and share < 1 else shown
+
+
+@contextmanager
+def _in_use(model: nn.Module) -> Iterator[None]:
+    """Put a model into the mode in which it is used; afterwards every part of it has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], precision: Precision) -> None:
+    wrong = ~outputs.isfinite().all(dim=1)
+    if wrong.any():
+        first = int(indices[wrong.cpu()][0])
+        help = "measure in float32" if precision != "float32" else "its weights are damaged, or training diverged"
+        raise Diverged(f"the model's answer to {name(first)} is not a finite number; {help}")
+
+
+def _told(batches: Iterable[Batch], on_progress: Callable[[int, int], None], pictures: int) -> Iterator[Batch]:
+    done = 0
+    for batch in batches:
+        yield batch
+        done += len(batch.labels) + len(batch.bad)
+        on_progress(done, pictures)
+
+
+def _class_scores(matrix: NDArray[np.int64], classes: Iterable[str]) -> tuple[ClassScore, ...]:
+    scores = per_class(matrix)
+    numbers = ([None if np.isnan(x) else float(x) for x in column] for column in scores[1:])
+    return tuple(map(ClassScore, classes, scores.pictures.tolist(), *numbers))
+
+
+def _worst(predictions: Predictions, source: Source) -> tuple[Mistake, ...]:
+    confidence, predicted = predictions.probabilities.max(axis=1), predictions.probabilities.argmax(axis=1)
+    wrong = np.flatnonzero(predicted != predictions.labels)
+    rows = wrong[np.argsort(-confidence[wrong], kind="stable")][:WORST]
+    return tuple(
+        Mistake(
+            int(predictions.indices[row]),
+            source.name(int(predictions.indices[row])),
+            source.classes[predictions.labels[row]],
+            source.classes[predicted[row]],
+            float(confidence[row]),
+        )
+        for row in rows
+    )

@@ -1,0 +1,1 @@
+"""Measures of a classifier: arrays in, numbers out."""

@@ -1,0 +1,98 @@
+"""The folder of a run: its name, who may write to it, and what lies in it.
+
+recipe.toml split.json check.json metrics.jsonl log.txt best/ last/ state/
+"""
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import CheckpointError, ConfigError
+from vitrail.training.recipe import Recipe, write_toml
+
+RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
+
+
+def default_folder(data: str, recipe: Recipe, start: str | None) -> Path:
+    """Return where a run lies: the same command finds the same folder, another recipe another one."""
+    name = Path(data).resolve().name or "data"
+    mark = recipe.replace(model={**recipe.model, "start": start}).fingerprint() if start else recipe.fingerprint()
+    return Path("runs") / f"{name}-{mark}"
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keep a run folder for this process; another process that wants it is refused."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise CheckpointError(f"the run folder {folder} cannot be written: {error.strerror or error}") from None
+    with lock:
+        try:
+            # Unlike flock's, this lock is not inherited by workers, which outlive a killed run for some seconds.
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"the run folder {folder} is in use by another process; wait, or choose --run") from None
+        yield
+
+
+def keep_recipe(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe of a new run; an old run must have the same."""
+    path, text = folder / RECIPE, write_toml(recipe)
+    if not path.exists():
+        write_text(path, text)
+        return
+    old = path.read_text(encoding="utf-8")
+    if old != text:
+        changed = [line for line in text.splitlines() if line and line not in old.splitlines()]
+        gone = [line for line in old.splitlines() if line and line not in text.splitlines()]
+        raise ConfigError(
+            f"{folder} holds a run with another recipe; it had {', '.join(gone) or 'nothing more'}, this one has "
+            f"{', '.join(changed) or 'nothing more'}: choose another --run"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a small JSON file, whole or not at all."""
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+class Journal:
+    """What a run measured, line by line; a run that goes on forgets what came after the state it goes on from."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.path = folder / METRICS
+        rows = [row for row in self.read(folder) if row["step"] <= step]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add a line."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> list[dict[str, Any]]:
+        """Return the lines of a run's journal; one that was cut short by a crash is left out."""
+        try:
+            lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        rows = []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+        return rows

@@ -1,0 +1,92 @@
+"""What training makes small: the loss of logits (B, K) against targets (B, K), K classes."""
+
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+from torch import Tensor
+
+from vitrail.data.augmentation.mixing import mix_targets
+from vitrail.errors import ConfigError, InputError
+from vitrail.schema import Frozen, Rate
+
+
+def _as_class_weights(value: Any) -> Any:
+    """Check the whole field at once, so that a fault is one sentence and not one for each kind it could be."""
+    if isinstance(value, (list, tuple)) and value:
+        numbers = [number for number in value if isinstance(number, (int, float)) and not isinstance(number, bool)]
+        if len(numbers) == len(value) and all(0 <= number < float("inf") for number in numbers) and any(numbers):
+            return tuple(float(number) for number in numbers)
+    elif value in ("none", "balanced"):
+        return value
+    raise PydanticCustomError(
+        "class_weights", "it should be 'none', 'balanced', or a list with one number, 0 or more, for each class"
+    )
+
+
+class Objective(Frozen):
+    """Which loss, and against which targets."""
+
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """`softmax`: cross-entropy of one choice. `sigmoid`: one yes-or-no for each class, added up (Google's code)."""
+    label_smoothing: Rate = 0.0
+    """Share of the target that is spread evenly over all classes."""
+    class_weights: Annotated[Literal["none", "balanced"] | tuple[float, ...], BeforeValidator(_as_class_weights)] = (
+        "none"
+    )
+    """How much a picture counts by its class: all alike, so that every class counts alike, or as the numbers say."""
+
+
+def targets(labels: Tensor, classes: int, objective: Objective, share: Tensor | None = None) -> Tensor:
+    """Return targets (B, K) in float32 whose rows add up to 1: smoothed, then mixed with their partners' by `share`."""
+    smooth = objective.label_smoothing
+    rows = F.one_hot(labels, classes).to(torch.float32)
+    if smooth:
+        rows = rows * (1 - smooth) + smooth / classes
+    return rows if share is None else mix_targets(rows, share)
+
+
+def loss(logits: Tensor, targets: Tensor, objective: Objective, weights: Tensor | None = None) -> Tensor:
+    """Return the mean loss over the batch, computed in float32 whatever the logits are in.
+
+    `weights` (K) come from `class_weights`. The sum is divided by the number of pictures and not by their weights, so
+    that a batch in parts, on several processes say, has the same gradient as the whole.
+    """
+    if logits.shape != targets.shape:
+        raise InputError(f"the model answers with {tuple(logits.shape)}, but targets are {tuple(targets.shape)}")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.to(logits.dtype)
+    weights = None if weights is None else weights.to(logits)
+    if objective.loss == "softmax":
+        return F.cross_entropy(logits, targets, weight=weights)
+    by_picture = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
+    if weights is not None:
+        by_picture = by_picture * (targets @ weights)
+    return by_picture.mean()
+
+
+def class_weights(labels: Tensor | NDArray[Any], classes: int, objective: Objective) -> Tensor | None:
+    """Return the weight (K) of each class that `loss` takes; None where all count alike.
+
+    `labels` are those of the whole training part.
+    """
+    chosen = objective.class_weights
+    if isinstance(chosen, tuple):
+        if len(chosen) != classes:
+            raise ConfigError(f"class_weights has {len(chosen)} numbers, but there are {classes} classes")
+        return torch.tensor(chosen, dtype=torch.float32)
+    return balanced_weights(labels, classes) if chosen == "balanced" else None
+
+
+def balanced_weights(labels: Tensor | NDArray[Any], classes: int) -> Tensor:
+    """Return weights (K) by which every class counts alike, and the pictures count 1 on average.
+
+    A class without a picture gets 0.
+    """
+    counts = torch.bincount(torch.as_tensor(labels).cpu(), minlength=classes).to(torch.float64)
+    present = int((counts > 0).sum())
+    weights = torch.where(counts > 0, counts.sum() / (max(present, 1) * counts.clamp(min=1)), 0.0)
+    return weights.to(torch.float32)

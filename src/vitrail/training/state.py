@@ -1,0 +1,154 @@
+"""The state of a run: what has to survive a stop, and nothing else. No pickle anywhere.
+
+    state/000120/state.safetensors   weights, their average, the optimiser's numbers
+    state/000120/state.json          the step, what was best so far, and the checksum of the other file
+
+A state is written under another name and gets its own when it is whole. The last two are kept; a damaged one is passed
+over, and said.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from vitrail.errors import CheckpointError
+from vitrail.training.averaging import Average
+
+KEPT = 2
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    best_step: int = 0
+    best_score: float = -1.0
+    since_best: int = 0
+    """Measurements of the val part since the best one."""
+    bad_files: list[str] | None = None
+    finished: bool = False
+
+
+@dataclass
+class State:
+    """What a step changes."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    average: Average | None
+    progress: Progress
+
+
+def save_state(folder: Path, state: State, threads: int) -> None:
+    """Write the state of a run, whole or not at all, and drop all but the newest two."""
+    target = folder / f"{state.progress.step:08d}"
+    temporary = folder / f".{target.name}.{os.getpid()}"
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        save_file(_tensors(state), temporary / "state.safetensors")
+        content = {**asdict(state.progress), "threads": threads, "checksum": _checksum(temporary / "state.safetensors")}
+        (temporary / "state.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        for file in temporary.iterdir():
+            _flush(file)
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+        _flush(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"the state of the run could not be saved in {folder}: {reason}; the one before is intact"
+        ) from None
+    for old in _states(folder)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_state(folder: Path, state: State, threads: int) -> list[str]:
+    """Put the newest whole state into `state`, if there is any; return what a person should know of it."""
+    notes: list[str] = []
+    for place in reversed(_states(folder)):
+        try:
+            content = json.loads((place / "state.json").read_text(encoding="utf-8"))
+            if _checksum(place / "state.safetensors") != content["checksum"]:
+                raise ValueError("its checksum is another")
+            tensors = load_file(place / "state.safetensors")
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            notes.append(f"the state {place.name} is damaged ({error}), so the one before was taken")
+            continue
+        if content["threads"] != threads:
+            notes.append(
+                f"the run used {content['threads']} threads before and uses {threads} now, so the last bits of its "
+                f"weights may differ from an uninterrupted run"
+            )
+        _restore(state, tensors, content)
+        break
+    for stray in folder.glob(".*"):
+        shutil.rmtree(stray, ignore_errors=True)
+    return notes
+
+
+def _states(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
+
+
+def _named(state: State) -> dict[str, Tensor]:
+    """Return the parameters that the optimiser changes, by name."""
+    return {name: p for name, p in state.model.named_parameters() if p.requires_grad}
+
+
+def _tensors(state: State) -> dict[str, Tensor]:
+    tensors = {f"model/{name}": tensor for name, tensor in state.model.state_dict().items()}
+    if state.average is not None:
+        tensors |= {f"average/{name}": tensor for name, tensor in state.average.state().items()}
+    for name, parameter in _named(state).items():
+        for key, value in state.optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                tensors[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _restore(state: State, tensors: dict[str, Tensor], content: dict[str, Any]) -> None:
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition("/")
+        parts[part][rest] = tensor
+    state.model.load_state_dict(parts["model"])
+    if state.average is not None:
+        state.average.load(parts["average"])
+    for name, parameter in _named(state).items():
+        found = {
+            place.removeprefix(f"{name}/"): tensor
+            for place, tensor in parts["optimizer"].items()
+            if place.startswith(f"{name}/")
+        }
+        if found:
+            state.optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in found.items()}
+    fields = {name: content[name] for name in asdict(state.progress)}
+    state.progress.__dict__.update(fields)
+
+
+def _checksum(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as content:
+        while chunk := content.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

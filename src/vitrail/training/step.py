@@ -1,0 +1,94 @@
+"""One step of training: forward, backward, clip, update; what a run consists of."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.augmentation.mixing import mix_pixels
+from vitrail.data.batches import Batch
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import Diverged
+from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
+from vitrail.training import objectives
+from vitrail.training.optimizers import clip_gradients, set_learning_rate
+from vitrail.training.recipe import Recipe
+from vitrail.training.state import State
+
+
+class Stepped(NamedTuple):
+    """What a step came to."""
+
+    loss: float
+    correct: int
+    """How many pictures were answered rightly; with mixing, by the larger share."""
+    gradient_norm: float
+
+
+class Stepper(NamedTuple):
+    """What every step of a run needs."""
+
+    recipe: Recipe
+    preprocess: Preprocess
+    device: torch.device
+    precision: Precision
+    weights: Tensor | None
+    """How much each class counts."""
+    rank: int = 0
+
+    def step(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> Stepped:
+        """Change the state by one batch. `forward` is the model, or what wraps it."""
+        number, micros = state.progress.step, self.recipe.micro_batches
+        state.optimizer.zero_grad(set_to_none=True)
+        loss, correct = 0.0, 0
+        for micro in range(micros):
+            # Dropout is drawn from the place in the run, so nothing random has to be saved.
+            seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.rank))
+            part = batch.micro(micro, micros).to(self.device)
+            part_loss, part_correct = self._forward(forward, part)
+            (part_loss / micros).backward()
+            loss += float(part_loss.detach()) / micros
+            correct += part_correct
+        norm = clip_gradients([p for p in state.model.parameters() if p.requires_grad], self.recipe.optimizer.clip)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(f"step {number}: the loss is {loss}, the norm of the gradient {norm}")
+        set_learning_rate(state.optimizer, rate)
+        state.optimizer.step()
+        state.progress.step += 1
+        if state.average is not None:
+            state.average.update(state.model, state.progress.step)
+        return Stepped(loss, correct, norm)
+
+    def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, int]:
+        objective = self.recipe.objective
+        pixels = self.preprocess.normalise(part.pixels)
+        mixed = self.recipe.mixing is not None and self.recipe.mixing.on  # no longer None once a run is planned
+        if mixed:
+            pixels = mix_pixels(pixels, part.share, part.box)
+        with autocast(self.device, self.precision):
+            logits: Tensor = forward(pixels)
+        targets = objectives.targets(part.labels, logits.shape[-1], objective, part.share if mixed else None)
+        loss = objectives.loss(logits, targets, objective, self.weights)
+        return loss, int((logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum())
+
+
+@torch.no_grad()
+def first_not_finite(model: nn.Module, pixels: Tensor) -> str:
+    """Return the first part of a model whose output is not finite for these pictures."""
+    found: list[str] = []
+
+    def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def look(_: nn.Module, __: object, output: object) -> None:
+            if isinstance(output, Tensor) and not output.isfinite().all() and not found:
+                found.append(name)
+
+        return module.register_forward_hook(look)
+
+    handles = [watch(name, module) for name, module in model.named_modules() if name]
+    try:
+        model(pixels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "none: the weights were still finite, so it was this step's gradient"

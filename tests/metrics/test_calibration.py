@@ -1,0 +1,67 @@
+"""Calibration, against a loop over the bins and values worked out by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.metrics.calibration import BINS, expected_calibration_error, reliability
+
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
+cases = st.tuples(st.integers(0, 10_000), st.integers(1, 200), st.integers(2, 6), st.integers(1, 20))
+
+
+def drawn(seed: int, pictures: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    scores = rng.random((pictures, classes)) ** 4 + 1e-6
+    return (scores / scores.sum(1, keepdims=True)).astype(np.float32), rng.integers(0, classes, pictures)
+
+
+@PROPERTY
+@given(cases)
+def test_as_a_loop_over_the_bins(case: tuple[int, int, int, int]) -> None:
+    probabilities, labels = drawn(*case[:3])
+    bins, error = case[3], 0.0
+    table = reliability(probabilities, labels, bins)
+    edges = np.linspace(0, 1, bins + 1)
+    rows = [(max(row), row.index(max(row)) == label) for row, label in zip(probabilities.tolist(), labels, strict=True)]
+    for number, found in enumerate(table):
+        inside = [(sure, right) for sure, right in rows if edges[number] < sure <= edges[number + 1]]
+        assert (found.low, found.high, found.pictures) == (edges[number], edges[number + 1], len(inside))
+        if inside:
+            confidence, accuracy = (sum(column) / len(inside) for column in zip(*inside, strict=True))
+            assert (found.confidence, found.accuracy) == pytest.approx((confidence, accuracy))
+            error += len(inside) / len(rows) * abs(accuracy - confidence)
+        else:
+            assert (found.confidence, found.accuracy) == (None, None)
+    assert expected_calibration_error(table) == pytest.approx(error)
+
+
+@PROPERTY
+@given(cases)
+def test_bounds_and_sums(case: tuple[int, int, int, int]) -> None:
+    probabilities, labels = drawn(*case[:3])
+    table = reliability(probabilities, labels, case[3])
+    assert 0 <= expected_calibration_error(table) <= 1
+    assert sum(row.pictures for row in table) == len(labels)
+    right = sum(row.pictures * row.accuracy for row in table if row.pictures)
+    assert right == pytest.approx((probabilities.argmax(1) == labels).sum())
+    order = np.random.default_rng(case[0]).permutation(len(labels))
+    again = reliability(probabilities[order], labels[order], case[3])
+    assert expected_calibration_error(again) == pytest.approx(expected_calibration_error(table))
+
+
+def test_values_worked_out_by_hand() -> None:
+    probabilities = np.array([[0.9, 0.1], [0.1, 0.9], [0.75, 0.25], [0.75, 0.25]], np.float32)
+    table = reliability(probabilities, np.array([0, 0, 0, 0]))
+    assert len(table) == BINS
+    # 0.9 lies in (13/15, 14/15] with one right of two, 0.75 in (11/15, 12/15] with both right.
+    assert [number for number, row in enumerate(table) if row.pictures] == [11, 13]
+    assert (table[13].accuracy, table[11].accuracy) == (0.5, 1)
+    assert expected_calibration_error(table) == pytest.approx(0.5 * 0.4 + 0.5 * 0.25)
+
+
+def test_sure_and_right_is_calibrated_sure_and_wrong_is_not() -> None:
+    sure = np.eye(3, dtype=np.float32)
+    assert expected_calibration_error(reliability(sure, np.array([0, 1, 2]))) == 0
+    assert expected_calibration_error(reliability(sure, np.array([1, 2, 0]))) == 1

@@ -1,0 +1,168 @@
+"""`vitrail eval`, run as a person runs it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitrail.__main__ import main
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.cli.eval import _compact_json
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.opening import open_data
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process: importing everything anew would take most of the time."""
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+
+    def command(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["vitrail", "eval", *map(str, words), "--workers", "0"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return command
+
+
+def saved(folder: Path, classes: tuple[str, ...] | int) -> Path:
+    count = classes if isinstance(classes, int) else len(classes)
+    model = ViT(ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=1, heads=2, classes=count))
+    torch.nn.init.normal_(model.head.weight)
+    return Bundle(model, PRE, None if isinstance(classes, int) else classes).save(folder)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return saved(tmp_path / "run" / "best", ("cat", "dog"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for label in ("cat", "dog"):
+        folder = tmp_path / "data" / label
+        folder.mkdir(parents=True)
+        for number in range(10):
+            noise = np.random.default_rng([number, ord(label[0])]).integers(0, 256, (8, 8), np.uint8)
+            Image.fromarray(noise).save(folder / f"{number}.png")
+    return tmp_path / "data"
+
+
+def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
+    done = run(bundle, data)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert "% on 20 pictures, 95% interval " in lines[0]
+    assert "; weakest class " in lines[0]
+    for words in ("top-1", "macro-F1", "calibration error", "% sure on average", "Confusions", "Classes, the weakest"):
+        assert words in done.out
+    assert "top-5" not in done.out
+    assert str(data) in done.out.split("The most confident mistakes")[1]
+
+
+def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
+    (data / "cat" / "text.png").write_text("no picture")
+    done = run(bundle, data, "--json", "--batch", 3)
+    assert (done.code, done.err) == (0, "")
+    found = json.loads(done.out)
+    assert (found["part"], found["pictures"], found["top5"]) == ("all", 20, None)
+    assert np.array(found["confusion"]).sum() == 20
+    assert found["bad"][0]["name"].endswith("text.png")
+    assert found["verdict"].endswith("; 1 more could not be read")
+    text = run(bundle, data).out
+    assert text.startswith(found["verdict"] + ".\n")
+    assert "Pictures that could not be read" in text
+
+
+def test_the_pictures_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Path, data: Path) -> None:
+    parts = open_data(data, seed=3, val=0.2, test=0.3)
+    (bundle.parent / "split.json").write_text(json.dumps(parts.split))
+    assert "% on 6 held-out pictures, " in run(bundle, data).out
+    assert "% on 4 held-out pictures, " in run(bundle, data, "--part", "val").out
+    assert "% on 10 training pictures, " in run(bundle, data, "--part", "train").out
+    assert "% on 20 pictures, " in run(bundle, data, "--part", "all").out
+    (bundle.parent / "split.json").write_text("[1]")
+    assert "% on 20 pictures, " in run(bundle, data).out
+
+
+def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
+    names = (*(str(digit) for digit in range(10)), *(f"other {number}" for number in range(15)))
+    done = run(saved(tmp_path / "b", names), "digits", "--part", "test", "--precision", "bf16", "--device", "cpu")
+    assert (done.code, done.err) == (0, "")
+    assert "% on 179 pictures, " in done.out
+    assert "top-5" in done.out
+    assert "The model has 15 other classes, without pictures here." in done.out
+
+
+def test_the_weakest_twenty_classes_unless_all_are_asked_for(run: Run, tmp_path: Path) -> None:
+    names = tuple(f"class {number:02d}" for number in range(22))
+    for name in names:
+        (tmp_path / "many" / name).mkdir(parents=True)
+        Image.new("L", (8, 8), 30).save(tmp_path / "many" / name / "1.png")
+    model = saved(tmp_path / "b", names)
+    done = run(model, tmp_path / "many")
+    assert "… and 2 more; --all lists them" in done.out
+    assert "more; --all" not in run(model, tmp_path / "many", "--all").out
+
+
+def test_classes_the_model_does_not_have(run: Run, tmp_path: Path, data: Path) -> None:
+    done = run(saved(tmp_path / "named", ("cat", "cow")), data)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "vitrail: the data has the class 'dog', which the model does not have; its 2 classes are 'cat', 'cow'\n"
+    )
+    assert run(tmp_path / "named", data, "--by-number").code == 0
+    done = run(saved(tmp_path / "unnamed", 5), data)
+    assert (done.code, done.out) == (2, "")
+    assert "the data has 2 classes and the model 5" in done.err
+    assert run(saved(tmp_path / "numbered", 2), data).code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--part", "tset"), "no part is called 'tset'; choose test, val, train, all"),
+        (("--precision", "int3"), "no precision is called 'int3'"),
+        (("--device", "abacus"), "no device is called 'abacus'"),
+        (("--batch", "0"), "--batch"),
+    ],
+)
+def test_wrong_options(run: Run, bundle: Path, data: Path, options: tuple[str, ...], message: str) -> None:
+    done = run(bundle, data, *options)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_what_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
+    for words in ((tmp_path / "nowhere", data), (bundle, tmp_path / "nowhere")):
+        done = run(*words)
+        assert (done.code, done.out) == (2, "")
+        assert "nowhere" in done.err
+        assert len(done.err.splitlines()) == 1
+
+
+def test_compact_json_is_the_same_json() -> None:
+    found = {"matrix": [[1, -2.5e-7], [3, 4]], "names": ["[\n1, 2\n]", "3"], "empty": [], "interval": [0.5, 1]}
+    text = _compact_json(found)
+    assert json.loads(text) == found
+    assert "[1, -2.5e-07]" in text

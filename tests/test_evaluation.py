@@ -1,0 +1,257 @@
+"""Measuring a model: every picture once, by the names of the classes, whoever reads the pictures."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.batches import Evaluation as EveryPicture
+from vitrail.data.batches import evaluation_batches
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.builtin import digits
+from vitrail.data.sources.source import Arrays
+from vitrail.data.sources.splits import part_of
+from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
+from vitrail.evaluation import Evaluation, Predictions, evaluate, evaluate_bundle, measure, percent, predict_all
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+CPU = torch.device("cpu")
+PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
+ALL_DIGITS = digits()
+DIGITS = part_of(ALL_DIGITS, np.arange(0, 1797, 9))
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    """A small model that has learned the digits a little, so that it is right and wrong."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = ViT(
+            ViTConfig(image_size=8, patch_size=4, channels=1, width=24, depth=1, heads=2, classes=10, mlp_dropout=0.1)
+        )
+        pictures = PRE.normalise(torch.from_numpy(ALL_DIGITS.pictures)[:, None])
+        labels = torch.from_numpy(ALL_DIGITS.labels)
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        for _ in range(40):
+            chosen = torch.randint(0, len(labels), (128,))
+            loss = nn.functional.cross_entropy(model(pictures[chosen]), labels[chosen])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return Bundle(model, PRE, ALL_DIGITS.classes)
+
+
+class Damaged:
+    """Digits of which some cannot be read."""
+
+    classes = DIGITS.classes
+    labels = DIGITS.labels
+
+    def __init__(self, *damaged: int) -> None:
+        self.damaged = damaged
+
+    def __len__(self) -> int:
+        return len(DIGITS)
+
+    def name(self, index: int) -> str:
+        return f"digits/{index}.png"
+
+    def read(self, index: int) -> bytes | np.ndarray:
+        return b"" if index in self.damaged else DIGITS.read(index)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        return index, 0
+
+
+def same(one: Evaluation, other: Evaluation) -> bool:
+    return one.as_dict() == other.as_dict()
+
+
+def test_every_number_agrees_with_the_model_itself(bundle: Bundle) -> None:
+    found = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
+    pictures = np.stack([DIGITS.read(index) for index in range(len(DIGITS))])
+    bundle.model.eval()
+    with torch.no_grad():
+        outputs = bundle.model(PRE.normalise(torch.from_numpy(pictures)[:, None]))
+    labels, answers = torch.from_numpy(DIGITS.labels), outputs.argmax(1)
+    right = answers == labels
+    assert found.pictures == len(DIGITS) == 200
+    assert 0.5 < found.top1 < 1
+    assert found.top1 == pytest.approx(right.float().mean().item())
+    assert found.top1_interval.low < found.top1 < found.top1_interval.high
+    assert found.top5 == pytest.approx((outputs.topk(5).indices == labels[:, None]).any(1).float().mean().item())
+    assert found.loss == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
+    assert found.loss_interval.low < found.loss < found.loss_interval.high
+    assert np.trace(found.confusion) == right.sum()
+    recalls = [right[labels == digit].float().mean().item() for digit in range(10)]
+    assert [row.recall for row in found.per_class] == pytest.approx(recalls)
+    assert found.balanced_accuracy == pytest.approx(np.mean(recalls))
+    assert found.weakest is not None
+    assert found.weakest.recall == pytest.approx(min(recalls))
+    assert found.macro_f1_interval.low <= found.macro_f1 <= found.macro_f1_interval.high
+    sure = outputs.softmax(1).max(1).values
+    most = int(torch.where(right, 0, sure).argmax())
+    assert (found.worst[0].index, found.worst[0].name) == (most, DIGITS.name(most))
+    assert (found.worst[0].true, found.worst[0].predicted) == (str(int(labels[most])), str(int(answers[most])))
+    assert found.worst[0].confidence == pytest.approx(sure[most].item(), rel=1e-5)
+    assert [row.confidence for row in found.worst] == sorted((row.confidence for row in found.worst), reverse=True)
+
+
+def test_who_reads_and_how_many_at_a_time_does_not_matter(bundle: Bundle) -> None:
+    one, two = (evaluate_bundle(bundle, DIGITS, device="cpu", workers=workers) for workers in (0, 2))
+    assert same(one, two)
+    other = evaluate_bundle(bundle, DIGITS, device="cpu", batch=7, workers=0)
+    assert (other.confusion == one.confusion).all()
+    assert other.loss == pytest.approx(one.loss, rel=1e-5)
+
+
+def test_progress_is_told(bundle: Bundle) -> None:
+    told: list[tuple[int, int]] = []
+    evaluate_bundle(bundle, Damaged(3), device="cpu", workers=0, on_progress=lambda *done: told.append(done))
+    assert told == [(64, 200), (128, 200), (192, 200), (200, 200)]
+
+
+def test_as_dict_is_json(bundle: Bundle) -> None:
+    found = evaluate_bundle(bundle, Damaged(3), device="cpu", workers=0)
+    again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert again == found.as_dict()
+    assert np.array(again["confusion"]).sum() == again["pictures"] == 199
+    assert len(again["reliability"]) == 15
+    assert again["worst"][0].keys() == {"index", "name", "true", "predicted", "confidence"}
+
+
+def test_classes_in_another_order_are_renumbered(bundle: Bundle) -> None:
+    straight = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
+    turned = Arrays(ALL_DIGITS.pictures, 9 - ALL_DIGITS.labels, tuple(str(9 - digit) for digit in range(10)))
+    assert same(evaluate_bundle(bundle, part_of(turned, DIGITS.indices), device="cpu", workers=0), straight)
+    wrong = evaluate_bundle(bundle, part_of(turned, DIGITS.indices), device="cpu", workers=0, by_number=True)
+    assert wrong.top1 < 0.5
+
+
+def test_some_of_the_classes_are_enough(bundle: Bundle) -> None:
+    some = np.isin(ALL_DIGITS.labels, (3, 8))
+    source = Arrays(ALL_DIGITS.pictures[some], (ALL_DIGITS.labels[some] == 8).astype(np.int64), ("3", "8"))
+    found = evaluate_bundle(bundle, source, device="cpu", workers=0)
+    assert [row.name for row in found.per_class if row.pictures] == ["3", "8"]
+    assert {row.name for row in found.weakest_first} == {"3", "8"}
+    assert found.per_class[0].recall is None
+    assert found.confusion.shape == (10, 10)
+
+
+def test_classes_that_do_not_match(bundle: Bundle) -> None:
+    other = Arrays(ALL_DIGITS.pictures[:2], np.array([0, 1]), ("7", "cat"))
+    with pytest.raises(DataError, match="the data has the class 'cat', which the model does not have; its 10 classes"):
+        evaluate_bundle(bundle, other, device="cpu", workers=0)
+    nameless = Bundle(bundle.model, PRE)
+    with pytest.raises(DataError, match="the data has 2 classes and the model 10"):
+        evaluate_bundle(nameless, other, device="cpu", workers=0)
+    assert evaluate_bundle(nameless, DIGITS, device="cpu", workers=0).pictures == 200
+    without = Arrays(ALL_DIGITS.pictures[:2], np.array([-1, 1]), ("7", "8"))
+    with pytest.raises(DataError, match="picture 0 has no class"):
+        evaluate_bundle(bundle, without, device="cpu", workers=0)
+    headless = Bundle(ViT(bundle.model.config.replace(classes=0)), PRE)
+    with pytest.raises(CheckpointError, match="no head"):
+        evaluate_bundle(headless, DIGITS, device="cpu", workers=0)
+    batches = evaluation_batches(EveryPicture(other, PRE, 2), workers=0)
+    with pytest.raises(DataError, match="the model has 10 classes and the data 2"):
+        evaluate(bundle.model, batches, other, preprocess=PRE, device=CPU)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_pictures_are_listed_and_left_out(bundle: Bundle, workers: int) -> None:
+    damaged = (0, *range(64, 128), 199)  # the second batch has none that can be read
+    found = evaluate_bundle(bundle, Damaged(*damaged), device="cpu", workers=workers)
+    assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in damaged]
+    assert found.pictures == 200 - len(damaged)
+    assert found.verdict.endswith("; 66 more could not be read")
+    assert not {mistake.index for mistake in found.worst} & set(damaged)
+
+
+def test_nothing_that_can_be_read(bundle: Bundle) -> None:
+    with pytest.raises(DataError, match=r"none of the 200 can be read; the first, digits/0.png: "):
+        evaluate_bundle(bundle, Damaged(*range(200)), device="cpu", workers=0)
+    with pytest.raises(DataError, match="there are no pictures to measure"):
+        evaluate(bundle.model, [], DIGITS, preprocess=PRE, device=CPU)
+
+
+class Odd(nn.Module):
+    """Answers with what is not a number where a picture begins with a bright row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Dropout(0.5).eval()
+        self.inner = nn.Dropout(0.5)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        flat = self.inner(self.frozen(pictures.flatten(1)))
+        return torch.where(flat[:, :1] > 0.9, torch.nan, flat[:, :10])
+
+
+def odd_source(*bright: int) -> Arrays:
+    pictures = np.zeros((6, 8, 8), np.uint8)
+    pictures[list(bright)] = 255
+    return Arrays(pictures, np.zeros(6, np.int64), ALL_DIGITS.classes)
+
+
+@pytest.fixture
+def odd() -> Iterator[Callable[..., Predictions]]:
+    model = Odd()
+
+    def ask(source: Arrays, **options: str) -> Predictions:
+        batches = evaluation_batches(EveryPicture(source, PRE, 4), workers=0)
+        return predict_all(model, batches, PRE, CPU, name=source.name, **options)
+
+    yield ask
+    # Whatever happened, each part is again in the mode in which it was.
+    assert [module.training for module in model.modules()] == [True, False, True]
+
+
+def test_the_mode_is_given_back_and_nothing_is_dropped(odd: Callable[..., Predictions]) -> None:
+    found = odd(odd_source())
+    assert found.indices.tolist() == list(range(6))
+    assert found.probabilities.dtype == np.float32
+    assert found.probabilities.tolist() == [pytest.approx([0.1] * 10)] * 6
+
+
+def test_an_answer_that_is_not_finite_names_the_picture(odd: Callable[..., Predictions]) -> None:
+    with pytest.raises(Diverged, match="the model's answer to picture 5 is not a finite number; its weights"):
+        odd(odd_source(5))
+    with pytest.raises(Diverged, match="picture 2 is not a finite number; measure in float32"):
+        odd(odd_source(2, 5), precision="bf16")
+
+
+def test_a_low_precision_gives_nearly_the_same(bundle: Bundle) -> None:
+    exact, low = (evaluate_bundle(bundle, DIGITS, device="cpu", workers=0, precision=p) for p in ("float32", "bf16"))
+    assert low.loss == pytest.approx(exact.loss, abs=0.03)
+    assert low.loss != exact.loss
+    with pytest.raises(ConfigError, match="no precision is called"):
+        evaluate_bundle(bundle, DIGITS, device="cpu", workers=0, precision="int3")
+
+
+def predictions(right: int, wrong: int) -> Predictions:
+    labels = np.array([0] * right + [1] * wrong)
+    probabilities = np.tile(np.array([[0.8, 0.2]], np.float32), (len(labels), 1))
+    return Predictions(probabilities, labels, np.arange(len(labels)))
+
+
+def source_of(count: int) -> Arrays:
+    return Arrays(np.zeros((count, 2, 2), np.uint8), np.zeros(count, np.int64), ("cat", "dog"))
+
+
+def test_the_verdict() -> None:
+    found = measure(predictions(354, 6), source_of(360))
+    assert found.verdict == "98.3% on 360 held-out pictures, 95% interval 96.4–99.2; weakest class dog"
+    assert found.top5 is None
+    assert found.ece == pytest.approx(354 / 360 - 0.8)
+    perfect = measure(predictions(1, 0), source_of(1), kind="pictures")
+    assert perfect.verdict == "100.0% on 1 picture, 95% interval 20.7–100.0"
+    assert (perfect.weakest, perfect.worst) == (None, ())
+
+
+def test_only_all_is_a_hundred_percent() -> None:
+    assert [percent(share) for share in (1, 0.99999, 0.9994, 0.5, 0)] == ["100.0", "99.9", "99.9", "50.0", "0.0"]

@@ -1,0 +1,225 @@
+"""A run as a person starts it: stopped at any moment and started again, it is the run that never stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vitrail
+from vitrail.errors import CheckpointError, ConfigError, Diverged
+from vitrail.training.folder import claimed
+from vitrail.training.recipe import preset_names, read_recipe, write_toml
+from vitrail.training.state import load_state
+from vitrail.training.train import train
+
+TINY = [
+    "epochs=1.5",
+    "batch=64",
+    "evaluations=3",
+    "model.width=32",
+    "model.depth=2",
+    "model.heads=2",
+    "model.patch_size=4",
+    "model.mlp_dropout=0.1",
+    "mixing.mixup=0.2",
+    "mixing.cutmix=1.0",
+]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    changes = [word for change in TINY for word in ("--set", change)]
+    return [
+        sys.executable,
+        "-m",
+        "vitrail",
+        "train",
+        "digits",
+        "--run",
+        str(folder),
+        "--device",
+        "cpu",
+        *changes,
+        *more,
+    ]
+
+
+def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, *more), capture_output=True, text=True, check=False, timeout=300)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = sorted((folder / "state").glob("[0-9]*"))[-1]
+    return load_file(newest / "state.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    done = run(folder, "--workers", "0")
+    assert done.returncode == 0, done.stderr
+    assert "held-out pictures" in done.stdout
+    return folder
+
+
+def test_what_a_run_leaves(straight: Path) -> None:
+    there = {path.name for path in straight.iterdir()}
+    assert {"recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt", "best", "last", "state"} <= there
+    assert len(list((straight / "state").iterdir())) == 2
+    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 35))
+    assert len([row for row in rows if "val_top1" in row]) == 3
+    bundle = vitrail.load(straight / "best")
+    assert bundle.classes == tuple("0123456789")
+    assert read_recipe(straight / "recipe.toml").optimizer.lr == 1e-3
+
+
+def test_a_finished_run_changes_nothing(straight: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (straight / "state").rglob("*")}
+    done = run(straight, "--workers", "0")
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in (straight / "state").rglob("*")} == before
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_workers_change_nothing(workers: str, straight: Path, tmp_path: Path) -> None:
+    assert run(tmp_path / "run", "--workers", workers).returncode == 0
+    assert same(weights(tmp_path / "run"), weights(straight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_any_moment(seed: int, tmp_path: Path) -> None:
+    """Every run is killed some moments after it has saved a state; saving after each step, some die while they save."""
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    often = ("--set", "save_minutes=0", "--set", "epochs=5")
+    assert run(straight, "--workers", "0", *often).returncode == 0
+    generator = torch.Generator().manual_seed(seed)
+    kills = 0
+    for _ in range(40):
+        process = subprocess.Popen(
+            command(folder, "--workers", str(seed), *often),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        before = _steps(folder)
+        while process.poll() is None and _steps(folder) <= before:
+            time.sleep(0.005)
+        time.sleep(float(torch.rand((), generator=generator)) * 0.3)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+    assert kills >= 2
+    assert run(folder, "--workers", "0", *often).returncode == 0
+    found, expected = weights(folder), weights(straight)
+    assert same(found, expected)
+    assert (folder / "metrics.jsonl").read_text() == (straight / "metrics.jsonl").read_text()
+
+
+def _steps(folder: Path) -> int:
+    return max((int(path.name) for path in (folder / "state").glob("[0-9]*")), default=0)
+
+
+def test_a_signal_saves_first(straight: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = subprocess.Popen(command(folder, "--workers", "0"), stderr=subprocess.PIPE, text=True)
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "the run is saved, and the same command goes on with it" in errors
+    assert _steps(folder) > 0
+    assert run(folder, "--workers", "0").returncode == 0
+    assert same(weights(folder), weights(straight))
+
+
+def test_a_damaged_state_falls_back(straight: Path, tmp_path: Path) -> None:
+    folder, often = tmp_path / "run", ("--workers", "0", "--set", "save_minutes=0")
+    process = subprocess.Popen(command(folder, *often), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while _steps(folder) < 3:
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    newest = sorted((folder / "state").glob("[0-9]*"))[-1]
+    (newest / "state.safetensors").write_bytes(b"damaged")
+    done = run(folder, *often)
+    assert done.returncode == 0, done.stderr
+    assert f"the state {newest.name} is damaged" in done.stderr
+    assert same(weights(folder), weights(straight))
+
+
+# ── what cannot be ──
+
+
+def test_another_recipe_in_the_same_folder(straight: Path) -> None:
+    done = run(straight, "--set", "optimizer.lr=0.5")
+    assert done.returncode == 2
+    assert (
+        "holds a run with another recipe; it had lr = 0.001, this one has lr = 0.5: choose another --run" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("optimizer.lrr=1", "has no option 'optimizer.lrr'; did you mean 'lr'?"),
+        ("epochs=-1", "epochs is -1"),
+        ("model.widht=3", "widht"),
+        ("nonsense", "'nonsense' changes nothing; write optimizer.lr=3e-4"),
+        ("batch=7", "use a batch that is a multiple of 2"),
+    ],
+)
+def test_settings_that_cannot_be(change: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train("digits", changes=[*TINY, change], folder=tmp_path / "run", device="cpu", quiet=True)
+    assert words in str(caught.value)
+
+
+def test_a_run_in_use(tmp_path: Path) -> None:
+    with claimed(tmp_path / "run"):
+        done = run(tmp_path / "run")
+    assert (done.returncode, "is in use by another process" in done.stderr) == (2, True)
+
+
+def test_a_loss_that_explodes_is_explained(tmp_path: Path) -> None:
+    changes = [*TINY, "optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
+    with pytest.raises(Diverged, match=r"step \d+: the loss is .*; the losses before it were .*; the first part whose"):
+        train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+
+
+def test_a_full_disk_keeps_the_state_before(tmp_path: Path) -> None:
+    from vitrail.training.state import Progress, State, save_state
+
+    model = torch.nn.Linear(2, 2)
+    state = State(model, torch.optim.SGD(model.parameters(), 0.1), None, Progress(step=1))
+    save_state(tmp_path / "state", state, 1)
+    state.progress.step = 2
+    (tmp_path / "state").chmod(0o500)
+    (tmp_path / "state" / f".00000002.{os.getpid()}").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"could not be saved in .*; the one before is intact"):
+        save_state(tmp_path / "state", state, 1)
+    (tmp_path / "state" / f".00000002.{os.getpid()}").unlink(missing_ok=True)
+    assert load_state(tmp_path / "state", state, 1) == []
+    assert state.progress.step == 1
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_recipe_is_read_and_written_again(name: str, tmp_path: Path) -> None:
+    recipe = read_recipe(name)
+    (tmp_path / "again.toml").write_text(write_toml(recipe))
+    assert read_recipe(tmp_path / "again.toml") == recipe

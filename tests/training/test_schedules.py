@@ -1,0 +1,109 @@
+"""Schedules against their definitions, and what holds for all of them."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.errors import ConfigError
+from vitrail.training.schedules import Schedule, learning_rate, warmup_of
+
+KINDS = ("cosine", "linear", "constant")
+
+
+def rates(schedule: Schedule, total: int, peak: float) -> list[float]:
+    return [learning_rate(schedule, step, total, peak) for step in range(total)]
+
+
+def test_cosine_is_the_definition() -> None:
+    """The plain baseline's: 10,000 steps of warm-up, then half a cosine to 0."""
+    schedule, total = Schedule(kind="cosine", warmup_steps=10_000), 112_603
+    for step in (0, 1, 4_999, 9_999, 10_000, 10_001, 61_301, 112_602):
+        if step < 10_000:
+            expected = 1e-3 * (step + 1) / 10_000
+        else:
+            expected = 1e-3 * 0.5 * (1 + math.cos(math.pi * (step - 10_000) / (total - 10_000)))
+        assert learning_rate(schedule, step, total, 1e-3) == pytest.approx(expected, rel=1e-12)
+
+
+def test_linear_ends_at_googles_1e_5() -> None:
+    schedule, total, peak = Schedule(kind="linear", warmup_steps=10_000, end_lr=1e-5), 100_000, 8e-4
+    for step in (10_000, 10_001, 55_000, 99_999, 100_000):
+        progress = (step - 10_000) / (total - 10_000)
+        expected = 1e-5 + (peak - 1e-5) * (1 - progress)
+        assert learning_rate(schedule, step, total, peak) == pytest.approx(expected, rel=1e-12)
+    assert learning_rate(schedule, total, total, peak) == 1e-5
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert rates(Schedule(kind="constant", warmup_steps=2), 6, 0.5) == [0.25, 0.5, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_the_end_as_a_share_of_the_peak() -> None:
+    for kind in ("cosine", "linear"):
+        assert learning_rate(Schedule(kind=kind, end=0.1), 10, 10, 2.0) == pytest.approx(0.2)
+        assert learning_rate(Schedule(kind=kind, end=1.0), 7, 10, 2.0) == pytest.approx(2.0)
+
+
+def test_no_warmup_begins_at_the_peak() -> None:
+    for kind in KINDS:
+        assert learning_rate(Schedule(kind=kind), 0, 10, 0.3) == 0.3
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    total=st.integers(1, 300),
+    share=st.floats(0, 0.999),
+    end=st.floats(0, 1),
+    peak=st.floats(1e-6, 10),
+)
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_rises_to_the_peak_then_falls(kind: str, total: int, share: float, end: float, peak: float) -> None:
+    schedule = Schedule(kind=kind, warmup_share=share, end=0.0 if kind == "constant" else end)
+    warmup, found = warmup_of(schedule, total), rates(schedule, total, peak)
+    assert 0 <= warmup < total
+    assert all(0 < rate <= peak * (1 + 1e-12) for rate in found)
+    assert found[warmup] == pytest.approx(peak, rel=1e-12)
+    assert all(before < after for before, after in pairwise(found[:warmup]))
+    assert all(before >= after * (1 - 1e-12) for before, after in pairwise(found[warmup:]))
+    # No jumps: a rising step is 1 / warm-up of the peak, a falling one at most π / 2 of an even descent's.
+    rise, fall = peak / max(warmup, 1), peak * math.pi / 2 / (total - warmup)
+    assert all(-fall * (1 + 1e-9) <= after - before <= rise * (1 + 1e-9) for before, after in pairwise(found))
+
+
+@given(step=st.integers(0, 10**6))
+@settings(derandomize=True, deadline=None, max_examples=30)
+def test_after_the_end_it_stays_there(step: int) -> None:
+    assert learning_rate(Schedule(end=0.01), 50 + step, 50, 1.0) == pytest.approx(0.01)
+
+
+def test_share_and_steps_are_the_same_warmup() -> None:
+    assert rates(Schedule(warmup_share=0.1), 50, 1.0) == rates(Schedule(warmup_steps=5), 50, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"warmup_steps": 5, "warmup_share": 0.1}, "warmup_steps is 5 and warmup_share is 0.1"),
+        ({"end": 0.1, "end_lr": 1e-5}, "end is 0.1 of the peak and end_lr is 1e-05"),
+        ({"kind": "constant", "end_lr": 1e-5}, "end_lr 1e-05 means nothing"),
+        ({"kind": "constant", "end": 0.5}, "end 0.5 means nothing"),
+        ({"kind": "cosin"}, "did you mean 'cosine'"),
+        ({"warmup": 5}, "did you mean 'warmup_s"),
+        ({"warmup_share": 1.0}, "warmup_share is 1.0"),
+    ],
+)
+def test_contradictions_are_refused(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Schedule(**fields)
+
+
+def test_a_run_too_short_for_its_warmup_names_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"10,000 steps does not fit into a run of 500 steps"):
+        learning_rate(Schedule(warmup_steps=10_000), 0, 500, 1.0)
+    with pytest.raises(ConfigError, match="at least 1 step, not 0"):
+        learning_rate(Schedule(), 0, 0, 1.0)
+    with pytest.raises(ConfigError, match=r"end_lr 1e-05 lies above the peak 1e-06"):
+        learning_rate(Schedule(end_lr=1e-5), 0, 5, 1e-6)
