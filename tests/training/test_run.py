@@ -8,12 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import vitrail
-from vitrail.errors import CheckpointError, ConfigError, Diverged
+from vitrail.data.sources.opening import open_data
+from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
 from vitrail.training.folder import claimed
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
 from vitrail.training.state import load_state
@@ -161,6 +164,24 @@ def test_a_damaged_state_falls_back(straight: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"the state {newest.name} is damaged" in done.stderr
     assert same(weights(folder), weights(straight))
+
+
+def test_a_bad_picture_is_named_in_the_verdict(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for number in range(12):
+            pixels = rng.integers(0, 255, (12, 12, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / label / f"{number}.png")
+    shown = open_data(tmp_path / "data").train
+    Path(shown.name(3)).write_text("no picture")
+    changes = ["epochs=2", "batch=8", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1"]
+    done = train(tmp_path / "data", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    assert f"left out of training: {shown.name(3)}" in done.verdict
+    assert f"{shown.name(3)} cannot be read and was left out: no picture" in (tmp_path / "run" / "log.txt").read_text()
+    with pytest.raises(DataError, match="no picture"):
+        train(tmp_path / "data", changes=[*changes, "data.bad_files=refuse"], folder=tmp_path / "other", device="cpu",
+              workers=0, quiet=True)  # fmt: skip
 
 
 # ── what cannot be ──

@@ -69,12 +69,12 @@ class Stopped(Exception):  # noqa: N818 - named for what happened
 
 def train_run(
     plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, watcher: Watcher
-) -> tuple[Bundle, Measured]:
-    """Train, or go on training, and return the best model with its verdict."""
+) -> tuple[Bundle, Measured, list[str]]:
+    """Train, or go on training; return the best model, what it is worth, and the files that could not be read."""
     run = _Run(plan, parts, start, folder, where, watcher)
     if not run.state.progress.finished:
         run.go()
-    return run.verdict()
+    return (*run.verdict(), sorted(run.bad))
 
 
 class _Run:

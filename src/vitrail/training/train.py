@@ -63,8 +63,8 @@ def train(
         keep_recipe(place, plan.recipe)
         _introduce(screen, place, plan, parts)
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, chosen))
-        best, measured = train_run(plan, _cached(parts, plan, where), bundle, place, where, screen)
-        verdict = _verdict(measured, parts, screen.waited_share)
+        best, measured, bad = train_run(plan, _cached(parts, plan, where), bundle, place, where, screen)
+        verdict = _verdict(measured, parts, bad, screen.waited_share)
         screen.note(verdict)
     return Run(place, best, measured, plan.choices, verdict)
 
@@ -118,6 +118,8 @@ def _workers(asked: int | None, device: torch.device) -> int:
     return default_workers() if device.type != "cpu" else max(1, (os.cpu_count() or 1) // 4)
 
 
-def _verdict(measured: Evaluation, parts: Parts, waited: float) -> str:
+def _verdict(measured: Evaluation, parts: Parts, bad: list[str], waited: float) -> str:
     chosen_by = "" if parts.test is not None else "; selected on these pictures"
-    return f"{measured.verdict}{chosen_by}; waiting for data {waited:.0%}"
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    left_out = f"; left out of training: {', '.join(bad[:3])}{more}" if bad else ""
+    return f"{measured.verdict}{chosen_by}{left_out}; waiting for data {waited:.0%}"
