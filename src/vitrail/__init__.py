@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import convert, create, describe, load
+    from vitrail.api import convert, create, describe, load, train
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
@@ -36,6 +36,7 @@ __all__ = [
     "create",
     "describe",
     "load",
+    "train",
     "variant_config",
 ]
 
@@ -44,6 +45,7 @@ _HOME = {
     "Preprocess": "vitrail.data.preprocess",
     "convert": "vitrail.api",
     "load": "vitrail.api",
+    "train": "vitrail.api",
     "create": "vitrail.api",
     "describe": "vitrail.api",
     "CheckpointError": "vitrail.errors",
