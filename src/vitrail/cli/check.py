@@ -2,14 +2,12 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitrail.cli.tables import print_table
+from vitrail.cli.tables import print_table, progress
 
 if TYPE_CHECKING:
     from vitrail.data.checking.check import Report
@@ -51,13 +49,13 @@ def check(
 
     if sheet is not None:
         _check_target(sheet)
-    with _progress("listing") as on_found:
+    with progress("listing") as on_found:
         parts = open_data(data, on_progress=lambda found: on_found(found, None))
-    with _progress("measuring") as on_measured:
+    with progress("measuring") as on_measured:
         # Before the check, so that the check has not yet brought every file into the system's memory.
         speed = measure_speed(parts.train, size=(size, size), on_progress=on_measured)
     workers = default_workers() if workers is None else workers
-    with _progress("decoding") as on_decoded:
+    with progress("decoding") as on_decoded:
         report = check_data(parts, size=size, workers=workers, on_progress=on_decoded)
     if not report.usable:
         first = report.unreadable[0]
@@ -101,33 +99,6 @@ def _check_target(sheet: Path) -> None:
         reason = "is in a folder that is not there"
     if reason is not None:
         raise typer.BadParameter(f"{str(sheet)!r} {reason}", param_hint="--sheet")
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Give a function that moves a bar on stderr, which leaves no trace; without a terminal nothing is shown."""
-    if not sys.stderr.isatty():
-        yield _show_nothing
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, transient=True, console=Console(stderr=True))
-    task = bar.add_task(what, total=None)
-
-    def move(done: int, total: int | None) -> None:
-        bar.update(task, completed=done, total=total)
-        bar.start()  # only now: its thread must not be there yet when the worker processes are made
-
-    try:
-        yield move
-    finally:
-        bar.stop()
-
-
-def _show_nothing(done: int, total: int | None) -> None:
-    del done, total
 
 
 def _print_report(report: "Report") -> None:

@@ -2,15 +2,12 @@
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.tables import print_table
+from vitrail.cli.tables import print_table, progress
 
 if TYPE_CHECKING:
     from vitrail.data.sources.choosing import Chosen
@@ -48,11 +45,11 @@ def eval(
 
     autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
     model = load(bundle)
-    with _progress("listing") as on_found:
+    with progress("listing") as on_found:
         chosen = choose_pictures(
             data, part, record=_recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
         )
-    with _progress("measuring") as on_measured:
+    with progress("measuring") as on_measured:
         found = evaluate_bundle(
             model,
             chosen.source,
@@ -168,30 +165,3 @@ def _compact_json(found: dict[str, Any]) -> str:
     """Write JSON with a row of numbers on a line; nothing within quotes is touched, since it has no line breaks."""
     text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False)
     return re.sub(r"\[\n([-+.\de,\s]+)\n\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Give a function that moves a bar on stderr, which leaves no trace; without a terminal nothing is shown."""
-    if not sys.stderr.isatty():
-        yield _show_nothing
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, transient=True, console=Console(stderr=True))
-    task = bar.add_task(what, total=None)
-
-    def move(done: int, total: int | None) -> None:
-        bar.update(task, completed=done, total=total)
-        bar.start()  # only now: its thread must not be there yet when the worker processes are made
-
-    try:
-        yield move
-    finally:
-        bar.stop()
-
-
-def _show_nothing(done: int, total: int | None) -> None:
-    del done, total

@@ -1,7 +1,8 @@
 """Tables and progress on the terminal, the same for every command."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -38,3 +39,30 @@ def with_progress(items: Sequence[Item], what: str) -> Iterable[Item]:
     from rich.progress import track
 
     return track(items, what, transient=True, console=Console(stderr=True))
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Give a function that moves a bar on stderr, which leaves no trace; without a terminal nothing is shown."""
+    if not sys.stderr.isatty():
+        yield _show_nothing
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, transient=True, console=Console(stderr=True))
+    task = bar.add_task(what, total=None)
+
+    def move(done: int, total: int | None) -> None:
+        bar.update(task, completed=done, total=total)
+        bar.start()  # only now: its thread must not be there yet when the worker processes are made
+
+    try:
+        yield move
+    finally:
+        bar.stop()
+
+
+def _show_nothing(done: int, total: int | None) -> None:
+    del done, total
