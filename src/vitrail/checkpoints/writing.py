@@ -41,7 +41,7 @@ def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 target.rename(old / target.name)
                 try:
                     temporary.rename(target)
-                except BaseException:
+                except BaseException:  # whatever happened, also Ctrl-C: the old one comes back
                     (old / target.name).rename(target)
                     raise
                 finally:
@@ -95,7 +95,7 @@ def _parents_made(target: Path) -> Iterator[None]:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield
-    except BaseException:
+    except BaseException:  # whatever happened, also Ctrl-C: nothing is left behind
         for parent in missing:
             with suppress(OSError):
                 parent.rmdir()

@@ -7,14 +7,13 @@ a JPEG is then decoded at the smallest scale that still covers what will be cut 
 import contextlib
 import io
 import math
-import warnings
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
+from vitrail.data.orientation import quiet, seen_size, turn_of, turn_of_jpeg, turned
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import DataError
 
@@ -32,16 +31,6 @@ _STARTS = {
     b"BM": "BMP",
     b"II*\0": "TIFF",
     b"MM\0*": "TIFF",
-}
-_ORIENTATION = 0x0112
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
 }
 
 
@@ -115,8 +104,8 @@ class _Jpeg:
         self.content = content
         self.stored_height, self.stored_width, self.colours, _ = simplejpeg.decode_jpeg_header(content)
         _check_size(self.stored_width, self.stored_height)
-        self.turn = _orientation(content) if _has_tags(content) else None
-        self.height, self.width = _seen_size(self.stored_height, self.stored_width, self.turn)
+        self.turn = turn_of_jpeg(content)
+        self.height, self.width = seen_size(self.stored_height, self.stored_width, self.turn)
 
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:
         if channels not in (1, 3):
@@ -128,7 +117,7 @@ class _Jpeg:
         except ValueError:  # a stray byte is no harm and Pillow passes over it; it tells a cut file, too
             return _Other(self.content).pixels(channels)
         if self.turn is not None:
-            array = _turned(array, self.turn)
+            array = turned(array, self.turn)
         if array.shape[2] == channels:
             return array
         return _grey(array) if channels == 1 else np.broadcast_to(array, (*array.shape[:2], 3))
@@ -148,11 +137,9 @@ class _Other:
 
     def __init__(self, content: bytes) -> None:
         try:
-            with _quiet():
+            with quiet():
                 picture = Image.open(io.BytesIO(content))
-                # Of a PNG, Pillow would decode everything to find tags that may stand at its end.
-                known = picture.info.get("exif", b"") if picture.format == "PNG" else None
-                exif = picture.getexif() if known is None else _tags(known)
+                turn = turn_of(picture)
         except Image.DecompressionBombError:
             raise DataError(
                 f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
@@ -164,13 +151,12 @@ class _Other:
             raise DataError(f"no picture: the file begins with {content[:8]!r}") from None
         self.picture = picture
         _check_size(*picture.size)
-        # Pillow turns TIFFs upright by itself.
-        self.turn = None if picture.format == "TIFF" else _TURNS.get(exif.get(_ORIENTATION, 1))
-        self.height, self.width = _seen_size(picture.height, picture.width, self.turn)
+        self.turn = turn
+        self.height, self.width = seen_size(picture.height, picture.width, self.turn)
 
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - only JPEG can shrink
         try:
-            with _quiet():
+            with quiet():
                 self.picture.load()
             pages = getattr(self.picture, "n_frames", 1) if self.picture.format == "TIFF" else 1
             if channels in (1, 3, 4) and not (pages == channels > 1):
@@ -179,15 +165,7 @@ class _Other:
                 array = _frames(self.picture, channels)
         except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
             raise DataError(f"a damaged {self.picture.format or 'picture'}: {_reason(error)}") from None
-        return array if self.turn is None else _turned(array, self.turn)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Pillow from warning of what we check ourselves (size) or do not need (odd tags)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+        return array if self.turn is None else turned(array, self.turn)
 
 
 def _as_mode(picture: Image.Image, mode: str) -> Pixels:
@@ -249,71 +227,6 @@ def _to_bytes(array: Pixels) -> Pixels:
 
 def _grey(array: Pixels) -> Pixels:
     return np.asarray(Image.fromarray(array).convert("L"))[:, :, None]
-
-
-def _tags(content: bytes) -> Image.Exif:
-    tags = Image.Exif()
-    if content:
-        tags.load(content)
-    return tags
-
-
-def _has_tags(content: bytes) -> bool:
-    """Say whether a JPEG has EXIF tags: much cheaper than reading them, and few files have any."""
-    place = 2
-    while place + 8 < len(content) and content[place] == 0xFF:
-        marker = content[place + 1]
-        if marker == 0xFF:  # segments may be filled up
-            place += 1
-            continue
-        if marker == 0xDA:  # the picture itself begins
-            return False
-        if marker == 0xE1 and content[place + 4 : place + 8] in (b"Exif", b"http"):
-            return True
-        place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
-    return False
-
-
-def _orientation(content: bytes) -> Image.Transpose | None:
-    try:
-        with _quiet():
-            return _TURNS.get(Image.open(io.BytesIO(content)).getexif().get(_ORIENTATION, 1))
-    except (OSError, ValueError, SyntaxError):  # tags that cannot be read say nothing; the pixels may be fine
-        return None
-
-
-def _swaps(turn: Image.Transpose) -> bool:
-    """Say whether height and width change places."""
-    return turn in (
-        Image.Transpose.ROTATE_90,
-        Image.Transpose.ROTATE_270,
-        Image.Transpose.TRANSPOSE,
-        Image.Transpose.TRANSVERSE,
-    )
-
-
-def _seen_size(height: int, width: int, turn: Image.Transpose | None) -> tuple[int, int]:
-    """Return the size of a picture after it was turned upright."""
-    return (width, height) if turn is not None and _swaps(turn) else (height, width)
-
-
-def _turned(array: Pixels, turn: Image.Transpose) -> Pixels:
-    """Turn pixels as Pillow turns pictures, by views."""
-    match turn:
-        case Image.Transpose.FLIP_LEFT_RIGHT:
-            return array[:, ::-1]
-        case Image.Transpose.FLIP_TOP_BOTTOM:
-            return array[::-1]
-        case Image.Transpose.ROTATE_180:
-            return array[::-1, ::-1]
-        case Image.Transpose.TRANSPOSE:
-            return array.swapaxes(0, 1)
-        case Image.Transpose.TRANSVERSE:
-            return array[::-1, ::-1].swapaxes(0, 1)
-        case Image.Transpose.ROTATE_90:
-            return array.swapaxes(0, 1)[::-1]
-        case _:
-            return array.swapaxes(0, 1)[:, ::-1]
 
 
 def _numpy(content: bytes) -> Pixels:

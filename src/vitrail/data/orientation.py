@@ -1,0 +1,107 @@
+"""Which way up a picture is: what its EXIF tags say, and turning its pixels."""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+
+from PIL import Image
+
+from vitrail.data.sources.source import Pixels
+
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def turn_of(picture: Image.Image) -> Image.Transpose | None:
+    """Return how a picture that Pillow opened has to be turned; nothing is decoded for it."""
+    if picture.format == "TIFF":  # Pillow turns these upright by itself
+        return None
+    # Of a PNG, Pillow would decode everything to find tags that may stand at its end.
+    known = picture.info.get("exif", b"") if picture.format == "PNG" else None
+    exif = picture.getexif() if known is None else _tags(known)
+    return _TURNS.get(exif.get(_ORIENTATION, 1))
+
+
+def turn_of_jpeg(content: bytes) -> Image.Transpose | None:
+    """Return how a JPEG has to be turned, without decoding it."""
+    if not _has_tags(content):
+        return None
+    try:
+        with quiet():
+            return _TURNS.get(Image.open(io.BytesIO(content)).getexif().get(_ORIENTATION, 1))
+    except (OSError, ValueError, SyntaxError):  # tags that cannot be read say nothing; the pixels may be fine
+        return None
+
+
+def _tags(content: bytes) -> Image.Exif:
+    tags = Image.Exif()
+    if content:
+        tags.load(content)
+    return tags
+
+
+def _has_tags(content: bytes) -> bool:
+    """Say whether a JPEG has EXIF tags: much cheaper than reading them, and few files have any."""
+    place = 2
+    while place + 8 < len(content) and content[place] == 0xFF:
+        marker = content[place + 1]
+        if marker == 0xFF:  # segments may be filled up
+            place += 1
+            continue
+        if marker == 0xDA:  # the picture itself begins
+            return False
+        if marker == 0xE1 and content[place + 4 : place + 8] in (b"Exif", b"http"):
+            return True
+        place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+    return False
+
+
+def seen_size(height: int, width: int, turn: Image.Transpose | None) -> tuple[int, int]:
+    """Return the size of a picture after it was turned upright."""
+    return (width, height) if turn is not None and _swaps(turn) else (height, width)
+
+
+def turned(array: Pixels, turn: Image.Transpose) -> Pixels:
+    """Turn pixels as Pillow turns pictures, by views."""
+    match turn:
+        case Image.Transpose.FLIP_LEFT_RIGHT:
+            return array[:, ::-1]
+        case Image.Transpose.FLIP_TOP_BOTTOM:
+            return array[::-1]
+        case Image.Transpose.ROTATE_180:
+            return array[::-1, ::-1]
+        case Image.Transpose.TRANSPOSE:
+            return array.swapaxes(0, 1)
+        case Image.Transpose.TRANSVERSE:
+            return array[::-1, ::-1].swapaxes(0, 1)
+        case Image.Transpose.ROTATE_90:
+            return array.swapaxes(0, 1)[::-1]
+        case _:
+            return array.swapaxes(0, 1)[:, ::-1]
+
+
+def _swaps(turn: Image.Transpose) -> bool:
+    """Say whether height and width change places."""
+    return turn in (
+        Image.Transpose.ROTATE_90,
+        Image.Transpose.ROTATE_270,
+        Image.Transpose.TRANSPOSE,
+        Image.Transpose.TRANSVERSE,
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Pillow from warning of what we check ourselves (size) or do not need (odd tags)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
