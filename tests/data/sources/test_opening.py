@@ -102,6 +102,12 @@ def test_a_folder_with_parts(tmp_path: Path) -> None:
     assert len(open_source(tmp_path / "test")) == 2
 
 
+def test_pictures_beside_the_parts_are_not_passed_over(tmp_path: Path) -> None:
+    for part in ("train", "test", "extra"):
+        folder(tmp_path / part, cat=4, dog=4)
+    assert "and beside them pictures in extra, which would be passed over; move them away" in refused(tmp_path)
+
+
 def test_train_alone_is_the_whole(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=10, bee=10)
     parts = open_data(tmp_path)

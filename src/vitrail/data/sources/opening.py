@@ -14,7 +14,7 @@ from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest, open_manifest
 from vitrail.data.sources.parquet import ParquetPictures, open_parquet
 from vitrail.data.sources.shards import expand_pattern, is_pattern, open_shards
-from vitrail.data.sources.source import Keyed, Labels, Pixels, Source, reason_of
+from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, reason_of
 from vitrail.data.sources.splits import (
     PARTS,
     Parts,
@@ -189,7 +189,21 @@ def _part_folders(place: str, folders: list[str]) -> dict[str, str]:
             raise DataError(f"{shown(place)} has {both}, which are the same part; keep one of them")
         if part is not None:
             found[part] = folder
-    return found if "train" in found and (len(found) > 1 or len(folders) == 1) else {}
+    if "train" not in found or (len(found) == 1 and len(folders) > 1):
+        return {}
+    beside = [folder for folder in folders if folder not in found.values() and _holds_pictures(folder)]
+    others = [shown(os.path.basename(folder)) for folder in beside]
+    if others:
+        raise DataError(
+            f"{shown(place)} has the parts {', '.join(found)} and beside them pictures in {', '.join(others)}, which "
+            f"would be passed over; move them away, or into one of the parts"
+        )
+    return found
+
+
+def _holds_pictures(folder: str) -> bool:
+    """Tell whether there is a picture in a folder, at any depth."""
+    return any(name.rpartition(".")[2].lower() in SUFFIXES for _, _, names in os.walk(folder) for name in names)
 
 
 def _group_shards(tars: list[str]) -> dict[str, list[str]]:
