@@ -1,5 +1,6 @@
 """The command `vitrail`, also as `python -m vitrail`."""
 
+import os
 import sys
 
 
@@ -30,7 +31,9 @@ def _run() -> int:
     except typer.Abort:
         return 130
     except VitrailError as error:
-        print(f"vitrail: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")  # among the processes that torchrun started
+        if rank == "0" or not error.everywhere:
+            print(f"vitrail: {'' if rank == '0' else f'process {rank}: '}{error}", file=sys.stderr)
     except OSError as error:  # a full disk, a closed terminal
         print(f"vitrail: {error.strerror or error}", file=sys.stderr)
     else:

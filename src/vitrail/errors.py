@@ -19,6 +19,9 @@ from collections.abc import Iterable
 class VitrailError(Exception):
     """Base of every error that a user can cause."""
 
+    everywhere: bool = False
+    """Whether all processes of a run raise it, so that one of them need say it."""
+
 
 class ConfigError(VitrailError):
     """A setting is impossible, or contradicts another one."""

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.errors import ConfigError, suggest
 
@@ -45,6 +46,34 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
     if precision not in _DTYPES:
         raise ConfigError(f"no precision is called {precision!r}; choose float32, bf16 or fp16")
     return torch.autocast(device.type, dtype=_DTYPES[precision])
+
+
+def faster_in_bf16(device: torch.device) -> bool:
+    """Say whether matrix products in bf16 are well faster than in float32 there: GPUs since Ampere, CPUs with AMX."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    # torch says so only under a private name; one that is gone means that nothing is known, so float32.
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return device.type == "cpu" and has_tiles is not None and bool(has_tiles())
+
+
+@contextlib.contextmanager
+def repeatable(wanted: bool) -> Iterator[None]:
+    """Have CUDA give the same bits every time, at some cost of speed; on a CPU it does so anyway."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.use_deterministic_algorithms(True)
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # the others' backward adds up in any order
+    try:
+        with sdpa_kernel(kernels):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        if before[1] is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def seed_torch(seed: int) -> None:

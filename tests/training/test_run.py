@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 import vitrail
 from vitrail.data.sources.opening import open_data
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
+from vitrail.runtime import Processes
 from vitrail.training.folder import claimed
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
-from vitrail.training.state import load_state
+from vitrail.training.state import Progress, Setting, State, load_state, save_state
+from vitrail.training.team import Team
 from vitrail.training.train import train
 
 TINY = [
@@ -224,18 +226,17 @@ def test_a_loss_that_explodes_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_state_before(tmp_path: Path) -> None:
-    from vitrail.training.state import Progress, State, save_state
-
+    setting = Setting(threads=1, processes=1, precision="float32")
     model = torch.nn.Linear(2, 2)
     state = State(model, torch.optim.SGD(model.parameters(), 0.1), None, Progress(step=1))
-    save_state(tmp_path / "state", state, 1)
+    save_state(tmp_path / "state", state, setting)
     state.progress.step = 2
     (tmp_path / "state").chmod(0o500)
     (tmp_path / "state" / f".00000002.{os.getpid()}").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"could not be saved in .*; the one before is intact"):
-        save_state(tmp_path / "state", state, 1)
+        save_state(tmp_path / "state", state, setting)
     (tmp_path / "state" / f".00000002.{os.getpid()}").unlink(missing_ok=True)
-    assert load_state(tmp_path / "state", state, 1) == []
+    assert load_state(tmp_path / "state", state, setting, Team(Processes(), torch.device("cpu"))) == []
     assert state.progress.step == 1
 
 

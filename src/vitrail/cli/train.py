@@ -1,5 +1,6 @@
 """`vitrail train`: a folder of pictures in, a measured classifier out."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -18,15 +19,18 @@ def train(
     workers: Annotated[int | None, typer.Option(help="Processes that read pictures.")] = None,
 ) -> None:
     """Train a classifier; the same command goes on with a run that was stopped."""
-    from vitrail.training.loop import Stopped
+    from vitrail.training.signals import Stopped
     from vitrail.training.train import train as run_training
 
+    is_main = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
     try:
         done = run_training(
             data, recipe=recipe, changes=changes or (), start=start, folder=run, device=device, workers=workers
         )
     except Stopped as stopped:
-        typer.echo("stopped; the run is saved, and the same command goes on with it", err=True)
+        if is_main:
+            typer.echo("stopped; the run is saved, and the same command goes on with it", err=True)
         raise typer.Exit(128 + stopped.number) from None
-    typer.echo(done.verdict)
-    typer.echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
+    if is_main:
+        typer.echo(done.verdict)
+        typer.echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")

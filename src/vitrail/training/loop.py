@@ -1,13 +1,13 @@
 """The run: from a settled recipe to a measured bundle, stopping and going on at any step without a trace."""
 
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,23 +17,24 @@ from vitrail.data.batches import Evaluation, Training, evaluation_batches, train
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts
 from vitrail.data.stream import Share, Stream
-from vitrail.errors import Diverged
+from vitrail.errors import DataError, Diverged
 from vitrail.evaluation import Evaluation as Measured
 from vitrail.evaluation import Predictions, measure, predict_all
 from vitrail.metrics.classification import log_losses
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision, Processes, derive_seed, seed_torch
+from vitrail.runtime import Precision, derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
 from vitrail.training.folder import Journal, write_json
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.schedules import learning_rate
-from vitrail.training.state import Progress, State, load_state, save_state
+from vitrail.training.signals import Stopped, requests_to_stop
+from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.step import Stepped, Stepper, first_not_finite
+from vitrail.training.team import Team
 
 EVALUATION_BATCH = 256
-ALONE = Processes()
 
 
 class Watcher(Protocol):
@@ -56,15 +57,7 @@ class Where:
     device: torch.device
     precision: Precision
     workers: int
-    processes: Processes = ALONE
-
-
-class Stopped(Exception):  # noqa: N818 - named for what happened
-    """A signal asked the run to stop; its state is saved."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by signal {number}")
-        self.number = number
+    team: Team
 
 
 def train_run(
@@ -74,7 +67,7 @@ def train_run(
     run = _Run(plan, parts, start, folder, where, watcher)
     if not run.state.progress.finished:
         run.go()
-    return (*run.verdict(), sorted(run.bad))
+    return (*run.verdict(), run.state.progress.bad_files or [])
 
 
 class _Run:
@@ -84,45 +77,52 @@ class _Run:
         self, plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, watcher: Watcher
     ) -> None:
         self.plan, self.parts, self.folder, self.where, self.watcher = plan, parts, folder, where, watcher
-        recipe = plan.recipe
-        self.bundle = _first_bundle(plan, parts.train.classes, start)
-        model = self.bundle.model.to(where.device).train()
+        team = self.team = where.team
+        with team.together():
+            self.bundle = _first_bundle(plan, parts.train.classes, start)
+            self.state = self._first_state()
+            self.training = self._training()
+            self.stepper = self._stepper()
+        self.setting = Setting(torch.get_num_threads(), team.processes.size, where.precision)
+        for note in load_state(folder / "state", self.state, self.setting, team):
+            watcher.note(note)
+        if self.state.progress.finished:
+            watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
+        elif self.state.progress.step:
+            watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
+        self.journal = Journal(folder, self.state.progress.step) if team.is_main else None
+        self.bad: set[str] = set(self.state.progress.bad_files or [])
+
+    def _first_state(self) -> State:
+        recipe, device = self.plan.recipe, self.where.device
+        model = self.bundle.model.to(device).train()
         model.gradient_checkpointing = recipe.gradient_checkpointing
         freeze(model, recipe.freeze)
-        average = None if recipe.averaging.kind == "none" else Average(model, recipe.averaging)
-        self.state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
-        self.threads = torch.get_num_threads()
-        for note in load_state(folder / "state", self.state, self.threads):
-            watcher.note(note)
-        if self.state.progress.step:
-            watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        labels = parts.train.labels
-        weights = class_weights(torch.from_numpy(labels), plan.model.classes, recipe.objective)
+        average = Average(model, recipe.averaging) if recipe.averaging.on else None
+        scaler = torch.amp.GradScaler(device.type, enabled=self.where.precision == "fp16")
+        return State(model, make_optimizer(model, recipe.optimizer), average, Progress(), scaler)
+
+    def _training(self) -> Training:
+        plan, train, data = self.plan, self.parts.train, self.plan.recipe.data
+        stream = Stream(len(train), plan.batch, plan.recipe.seed, data.repeats, train.labels if data.balance else None)
+        return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, self._share(), data.bad_files)
+
+    def _stepper(self) -> Stepper:
+        plan, where = self.plan, self.where
+        labels = torch.from_numpy(self.parts.train.labels)
+        weights = class_weights(labels, plan.model.classes, plan.recipe.objective)
         weights = None if weights is None else weights.to(where.device)
-        rank = where.processes.rank
-        self.stepper = Stepper(recipe, plan.preprocess, where.device, where.precision, weights, rank)
-        stream = Stream(
-            len(parts.train), plan.batch, recipe.seed, recipe.data.repeats, labels if recipe.data.balance else None
-        )
-        self.training = Training(
-            parts.train,
-            stream,
-            plan.preprocess,
-            plan.augmentation,
-            plan.mixing,
-            Share(rank, where.processes.size),
-            recipe.data.bad_files,
-        )
-        self.journal = Journal(folder, self.state.progress.step)
-        self.bad: set[str] = set(self.state.progress.bad_files or [])
+        return Stepper(plan.recipe, plan.preprocess, where.device, where.precision, weights, where.team)
 
     def go(self) -> None:
         """Take step after step to the end."""
         plan, progress = self.plan, self.state.progress
-        forward: nn.Module = torch.compile(self.state.model) if plan.recipe.compile else self.state.model  # type: ignore[assignment]
+        forward = self.team.wrapped(self.state.model)
+        if plan.recipe.compile:
+            forward = torch.compile(forward)  # type: ignore[assignment]
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
-        with _signals() as stop:
+        with requests_to_stop() as asked:
             for batch, waited in _timed(
                 training_batches(
                     self.training, progress.step, plan.steps, workers=self.where.workers, pin=self._on_cuda()
@@ -135,29 +135,42 @@ class _Run:
                     stepped = self.stepper.step(self.state, forward, batch, rate)
                 except Diverged as error:
                     raise self._explained(error, batch) from None
-                self._report(stepped, rate, len(batch.labels), waited, time.monotonic() - began)
+                self._report(stepped, rate, waited, time.monotonic() - began)
                 ended = progress.step in evaluate_at and self._measure()
+                stop = self.team.largest(asked())
                 late = time.monotonic() - saved > 60 * plan.recipe.save_minutes
-                if ended or late or stop() or progress.step in evaluate_at or progress.step == plan.steps:
-                    save_state(self.folder / "state", self.state, self.threads)
+                if late or stop or progress.step in evaluate_at:
+                    self._save()
                     saved = time.monotonic()
-                if number := stop():
-                    raise Stopped(number)
+                if stop:
+                    raise Stopped(stop)
                 if ended:
                     break
         progress.finished = True
-        self._bundle_now().save(self.folder / "last", overwrite=True)
-        save_state(self.folder / "state", self.state, self.threads)
+        progress.bad_files = sorted(self._all_bad())
+        if self.team.is_main:
+            self._bundle_now().save(self.folder / "last", overwrite=True)
+        self._save()
 
     def verdict(self) -> tuple[Bundle, Measured]:
         """Measure the best model on the test part, once; without one, on the part it was chosen by."""
-        from vitrail.checkpoints.load import load
-
-        best = load(self.folder / "best")
+        best = self._best()
         source = self.parts.test or self.parts.val or self.parts.train
         measured = measure(self._predict(best.model.to(self.where.device), source), source)
-        write_json(self.folder / "verdict.json", measured.as_dict())
+        if self.team.is_main:
+            write_json(self.folder / "verdict.json", measured.as_dict())
         return best, measured
+
+    def _best(self) -> Bundle:
+        """Return the best model; only the main process need see the folder."""
+        from vitrail.checkpoints.load import load
+
+        with self.team.together():
+            best = load(self.folder / "best") if self.team.is_main else self._bundle_now()
+        weights = self.team.tensors_from_main(best.model.state_dict() if self.team.is_main else None)
+        if not self.team.is_main:
+            best.model.load_state_dict(weights)
+        return best
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.plan.recipe.schedule, step, self.plan.steps, self.plan.rate)
@@ -172,20 +185,47 @@ class _Run:
             score = top1 - 1e-6 * loss  # the loss decides between equals
             if score > progress.best_score:
                 progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
-                self._bundle_now().save(self.folder / "best", overwrite=True)
+                if self.team.is_main:
+                    self._bundle_now().save(self.folder / "best", overwrite=True)
             else:
                 progress.since_best += 1
         row = {"step": progress.step, "val_top1": top1, "val_loss": loss, "best": progress.best_step}
-        self.journal.write(row)
+        if self.journal is not None:
+            self.journal.write(row)
         self.watcher.measured(row)
         return 0 < self.plan.recipe.patience <= progress.since_best
 
     def _predict(self, model: nn.Module, source: Source) -> Predictions:
-        data = Evaluation(source, self.plan.preprocess, EVALUATION_BATCH, bad_files="skip")
+        """Ask a model about every picture; each process asks about its share, and all get all answers."""
+        data = Evaluation(source, self.plan.preprocess, EVALUATION_BATCH, self._share(), bad_files="skip")
         batches = evaluation_batches(data, workers=self.where.workers, pin=self._on_cuda())
-        return predict_all(
+        own = predict_all(
             model, batches, self.plan.preprocess, self.where.device, self.where.precision, name=source.name
         )
+        shares = self.team.gathered(own)
+        bad = tuple(row for share in shares for row in share.bad)
+        answered = [share for share in shares if len(share.labels)]
+        if not answered:
+            raise DataError(
+                f"none of the {len(bad)} pictures to measure by can be read; the first, {bad[0].name}: {bad[0].reason}"
+            )
+        return Predictions(
+            np.concatenate([share.probabilities for share in answered]),
+            np.concatenate([share.labels for share in answered]),
+            np.concatenate([share.indices for share in answered]),
+            bad,
+        )
+
+    def _share(self) -> Share:
+        return Share(self.team.processes.rank, self.team.processes.size)
+
+    def _save(self) -> None:
+        if self.team.is_main:
+            save_state(self.folder / "state", self.state, self.setting)
+
+    def _all_bad(self) -> set[str]:
+        """Return the files that any process could not read."""
+        return self.bad.union(*self.team.gathered(self.bad))
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -199,8 +239,8 @@ class _Run:
         provenance = {**self.bundle.provenance, "trained": {"step": self.state.progress.step, "of": self.plan.steps}}
         return Bundle(self.state.model, self.plan.preprocess, self.bundle.classes, provenance)  # type: ignore[arg-type]
 
-    def _report(self, stepped: Stepped, rate: float, pictures: int, waited: float, took: float) -> None:
-        progress = self.state.progress
+    def _report(self, stepped: Stepped, rate: float, waited: float, took: float) -> None:
+        progress, pictures = self.state.progress, self.plan.batch
         row = {
             "step": progress.step,
             "epoch": round(self.training.stream.epoch(progress.step), 4),
@@ -209,7 +249,8 @@ class _Run:
             "lr": rate,
             "gradient_norm": stepped.gradient_norm,
         }
-        self.journal.write(row)
+        if self.journal is not None:
+            self.journal.write(row)
         self.watcher.step({**row, "steps": self.plan.steps, "seconds": took, "waited": waited, "pictures": pictures})
 
     def _note_bad(self, bad: tuple[Any, ...]) -> None:
@@ -223,11 +264,13 @@ class _Run:
         losses = [row["loss"] for row in Journal.read(self.folder) if "loss" in row][-5:]
         layer = first_not_finite(self.state.model, self.plan.preprocess.normalise(batch.to(self.where.device).pixels))
         recent = ", ".join(f"{loss:.3g}" for loss in losses)
-        return Diverged(
+        explained = Diverged(
             f"{error}; the losses before it were {recent or 'none'}; the first part whose output was not finite: "
             f"{layer}. Try a smaller optimizer.lr, optimizer.clip=1, a longer warm-up, or precision=float32; the last "
             f"saved state is kept in {self.folder / 'state'}"
         )
+        explained.everywhere = True
+        return explained
 
     def _on_cuda(self) -> bool:
         return self.where.device.type == "cuda"
@@ -256,21 +299,3 @@ def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         if batch is None:
             return
         yield batch, time.monotonic() - began
-
-
-@contextmanager
-def _signals() -> Iterator[Callable[[], int]]:
-    """Give a function that tells which signal has asked for an end, 0 for none; a second one ends at once."""
-    received: list[int] = []
-
-    def remember(number: int, _: object) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    old = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received[0] if received else 0
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -11,17 +11,19 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from vitrail.errors import CheckpointError
 from vitrail.training.averaging import Average
+from vitrail.training.team import Team
 
 KEPT = 2
 
@@ -39,6 +41,14 @@ class Progress:
     finished: bool = False
 
 
+class Setting(NamedTuple):
+    """What the last bits of the weights depend on, beside the recipe."""
+
+    threads: int
+    processes: int
+    precision: str
+
+
 @dataclass
 class State:
     """What a step changes."""
@@ -47,16 +57,21 @@ class State:
     optimizer: torch.optim.Optimizer
     average: Average | None
     progress: Progress
+    scaler: GradScaler = field(default_factory=lambda: GradScaler("cpu", enabled=False))
+    """In fp16, keeps small gradients from becoming zero."""
 
 
-def save_state(folder: Path, state: State, threads: int) -> None:
+def save_state(folder: Path, state: State, setting: Setting) -> None:
     """Write the state of a run, whole or not at all, and drop all but the newest two."""
     target = folder / f"{state.progress.step:08d}"
     temporary = folder / f".{target.name}.{os.getpid()}"
     try:
         temporary.mkdir(parents=True, exist_ok=True)
         save_file(_tensors(state), temporary / "state.safetensors")
-        content = {**asdict(state.progress), "threads": threads, "checksum": _checksum(temporary / "state.safetensors")}
+        checksum = _checksum(temporary / "state.safetensors")
+        content = {**asdict(state.progress), **setting._asdict(), "checksum": checksum}
+        if state.scaler.is_enabled():
+            content["scaler"] = state.scaler.state_dict()
         (temporary / "state.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for file in temporary.iterdir():
             _flush(file)
@@ -74,9 +89,23 @@ def save_state(folder: Path, state: State, threads: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(folder: Path, state: State, threads: int) -> list[str]:
-    """Put the newest whole state into `state`, if there is any; return what a person should know of it."""
+def load_state(folder: Path, state: State, setting: Setting, team: Team) -> list[str]:
+    """Put the newest whole state into `state`, if there is any; return what a person should know of it.
+
+    The main process reads it and the others get it from there, so that only one of them need see the folder.
+    """
     notes: list[str] = []
+    with team.together():
+        tensors, content = _newest(folder, setting, notes) if team.is_main else (None, None)
+    content = team.from_main(content)
+    if content is not None:
+        _restore(state, team.tensors_from_main(tensors), content)
+    return notes
+
+
+def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str, Tensor] | None, dict[str, Any] | None]:
+    """Read the newest state that is whole, and say what is to be said of it."""
+    found: tuple[dict[str, Tensor] | None, dict[str, Any] | None] = (None, None)
     for place in reversed(_states(folder)):
         try:
             content = json.loads((place / "state.json").read_text(encoding="utf-8"))
@@ -86,16 +115,17 @@ def load_state(folder: Path, state: State, threads: int) -> list[str]:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             notes.append(f"the state {place.name} is damaged ({error}), so the one before was taken")
             continue
-        if content["threads"] != threads:
-            notes.append(
-                f"the run used {content['threads']} threads before and uses {threads} now, so the last bits of its "
-                f"weights may differ from an uninterrupted run"
-            )
-        _restore(state, tensors, content)
+        for name, now in setting._asdict().items():
+            if content.get(name, now) != now:
+                notes.append(
+                    f"the run had {name} {content[name]} before and has {name} {now} now, so the last bits of its "
+                    f"weights may differ from those of an uninterrupted run"
+                )
+        found = tensors, content
         break
     for stray in folder.glob(".*"):
         shutil.rmtree(stray, ignore_errors=True)
-    return notes
+    return found
 
 
 def _states(folder: Path) -> list[Path]:
@@ -134,6 +164,7 @@ def _restore(state: State, tensors: dict[str, Tensor], content: dict[str, Any]) 
         }
         if found:
             state.optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in found.items()}
+    state.scaler.load_state_dict(content.get("scaler", {}))
     fields = {name: content[name] for name in asdict(state.progress)}
     state.progress.__dict__.update(fields)
 

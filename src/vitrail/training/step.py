@@ -15,6 +15,7 @@ from vitrail.training import objectives
 from vitrail.training.optimizers import clip_gradients, set_learning_rate
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
+from vitrail.training.team import Team
 
 
 class Stepped(NamedTuple):
@@ -35,7 +36,7 @@ class Stepper(NamedTuple):
     precision: Precision
     weights: Tensor | None
     """How much each class counts."""
-    rank: int = 0
+    team: Team
 
     def step(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> Stepped:
         """Change the state by one batch. `forward` is the model, or what wraps it."""
@@ -44,21 +45,34 @@ class Stepper(NamedTuple):
         loss, correct = 0.0, 0
         for micro in range(micros):
             # Dropout is drawn from the place in the run, so nothing random has to be saved.
-            seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.rank))
+            seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.team.processes.rank))
             part = batch.micro(micro, micros).to(self.device)
-            part_loss, part_correct = self._forward(forward, part)
-            (part_loss / micros).backward()
+            with self.team.accumulating(forward, last=micro == micros - 1):
+                part_loss, part_correct = self._forward(forward, part)
+                state.scaler.scale(part_loss / micros).backward()
             loss += float(part_loss.detach()) / micros
             correct += part_correct
+        loss, correct = self._over_all(loss, correct)
+        if state.scaler.is_enabled():
+            state.scaler.unscale_(state.optimizer)
         norm = clip_gradients([p for p in state.model.parameters() if p.requires_grad], self.recipe.optimizer.clip)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        # In fp16 a gradient that is too large is no accident: the step is left out, and the next one scaled by less.
+        bearable = math.isfinite(norm) or (state.scaler.is_enabled() and state.scaler.get_scale() > 1)
+        if not (math.isfinite(loss) and bearable):
             raise Diverged(f"step {number}: the loss is {loss}, the norm of the gradient {norm}")
         set_learning_rate(state.optimizer, rate)
-        state.optimizer.step()
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        self.team.average_buffers(state.model)
         state.progress.step += 1
         if state.average is not None:
             state.average.update(state.model, state.progress.step)
         return Stepped(loss, correct, norm)
+
+    def _over_all(self, loss: float, correct: int) -> tuple[float, int]:
+        """Return the mean loss and the number of right answers over all processes."""
+        total, right = self.team.sums(loss, correct)
+        return total / self.team.processes.size, round(right)
 
     def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, int]:
         objective = self.recipe.objective

@@ -1,7 +1,7 @@
 """`train`: a folder of pictures in, a measured classifier out."""
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.splits import Parts
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Evaluation
-from vitrail.runtime import Precision, choose_device
+from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.choices import Choice, Plan, choose, look_at
 from vitrail.training.folder import CHECK, SPLIT, claimed, default_folder, keep_recipe, write_json
 from vitrail.training.loop import Where, train_run
 from vitrail.training.recipe import Recipe, read_recipe
-from vitrail.training.watch import Screen
+from vitrail.training.team import Team
+from vitrail.training.watch import Screen, Silence
 
 
 @dataclass(frozen=True)
@@ -53,20 +54,48 @@ def train(
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
     "optimizer.lr=3e-4". `start` is a model to begin with.
     """
-    first = _recipe(recipe, changes, start)
     chosen = choose_device(device)
-    bundle = start if isinstance(start, Bundle) or start is None else load(start)
-    parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
-    plan = choose(first, look_at(parts.train), bundle)
-    place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))
-    with claimed(place), Screen(place, quiet=quiet) as screen:
-        keep_recipe(place, plan.recipe)
-        _introduce(screen, place, plan, parts)
-        where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, chosen))
-        best, measured, bad = train_run(plan, _cached(parts, plan, where), bundle, place, where, screen)
-        verdict = _verdict(measured, parts, bad, screen.waited_share)
-        screen.note(verdict)
+    with process_group(chosen) as processes, Team(processes, chosen).noticing_losses() as team:
+        with team.together(), team.main_first():
+            first = _recipe(recipe, changes, start)
+            bundle = start if isinstance(start, Bundle) or start is None else load(start)
+            parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
+            plan = choose(first, look_at(parts.train), bundle)
+            place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))
+        _check_alike(team, plan, parts)
+        with _opened(team, place, plan, parts, quiet=quiet) as screen, repeatable(plan.recipe.deterministic):
+            where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
+            with team.together(), team.main_first():
+                parts = _cached(parts, plan, where)
+            best, measured, bad = train_run(plan, parts, bundle, place, where, screen)
+            verdict = _verdict(measured, parts, bad, screen.waited_share)
+            screen.note(verdict)
     return Run(place, best, measured, plan.choices, verdict)
+
+
+def _check_alike(team: Team, plan: Plan, parts: Parts) -> None:
+    """All processes must have worked out the same plan, or they would wait for each other for ever."""
+    found = team.gathered((plan.recipe.fingerprint(), len(parts.train), parts.train.classes))
+    if len(set(found)) > 1:
+        counts = sorted({pictures for _, pictures, _ in found})
+        seen = f"{counts[0]:,} and {counts[-1]:,} pictures" if len(counts) > 1 else "other classes or settings"
+        error = ConfigError(f"the processes do not see the same data: {seen}; give all of them the same files")
+        error.everywhere = True
+        raise error
+
+
+@contextmanager
+def _opened(team: Team, place: Path, plan: Plan, parts: Parts, *, quiet: bool) -> Iterator[Screen | Silence]:
+    """Keep the run folder for this run, and show it; only the main process does either."""
+    with ExitStack() as stack:
+        screen: Screen | Silence = Silence()
+        with team.together():
+            if team.is_main:
+                stack.enter_context(claimed(place))
+                keep_recipe(place, plan.recipe)
+                screen = stack.enter_context(Screen(place, quiet=quiet))
+                _introduce(screen, place, plan, parts)
+        yield screen
 
 
 def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: object) -> Recipe:
@@ -108,14 +137,14 @@ def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:
 def _precision(recipe: Recipe, device: torch.device) -> Precision:
     if recipe.precision != "auto":
         return recipe.precision
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return "bf16" if faster_in_bf16(device) else "float32"
 
 
-def _workers(asked: int | None, device: torch.device) -> int:
+def _workers(asked: int | None, team: Team) -> int:
     """On a CPU the model needs the cores itself."""
     if asked is not None:
         return asked
-    return default_workers() if device.type != "cpu" else max(1, (os.cpu_count() or 1) // 4)
+    return default_workers() if team.device.type != "cpu" else max(1, default_workers() // 4)
 
 
 def _verdict(measured: Evaluation, parts: Parts, bad: list[str], waited: float) -> str:

@@ -84,6 +84,21 @@ class Screen:
         return self.total_waited / self.total if self.total else 0.0
 
 
+class Silence:
+    """Shows nothing: what a process has that is not the main one."""
+
+    waited_share = 0.0
+
+    def note(self, text: str) -> None:
+        """Say nothing."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Say nothing."""
+
+    def measured(self, row: dict[str, Any]) -> None:
+        """Say nothing."""
+
+
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

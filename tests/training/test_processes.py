@@ -1,0 +1,200 @@
+"""Several processes: the same run as with one, stopped and continued on any number of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+SMALL = [
+    "batch=32",
+    "evaluations=2",
+    "model.width=32",
+    "model.depth=2",
+    "model.heads=2",
+    "model.patch_size=4",
+    "precision=float32",
+]
+
+
+def command(folder: Path, processes: int, *changes: str, data: str = "digits") -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    rest = ["--"] if processes > 1 else []  # torchrun would take --run for an option of its own
+    start = [sys.executable, *(torchrun if processes > 1 else []), "-m", *rest, "vitrail", "train", data]
+    words = [word for change in (*SMALL, *changes) for word in ("--set", change)]
+    return [*start, "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(folder: Path, processes: int, *changes: str, data: str = "digits") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, processes, *changes, data=data),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        env=environment(),
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def newest(folder: Path) -> Path:
+    return sorted((folder / "state").glob("[0-9]*"))[-1]
+
+
+def steps(folder: Path) -> int:
+    return max((int(path.name) for path in (folder / "state").glob("[0-9]*")), default=0)
+
+
+def start_and_wait(folder: Path, processes: int, until: int, *changes: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        command(folder, processes, *changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+    while steps(folder) < until:
+        time.sleep(0.01)
+        assert process.poll() is None, process.communicate()[1]
+    return process
+
+
+@pytest.fixture(scope="module")
+def by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    done = run(folder, 1, "epochs=4.5")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_two_processes_learn_as_one(by_one: Path, tmp_path: Path) -> None:
+    done = run(tmp_path / "two", 2, "epochs=4.5")
+    assert done.returncode == 0, done.stderr
+    one, two = losses(by_one), losses(tmp_path / "two")
+    assert len(one) == len(two) >= 170
+    np.testing.assert_allclose(two, one, atol=1e-4, rtol=0)
+    assert done.stdout.count("held-out pictures") == 1  # one process prints
+    first, second = (json.loads((folder / "verdict.json").read_text()) for folder in (by_one, tmp_path / "two"))
+    assert first["pictures"] == second["pictures"]
+    assert first["top1"] == second["top1"]
+    assert first["loss"] == pytest.approx(second["loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_run_of_two_goes_on_with_another_number(after: int, by_one: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start_and_wait(folder, 2, 5, "epochs=4.5", "save_minutes=0")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert errors.count("the run is saved, and the same command goes on with it") == 1
+    assert 5 <= steps(folder) < 170
+    done = run(folder, after, "epochs=4.5", "save_minutes=0")
+    assert done.returncode == 0, done.stderr
+    assert f"the run had processes 2 before and has processes {after} now" in done.stderr
+    np.testing.assert_allclose(losses(folder), losses(by_one), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_two_processes_killed_at_any_moment(tmp_path: Path) -> None:
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    changes = ("epochs=3", "save_minutes=0", "model.mlp_dropout=0.1", "mixing.mixup=0.2", "micro_batches=2")
+    assert run(straight, 2, *changes).returncode == 0
+    generator = np.random.default_rng(0)
+    kills = 0
+    while kills < 3:
+        process = start_and_wait(folder, 2, steps(folder) + 3, *changes)
+        time.sleep(generator.random() * 0.3)
+        if process.poll() is not None:
+            break
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        kills += 1
+    assert kills >= 2
+    done = run(folder, 2, *changes)
+    assert done.returncode == 0, done.stderr
+    found, expected = (load_file(newest(place) / "state.safetensors") for place in (folder, straight))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        pytest.param(("optimizer.lrr=1",), "has no option 'optimizer.lrr'", marks=pytest.mark.slow),
+        pytest.param(("batch=33",), "cannot be cut into 2 equal parts", marks=pytest.mark.slow),
+        (("mixing.mixup=0.2", "batch=34"), "use a batch that is a multiple of 4"),
+    ],
+)
+def test_what_cannot_be_is_said_once(changes: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    done = run(tmp_path / "run", 2, *changes)
+    said = [line for line in done.stderr.splitlines() if line.startswith("vitrail: ")]
+    assert (done.returncode != 0, len(said)) == (True, 1), done.stderr
+    assert words in said[0]
+    assert "Traceback (most recent call last)" not in done.stderr.split("ChildFailedError")[0].split("elastic")[0]
+
+
+STATISTICS = """
+import torch
+from torch import nn
+from vitrail.runtime import process_group, seed_torch
+from vitrail.training.team import Team
+
+with process_group(torch.device("cpu")) as processes:
+    team = Team(processes, torch.device("cpu"))
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    forward = team.wrapped(model)
+    seed_torch(processes.rank)
+    forward(torch.randn(4, 1, 8, 8)).sum().backward()
+    before = team.gathered(model[1].running_mean.clone())
+    team.average_buffers(model)
+    after = team.gathered(model[1].running_mean.clone())
+    assert not torch.equal(*before)
+    assert torch.equal(*after)
+    torch.testing.assert_close(after[0], (before[0] + before[1]) / 2)
+    received = team.tensors_from_main({"a": torch.arange(3), "b": torch.tensor(2.5)} if team.is_main else None)
+    assert received["a"].tolist() == [0, 1, 2] and float(received["b"]) == 2.5
+    try:
+        with team.together():
+            if processes.rank == 1:
+                from vitrail.errors import DataError
+                raise DataError("only here")
+    except DataError as error:
+        assert str(error) == "only here" and error.everywhere
+    else:
+        raise SystemExit("the other process did not fail")
+    if team.is_main:
+        print("well")
+"""
+
+
+def test_what_processes_tell_each_other(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(STATISTICS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "well"
