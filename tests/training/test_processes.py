@@ -154,6 +154,7 @@ def test_what_cannot_be_is_said_once(changes: tuple[str, ...], words: str, tmp_p
 STATISTICS = """
 import torch
 from torch import nn
+from vitrail.errors import DataError
 from vitrail.runtime import process_group, seed_torch
 from vitrail.training.team import Team
 
@@ -174,7 +175,6 @@ with process_group(torch.device("cpu")) as processes:
     try:
         with team.together():
             if processes.rank == 1:
-                from vitrail.errors import DataError
                 raise DataError("only here")
     except DataError as error:
         assert str(error) == "only here" and error.everywhere

@@ -37,9 +37,7 @@ class Team(NamedTuple):
         """Return the model as it is trained: with gradients averaged over all processes."""
         if self.alone:
             return model
-        # Buffers are BatchNorm's statistics, which `average_buffers` treats better than a copy of one process's.
-        devices = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
+        return DistributedDataParallel(model, device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def accumulating(self, forward: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Return a context for a part of a batch: gradients are exchanged with the last part only."""
