@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,9 +19,9 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation import Evaluation
 from vitrail.runtime import Precision, choose_device
 from vitrail.training.choices import Choice, Plan, choose, look_at
-from vitrail.training.folder import CHECK, SPLIT, claimed, default_folder, keep_recipe, write_json
+from vitrail.training.folder import CHECK, SPLIT, VERDICT, claimed, default_folder, keep_recipe, write_json
 from vitrail.training.loop import Where, train_run
-from vitrail.training.recipe import Recipe, read_recipe
+from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.watch import Screen
 
 
@@ -47,11 +47,13 @@ def train(
     device: str = "auto",
     workers: int | None = None,
     quiet: bool = False,
+    verdict_on: Literal["test", "val"] = "test",
 ) -> Run:
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
-    "optimizer.lr=3e-4". `start` is a model to begin with.
+    "optimizer.lr=3e-4". `start` is a model to begin with. `verdict_on="val"` leaves the test part alone while
+    settings are still being chosen; the same call without it gives the verdict later.
     """
     first = _recipe(recipe, changes, start)
     chosen = choose_device(device)
@@ -63,8 +65,11 @@ def train(
         keep_recipe(place, plan.recipe)
         _introduce(screen, place, plan, parts)
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, chosen))
-        best, measured, bad = train_run(plan, _cached(parts, plan, where), bundle, place, where, screen)
-        verdict = _verdict(measured, parts, bad, screen.waited_share)
+        shown = parts if verdict_on == "test" else parts._replace(test=None)
+        best, measured, bad = train_run(plan, _cached(shown, plan, where), bundle, place, where, screen)
+        verdict = _verdict(measured, shown, bad, screen.waited_share)
+        if verdict_on == "test":
+            write_json(place / VERDICT, measured.as_dict())
         screen.note(verdict)
     return Run(place, best, measured, plan.choices, verdict)
 
@@ -74,7 +79,7 @@ def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: o
         if changes:
             raise ConfigError("changes go with a recipe's name or file; change a Recipe with replace()")
         return recipe
-    return read_recipe(recipe or ("finetune" if start is not None else "scratch-small"), changes)
+    return read_recipe(recipe or default_recipe(start), changes)
 
 
 def _name(start: str | Path | Bundle | None) -> str | None:
