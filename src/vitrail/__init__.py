@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import convert, create, describe, load, train
+    from vitrail.api import convert, create, describe, load, sweep, train
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
@@ -36,6 +36,7 @@ __all__ = [
     "create",
     "describe",
     "load",
+    "sweep",
     "train",
     "variant_config",
 ]
@@ -45,6 +46,7 @@ _HOME = {
     "Preprocess": "vitrail.data.preprocess",
     "convert": "vitrail.api",
     "load": "vitrail.api",
+    "sweep": "vitrail.api",
     "train": "vitrail.api",
     "create": "vitrail.api",
     "describe": "vitrail.api",

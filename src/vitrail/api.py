@@ -12,9 +12,10 @@ from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
+from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run, train
 
-__all__ = ["Conversion", "Description", "Run", "convert", "create", "describe", "load", "train"]
+__all__ = ["Conversion", "Description", "Run", "Sweep", "convert", "create", "describe", "load", "sweep", "train"]
 
 LARGE = 150_000_000
 """A model of more parameters is described without computing anything, because drawing its weights takes long."""

@@ -2,9 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from vitrail.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from vitrail.training.sweep import Sweep
+    from vitrail.training.train import Run
 
 
 def train(
@@ -15,6 +21,10 @@ def train(
     start: Annotated[str | None, typer.Option("--from", help="A model to start from: whatever inspect opens.")] = None,
     run: Annotated[Path | None, typer.Option(help="The folder of the run; by default runs/<data>-<recipe>.")] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: optimizer.lr=3e-4.")] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="Try each of some values, and keep the best on the val part: optimizer.lr=.003,.01,.03."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Processes that read pictures.")] = None,
 ) -> None:
@@ -24,9 +34,12 @@ def train(
 
     is_main = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
     try:
-        done = run_training(
-            data, recipe=recipe, changes=changes or (), start=start, folder=run, device=device, workers=workers
-        )
+        if sweep:
+            done = _sweep(data, sweep, recipe, changes or [], start, run, device, workers)
+        else:
+            done = run_training(
+                data, recipe=recipe, changes=changes or (), start=start, folder=run, device=device, workers=workers
+            )
     except Stopped as stopped:
         if is_main:
             typer.echo("stopped; the run is saved, and the same command goes on with it", err=True)
@@ -34,3 +47,54 @@ def train(
     if is_main:
         typer.echo(done.verdict)
         typer.echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
+
+
+def _sweep(
+    data: str,
+    texts: list[str],
+    recipe: str | None,
+    changes: list[str],
+    start: str | None,
+    folder: Path | None,
+    device: str,
+    workers: int | None,
+) -> "Run":
+    """Run a sweep, print what came of it, and return the best run."""
+    from vitrail.training.grid import read_sweep
+    from vitrail.training.sweep import sweep
+
+    over = read_sweep(texts)
+    done = sweep(
+        data, over=over, recipe=recipe, changes=changes, start=start, folder=folder, device=device, workers=workers
+    )
+    _print_sweep(done, list(over))
+    return done.best
+
+
+def _print_sweep(done: "Sweep", keys: list[str]) -> None:
+    from vitrail.evaluation import percent
+    from vitrail.training.grid import shown
+
+    numbers = ("val accuracy", "val loss", "best step", "minutes")
+    rows = []
+    for candidate in done.candidates:
+        outcome = candidate.outcome
+        measured = ["–", "–", "–"]
+        if outcome.val_top1 is not None and outcome.val_loss is not None:
+            measured = [f"{percent(outcome.val_top1)}%", f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
+        result = "diverged" if outcome.diverged else "best" if candidate is done.chosen else ""
+        values = [shown(candidate.values[key]) for key in keys]
+        rows.append((*values, *measured, f"{outcome.seconds / 60:.1f}", result))
+    print_table((*keys, *numbers, "result"), rows, numbers=(*keys, *numbers))
+    for spread in done.seeds:
+        which = "".join(f"{key}={shown(value)}, " for key, value in spread.values.items())
+        typer.echo(
+            f"{which}{spread.runs} seeds: {percent(spread.mean)}% of the val part on average, "
+            f"{percent(spread.low)}–{percent(spread.high)}"
+        )
+    if done.seeds:
+        typer.echo(
+            "The best of several seeds is partly luck: expect the average of a new run. Where the data names no parts, "
+            "every seed has drawn its own."
+        )
+    typer.echo("")

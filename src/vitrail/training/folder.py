@@ -1,6 +1,6 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
-recipe.toml split.json check.json metrics.jsonl log.txt best/ last/ state/
+recipe.toml split.json check.json metrics.jsonl log.txt verdict.json best/ last/ state/
 """
 
 import contextlib
@@ -14,6 +14,9 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.training.recipe import Recipe, write_toml
 
 RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
+VERDICT = "verdict.json"
+SWEEP = "sweep.json"
+"""What a folder of several runs has instead."""
 
 
 def default_folder(data: str, recipe: Recipe, start: str | None) -> Path:
@@ -44,6 +47,8 @@ def keep_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe of a new run; an old run must have the same."""
     path, text = folder / RECIPE, write_toml(recipe)
     if not path.exists():
+        if (folder / SWEEP).exists():
+            raise ConfigError(f"{folder} holds a sweep, not a run; choose one of the folders in it, or another --run")
         write_text(path, text)
         return
     old = path.read_text(encoding="utf-8")

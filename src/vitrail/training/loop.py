@@ -25,7 +25,7 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
-from vitrail.training.folder import Journal, write_json
+from vitrail.training.folder import Journal
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.schedules import learning_rate
@@ -156,10 +156,7 @@ class _Run:
         """Measure the best model on the test part, once; without one, on the part it was chosen by."""
         best = self._best()
         source = self.parts.test or self.parts.val or self.parts.train
-        measured = measure(self._predict(best.model.to(self.where.device), source), source)
-        if self.team.is_main:
-            write_json(self.folder / "verdict.json", measured.as_dict())
-        return best, measured
+        return best, measure(self._predict(best.model.to(self.where.device), source), source)
 
     def _best(self) -> Bundle:
         """Return the best model; only the main process need see the folder."""
@@ -278,11 +275,11 @@ class _Run:
 
 def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) -> Bundle:
     """Return what training begins with: the model to start from, fitted to the data, or a fresh one."""
+    seed_torch(derive_seed(plan.recipe.seed, "weights"))  # also for a new head
     if start is not None:
         head = start if start.classes == classes else adapt(start, classes=classes)
         config = plan.model
         return adapt(head, image_size=config.image_size, patch_size=config.patch_size, channels=config.channels)
-    seed_torch(derive_seed(plan.recipe.seed, "weights"))
     return Bundle(ViT(plan.model), plan.preprocess, classes, {"source": "trained from scratch"})
 
 

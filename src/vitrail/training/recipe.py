@@ -6,6 +6,7 @@ written into the run's own recipe, which has no None left among them.
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -96,12 +97,39 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in _presets().iterdir() if entry.name.endswith(".toml"))
 
 
-def read_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """Read a recipe by its name or from a file, with changes such as "optimizer.lr=3e-4"."""
-    table = _table(name)
+def read_recipe(
+    name: str | Path | Recipe, changes: Sequence[str] = (), values: Mapping[str, Any] | None = None
+) -> Recipe:
+    """Read a recipe by its name or from a file, or take one; with changes such as "optimizer.lr=3e-4".
+
+    `values` are changes that are values already: {"optimizer.lr": 3e-4}.
+    """
+    table = json.loads(name.to_json()) if isinstance(name, Recipe) else _table(name)
     for change in changes:
-        _set(table, change)
+        path, equals, text = change.partition("=")
+        if not equals or not path.strip():
+            raise ConfigError(f"{change!r} changes nothing; write optimizer.lr=3e-4")
+        _set(table, path, read_value(text))
+    for path, value in (values or {}).items():
+        _set(table, path, value)
     return Recipe.from_json(json.dumps(table))
+
+
+def default_recipe(start: object) -> str:
+    """Return the name of the recipe that is taken when none is asked for."""
+    return "scratch-small" if start is None else "finetune"
+
+
+def read_value(text: str) -> Any:
+    """Read a value as TOML (.5 stands for 0.5), none as None; what is neither is a word."""
+    word = text.strip()
+    number = re.sub(r"^([-+]?)\.(?=[0-9])", r"\g<1>0.", word)
+    try:
+        value = tomllib.loads(f"value = {number}")["value"]
+        json.dumps(value)  # a date is TOML, too, but no value of a recipe
+    except (tomllib.TOMLDecodeError, TypeError):
+        return None if word == "none" else word
+    return value
 
 
 def _presets() -> Any:
@@ -123,18 +151,13 @@ def _table(name: str | Path) -> dict[str, Any]:
         raise ConfigError(f"the recipe {name} is not TOML ({error})") from None
 
 
-def _set(table: dict[str, Any], change: str) -> None:
-    """Change one value of a table, by its dotted name; a value is read as TOML, or taken as a word."""
-    path, equals, text = change.partition("=")
-    if not equals or not path.strip():
-        raise ConfigError(f"{change!r} changes nothing; write optimizer.lr=3e-4")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = None if text.strip() == "none" else text.strip()
+def _set(table: dict[str, Any], path: str, value: Any) -> None:
+    """Change one value of a table, by its dotted name."""
     *parents, leaf = (part.strip() for part in path.split("."))
     for parent in parents:
-        inner = table.setdefault(parent, {})
+        inner = table.get(parent)
+        if inner is None:
+            inner = table[parent] = {}
         if not isinstance(inner, dict):
             raise ConfigError(f"{path.strip()} cannot be set, because {parent} is {inner!r}")
         table = inner

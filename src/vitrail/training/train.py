@@ -1,10 +1,12 @@
 """`train`: a folder of pictures in, a measured classifier out."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,13 +17,13 @@ from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import quick_check
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.splits import Parts
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.choices import Choice, Plan, choose, look_at
-from vitrail.training.folder import CHECK, SPLIT, claimed, default_folder, keep_recipe, write_json
+from vitrail.training.folder import CHECK, SPLIT, VERDICT, claimed, default_folder, keep_recipe, write_json
 from vitrail.training.loop import Where, train_run
-from vitrail.training.recipe import Recipe, read_recipe
+from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.team import Team
 from vitrail.training.watch import Screen, Silence
 
@@ -48,17 +50,20 @@ def train(
     device: str = "auto",
     workers: int | None = None,
     quiet: bool = False,
+    verdict_on: Literal["test", "val"] = "test",
 ) -> Run:
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
-    "optimizer.lr=3e-4". `start` is a model to begin with.
+    "optimizer.lr=3e-4". `start` is a model to begin with. `verdict_on="val"` leaves the test part alone while
+    settings are still being chosen; the same call without it gives the verdict later.
     """
     chosen = choose_device(device)
     with process_group(chosen) as processes, Team(processes, chosen).noticing_losses() as team:
         with team.together(), team.main_first():
             first = _recipe(recipe, changes, start)
-            bundle = start if isinstance(start, Bundle) or start is None else load(start)
+            # Training changes the weights in place, and those of a bundle are the caller's.
+            bundle = deepcopy(start) if isinstance(start, Bundle) else None if start is None else load(start)
             parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
             plan = choose(first, look_at(parts.train), bundle)
             place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))
@@ -66,9 +71,11 @@ def train(
         with _opened(team, place, plan, parts, quiet=quiet) as screen, repeatable(plan.recipe.deterministic):
             where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
             with team.together(), team.main_first():
-                parts = _cached(parts, plan, where)
-            best, measured, bad = train_run(plan, parts, bundle, place, where, screen)
-            verdict = _verdict(measured, parts, bad, screen.waited_share)
+                shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
+            best, measured, bad = train_run(plan, shown, bundle, place, where, screen)
+            verdict = _verdict(measured, shown, bad, screen.waited_share)
+            if team.is_main and verdict_on == "test":
+                write_json(place / VERDICT, measured.as_dict())
             screen.note(verdict)
     return Run(place, best, measured, plan.choices, verdict)
 
@@ -103,7 +110,7 @@ def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: o
         if changes:
             raise ConfigError("changes go with a recipe's name or file; change a Recipe with replace()")
         return recipe
-    return read_recipe(recipe or ("finetune" if start is not None else "scratch-small"), changes)
+    return read_recipe(recipe or default_recipe(start), changes)
 
 
 def _name(start: str | Path | Bundle | None) -> str | None:
@@ -119,6 +126,11 @@ def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts) -> None:
         screen.note(report.verdict)
         for choice in plan.choices:
             screen.note(f"{choice.field} = {_shown(choice.value)}: {choice.reason}")
+    elif json.loads((place / SPLIT).read_text(encoding="utf-8")) != json.loads(json.dumps(parts.split)):
+        raise DataError(
+            f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
+            f"choose another --run, or bring them back"
+        )
     screen.note(f"the run is in {place}: {plan.steps:,} steps, {len(parts.train):,} pictures to train on")
 
 

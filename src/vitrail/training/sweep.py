@@ -1,0 +1,246 @@
+"""`sweep`: several runs that differ in a few settings; the val part chooses one, and it alone meets the test part.
+
+sweep.json                 what was tried, and what came of it
+lr=0.003/ lr=0.01/ …       the runs, each an ordinary run folder with a candidate.json
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.errors import ConfigError, Diverged
+from vitrail.runtime import choose_device
+from vitrail.training.folder import RECIPE, SWEEP, Journal, claimed, keep_recipe, write_json
+from vitrail.training.grid import Trial, combine, plan_trials
+from vitrail.training.recipe import Recipe, default_recipe, read_recipe
+from vitrail.training.signals import Stopped
+from vitrail.training.train import Run, train
+
+CANDIDATE = "candidate.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run; the val numbers are those of its best moment, and None where it diverged."""
+
+    val_top1: float | None
+    val_loss: float | None
+    best_step: int | None
+    steps: int
+    seconds: float
+    diverged: str | None
+    """Why it ended before its time."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the runs of a sweep."""
+
+    values: dict[str, Any]
+    folder: Path
+    outcome: Outcome
+
+
+class Spread(NamedTuple):
+    """How far the same settings come with different seeds, on the val part."""
+
+    values: dict[str, Any]
+    """The settings, without the seed."""
+    runs: int
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A finished sweep."""
+
+    folder: Path
+    candidates: list[Candidate]
+    chosen: Candidate
+    best: Run
+    """The run of the chosen candidate, measured on the test part."""
+
+    @property
+    def seeds(self) -> list[Spread]:
+        """The spread over the seeds for each of the other settings; empty where the seed was not swept."""
+        return _spreads(self.candidates)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What all candidates are trained with."""
+
+    data: str | Path
+    start: str | Path | Bundle | None
+    device: str
+    workers: int | None
+    quiet: bool
+
+    def run(self, trial: Trial, folder: Path, verdict_on: Literal["test", "val"]) -> Run:
+        return train(
+            self.data,
+            recipe=trial.recipe,
+            start=self.start,
+            folder=folder,
+            device=self.device,
+            workers=self.workers,
+            quiet=self.quiet,
+            verdict_on=verdict_on,
+        )
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+
+def sweep(
+    data: str | Path = "digits",
+    *,
+    over: Mapping[str, Sequence[Any]],
+    recipe: str | Path | Recipe | None = None,
+    changes: Sequence[str] = (),
+    start: str | Path | Bundle | None = None,
+    folder: str | Path | None = None,
+    device: str = "auto",
+    workers: int | None = None,
+    quiet: bool = False,
+) -> Sweep:
+    """Train with every combination of some settings, and return what came of each, and the best run.
+
+    `over` is such as {"optimizer.lr": [0.003, 0.01]}; the other arguments are those of `train`. The val part chooses,
+    by accuracy and among equals by the loss; only the chosen run is measured on the test part. The same call goes on
+    with a sweep that was stopped, and repeats nothing that is finished.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
+    choose_device(device)  # refuses a wrong one before anything is read
+    recipes = [
+        (values, read_recipe(recipe or default_recipe(start), changes, values)) for values in combine(over, changes)
+    ]
+    training = _Training(data, start, device, workers, quiet)
+    trials = plan_trials(recipes, data, start)
+    place = Path(folder) if folder is not None else _default_folder(data, trials, start)
+    if (place / RECIPE).exists():
+        raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")
+    for trial in trials:
+        if (place / trial.folder_name / RECIPE).exists():
+            keep_recipe(place / trial.folder_name, trial.plan.recipe)  # refuses another one
+    with claimed(place):
+        candidates = _try_all(trials, place, training, len(recipes) - len(trials))
+        chosen = _best(candidates, place)
+        training.say(
+            f"{trials[candidates.index(chosen)].title} is the best on the val part; its run is the training with these "
+            f"settings, so that only its verdict on the test part is missing"
+        )
+        best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
+        _write(place, candidates, chosen)
+    return Sweep(place, candidates, chosen, best)
+
+
+def _default_folder(data: str | Path, trials: Sequence[Trial], start: str | Path | Bundle | None) -> Path:
+    """Return where a sweep lies: the same command finds the same folder, another sweep another one."""
+    origin = start.origin if isinstance(start, Bundle) else start
+    words = "\n".join([*sorted(trial.plan.recipe.to_json() for trial in trials), str(origin)])
+    mark = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
+    return Path("runs") / f"{Path(data).resolve().name or 'data'}-{mark}-sweep"
+
+
+def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped: int) -> list[Candidate]:
+    """Train every candidate that is not finished; write down after each what is known."""
+    steps = sorted({trial.plan.steps for trial in trials})
+    each = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+    training.say(
+        f"the sweep is in {place}: {len(trials)} {'run' if len(trials) == 1 else 'runs'}, each of them in full, "
+        f"{each} steps (--set epochs=… makes them shorter)"
+    )
+    if dropped:
+        training.say(
+            f"{dropped} more would be the same as one of these, and {'is' if dropped == 1 else 'are'} left out"
+        )
+    candidates: list[Candidate] = []
+    if not (place / SWEEP).exists():
+        _write(place, candidates)  # from now on the folder is known for what it is
+    for number, trial in enumerate(trials, 1):
+        folder = place / trial.folder_name
+        outcome = _recorded(folder)
+        training.say(f"{number} of {len(trials)}: {trial.title}{' was finished before' if outcome else ''}")
+        candidates.append(Candidate(trial.values, folder, outcome or _try(trial, folder, training)))
+        _write(place, candidates)
+    return candidates
+
+
+def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
+    """Train a candidate, or go on with it, without a look at the test part."""
+    began = time.monotonic() - _read(folder).get("seconds", 0.0)
+    try:
+        training.run(trial, folder, "val")
+    except Stopped:
+        write_json(folder / CANDIDATE, {"seconds": time.monotonic() - began})
+        raise
+    except Diverged as error:
+        training.say(str(error))
+        outcome = Outcome(None, None, None, trial.plan.steps, time.monotonic() - began, str(error))
+    else:
+        rows = {row["step"]: row for row in Journal.read(folder) if "val_top1" in row}
+        best = rows[rows[max(rows)]["best"]]
+        spent = time.monotonic() - began
+        outcome = Outcome(best["val_top1"], best["val_loss"], best["step"], trial.plan.steps, spent, None)
+    write_json(folder / CANDIDATE, asdict(outcome))
+    return outcome
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Return what is written down of a candidate; nothing where it is damaged, because the run knows it again."""
+    try:
+        content = json.loads((folder / CANDIDATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _recorded(folder: Path) -> Outcome | None:
+    content = _read(folder)
+    return Outcome(**content) if content.keys() == Outcome.__dataclass_fields__.keys() else None
+
+
+def _best(candidates: Sequence[Candidate], place: Path) -> Candidate:
+    def rank(candidate: Candidate) -> tuple[float, float]:
+        return -(candidate.outcome.val_top1 or 0.0), candidate.outcome.val_loss or 0.0
+
+    done = [candidate for candidate in candidates if candidate.outcome.diverged is None]
+    if not done:
+        raise Diverged(f"every run of the sweep in {place} diverged; the first: {candidates[0].outcome.diverged}")
+    return min(done, key=rank)
+
+
+def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:
+    """Put candidates together that differ only in the seed."""
+    if not candidates or "seed" not in candidates[0].values:
+        return []
+    groups: dict[str, tuple[dict[str, Any], list[float]]] = {}
+    for candidate in candidates:
+        rest = {key: value for key, value in candidate.values.items() if key != "seed"}
+        _, scores = groups.setdefault(json.dumps(rest), (rest, []))
+        if candidate.outcome.val_top1 is not None:
+            scores.append(candidate.outcome.val_top1)
+    return [
+        Spread(rest, len(scores), statistics.fmean(scores), min(scores), max(scores))
+        for rest, scores in groups.values()
+        if len(scores) > 1
+    ]
+
+
+def _write(place: Path, candidates: Sequence[Candidate], chosen: Candidate | None = None) -> None:
+    rows = [{"values": c.values, "folder": c.folder.name, **asdict(c.outcome)} for c in candidates]
+    seeds = [spread._asdict() for spread in _spreads(candidates)]
+    write_json(place / SWEEP, {"candidates": rows, "best": chosen.folder.name if chosen else None, "seeds": seeds})

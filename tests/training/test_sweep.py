@@ -1,0 +1,309 @@
+"""A sweep: every candidate is an ordinary run, the val part chooses, and the test part is seen once."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vitrail
+from vitrail.__main__ import _run
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, DataError, Diverged, VitrailError
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+from vitrail.training.grid import combine, read_sweep
+from vitrail.training.recipe import read_recipe, read_value
+from vitrail.training.sweep import Sweep, sweep
+from vitrail.training.train import train
+
+MODEL = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4"]
+SGD = ["optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
+TINY = ["epochs=0.25", "batch=32", "evaluations=2", *MODEL, *SGD]
+RATES: dict[str, list[Any]] = {"optimizer.lr": [0.01, 0.1, 1000.0]}
+
+
+def tried(folder: Path, over: dict[str, list[Any]], *more: str, data: str | Path = "digits") -> Sweep:
+    changes = [*TINY, *more]
+    return sweep(data, over=over, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Run the command as `vitrail train digits …` would, in this process."""
+    changes = [word for change in TINY for word in ("--set", change)]
+    command = ["vitrail", "train", "digits", "--device", "cpu", "--workers", "0", *changes, *words]
+    monkeypatch.setattr(sys, "argv", command)
+    return _run()
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """Return what a sweep wrote down, without the time it took."""
+    content: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
+    for row in content["candidates"]:
+        assert row.pop("seconds") > 0
+    return content
+
+
+def moments(folder: Path) -> dict[Path, int]:
+    """Return when each file that training writes was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.glob("*/state/*/*")}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    return tried(tmp_path_factory.mktemp("runs") / "straight", RATES)
+
+
+def test_the_val_part_chooses(straight: Sweep) -> None:
+    slow, good, wild = straight.candidates
+    assert [candidate.folder.name for candidate in straight.candidates] == ["lr=0.01", "lr=0.1", "lr=1000"]
+    assert wild.outcome.val_top1 is None
+    assert "the loss is nan" in (wild.outcome.diverged or "")
+    assert straight.chosen is good
+    assert (good.outcome.val_top1 or 0) > (slow.outcome.val_top1 or 0)
+    assert straight.best.folder == good.folder
+    assert straight.seeds == []
+    measured = [json.loads(line) for line in (good.folder / "metrics.jsonl").read_text().splitlines()]
+    row = next(row for row in measured if row["step"] == good.outcome.best_step and "val_top1" in row)
+    assert (row["val_top1"], row["val_loss"]) == (good.outcome.val_top1, good.outcome.val_loss)
+    assert record(straight.folder)["best"] == "lr=0.1"
+
+
+def test_only_the_chosen_run_has_a_verdict(straight: Sweep) -> None:
+    assert [c.folder.name for c in straight.candidates if (c.folder / "verdict.json").exists()] == ["lr=0.1"]
+    assert json.loads((straight.best.folder / "verdict.json").read_text())["pictures"] == 179
+    assert "selected on these pictures" not in straight.best.verdict
+
+
+def test_equal_accuracy_is_decided_by_the_loss(tmp_path: Path) -> None:
+    """So little is learnt with these rates that every answer is the same."""
+    done = tried(tmp_path / "sweep", {"optimizer.lr": [1e-12, 1e-5]}, "epochs=0.1")
+    first, second = (candidate.outcome for candidate in done.candidates)
+    assert first.val_top1 == second.val_top1
+    assert (second.val_loss or 0) < (first.val_loss or 0)
+    assert done.chosen is done.candidates[1]
+
+
+def test_finished_candidates_are_not_repeated(straight: Sweep) -> None:
+    before, known = moments(straight.folder), record(straight.folder)
+    again = tried(straight.folder, RATES)
+    assert again.chosen == straight.chosen
+    assert moments(straight.folder) == before
+    assert record(straight.folder) == known
+
+
+def test_killed_and_started_again(straight: Sweep, tmp_path: Path) -> None:
+    folder, second = tmp_path / "sweep", tmp_path / "sweep" / "lr=0.1"
+    changes = ["--device", "cpu", "--workers", "0", *(word for change in TINY for word in ("--set", change))]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vitrail", "train", "--sweep", "optimizer.lr=.01,.1,1e3", "--run", folder, *changes],
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stderr=subprocess.DEVNULL,
+    )
+    while not list(second.glob("state/[0-9]*")):
+        time.sleep(0.001)
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    first = {path: when for path, when in moments(folder).items() if path.is_relative_to(folder / "lr=0.01")}
+    assert [row["folder"] for row in record(folder)["candidates"]] == ["lr=0.01"]
+    tried(folder, RATES)
+    assert {path: moments(folder)[path] for path in first} == first
+    found, expected = record(folder), record(straight.folder)
+    for row in (*found["candidates"], *expected["candidates"]):
+        row["diverged"] = row["diverged"] and row["diverged"].split(";")[0]  # without the folder
+    assert found == expected
+    assert (second / "metrics.jsonl").read_text() == (straight.best.folder / "metrics.jsonl").read_text()
+
+
+def test_a_sweep_takes_more_values_later(straight: Sweep) -> None:
+    before = moments(straight.folder)
+    more = tried(straight.folder, {"optimizer.lr": [0.1, 0.03]})
+    assert [candidate.folder.name for candidate in more.candidates] == ["lr=0.1", "lr=0.03"]
+    assert before.items() <= moments(straight.folder).items()
+
+
+def test_seeds_say_how_far_they_are_apart(tmp_path: Path) -> None:
+    done = tried(tmp_path / "sweep", {"seed": [0, 1], "optimizer.lr": [0.1, 0.2]})
+    assert [candidate.values for candidate in done.candidates] == [
+        {"seed": seed, "optimizer.lr": rate} for seed in (0, 1) for rate in (0.1, 0.2)
+    ]
+    assert [spread.values for spread in done.seeds] == [{"optimizer.lr": 0.1}, {"optimizer.lr": 0.2}]
+    first = done.seeds[0]
+    scores = [done.candidates[0].outcome.val_top1 or 0, done.candidates[2].outcome.val_top1 or 0]
+    assert (first.runs, first.low, first.high) == (2, min(scores), max(scores))
+    assert first.mean == pytest.approx(sum(scores) / 2)
+
+
+def test_every_candidate_starts_from_the_same_model(tmp_path: Path) -> None:
+    """Training changes the model it is given, and a new head is drawn by the seed, not by what ran before."""
+    config = ViTConfig(image_size=(8, 8), patch_size=(4, 4), width=16, depth=1, heads=1, channels=1, classes=3)
+    torch.manual_seed(5)
+    preprocess = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
+    Bundle(ViT(config.replace(init="timm")), preprocess).save(tmp_path / "start")
+    start = vitrail.load(tmp_path / "start")
+    weights = {name: tensor.clone() for name, tensor in start.model.state_dict().items()}
+    changes = [change for change in TINY if not change.startswith("model.")]
+    sweep("digits", over={"optimizer.lr": [0.1, 0.05]}, recipe="finetune", changes=changes, start=start,
+          folder=tmp_path / "sweep", device="cpu", workers=0, quiet=True)  # fmt: skip
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in start.model.state_dict().items())
+    train("digits", recipe="finetune", changes=[*changes, "optimizer.lr=0.05"], start=tmp_path / "start",
+          folder=tmp_path / "alone", device="cpu", workers=0, quiet=True)  # fmt: skip
+    for name in ("recipe.toml", "metrics.jsonl"):
+        assert (tmp_path / "sweep" / "lr=0.05" / name).read_text() == (tmp_path / "alone" / name).read_text()
+
+
+def test_the_test_part_is_not_read_by_what_is_not_chosen(tmp_path: Path) -> None:
+    """Its pictures cannot be read at all, and only the verdict minds."""
+    rng = np.random.default_rng(0)
+    for part in ("train", "val", "test"):
+        for label in ("cat", "dog"):
+            (tmp_path / "data" / part / label).mkdir(parents=True)
+            for number in range(4):
+                file = tmp_path / "data" / part / label / f"{number}.png"
+                Image.fromarray(rng.integers(0, 255, (8, 8), np.uint8)).save(file)
+                if part == "test":
+                    file.write_text("no picture")
+    with pytest.raises(DataError):
+        tried(tmp_path / "sweep", {"optimizer.lr": [0.01, 0.1]}, "batch=4", data=tmp_path / "data")
+    assert [row["val_top1"] is None for row in record(tmp_path / "sweep")["candidates"]] == [False, False]
+
+
+def test_the_table(straight: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed(monkeypatch, "--run", str(straight.folder), "--sweep", "optimizer.lr=.01,1e-1,.1,1000") == 0
+    shown = capsys.readouterr()
+    header, *rows = [line.split() for line in shown.out.splitlines()[:4]]
+    assert " ".join(header) == "optimizer.lr val accuracy val loss best step minutes result"
+    assert [row[0] for row in rows] == ["0.01", "0.1", "1000"]
+    assert (rows[1][-1], rows[2][1:4], rows[2][-1]) == ("best", ["–"] * 3, "diverged")
+    assert "held-out pictures" in shown.out
+    assert str(straight.best.folder / "best") in shown.out
+    assert "3 runs, each of them in full, 12 steps" in shown.err
+    assert "1 more would be the same as one of these, and is left out" in shown.err
+    assert "2 of 3: optimizer.lr=0.1 was finished before" in shown.err
+
+
+def test_the_folder_is_found_by_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = [*TINY, "epochs=0.05", "evaluations=1"]
+    for rates in ([0.1, 0.2], [0.2, 0.1], [0.3]):
+        sweep("digits", over={"optimizer.lr": rates}, changes=short, device="cpu", workers=0, quiet=True)
+    names = {path.name: {run.name for run in path.iterdir() if run.is_dir()} for path in (tmp_path / "runs").iterdir()}
+    assert sorted(map(sorted, names.values())) == [["lr=0.1", "lr=0.2"], ["lr=0.3"]]
+    assert all(name.startswith("digits-") and name.endswith("-sweep") for name in names)
+
+
+# ── reading it ──
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("optimizer.lr=.003,.01, 1e-3,+.5,3", [0.003, 0.01, 0.001, 0.5, 3]),
+        ("augmentation.crop_area=[0.2,1.0],[0.5,1.0]", [[0.2, 1.0], [0.5, 1.0]]),
+        ("optimizer.kind=sgd,adamw", ["sgd", "adamw"]),
+        ("optimizer.clip=none,1.0", [None, 1.0]),
+        ("compile=true,false", [True, False]),
+        ("freeze=[],['a,b']", [[], ["a,b"]]),
+        ("x='1,2',2020-01-01,{a=1,b=[2,3]}", ["1,2", "2020-01-01", {"a": 1, "b": [2, 3]}]),
+        ("seed=7", [7]),
+    ],
+)
+def test_values_are_read(text: str, values: list[Any]) -> None:
+    assert read_sweep([text]) == {text.partition("=")[0]: values}
+
+
+def test_a_change_may_leave_the_nought_out() -> None:
+    assert read_recipe("scratch-small", ["optimizer.lr=.003"]).optimizer.lr == 0.003
+    assert read_value("-.5") == -0.5
+
+
+def test_settings_are_judged_together() -> None:
+    """The momentum alone means nothing to AdamW, with which the recipe begins."""
+    for values in combine({"optimizer.kind": ["sgd"]}, ["optimizer.momentum=0.8"]):
+        assert read_recipe("scratch-small", ["optimizer.momentum=0.8"], values).optimizer.kind == "sgd"
+
+
+# ── what cannot be ──
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimizer.lr"], "'optimizer.lr' names no values to try; write optimizer.lr=0.003,0.01,0.03"),
+        (["optimizer.lr=.1,,.2"], "names no values to try"),
+        (["optimizer.lr="], "names no values to try"),
+        (["=1,2"], "names no values to try"),
+        (["augmentation.crop_area=[0.2,1.0"], "has no other half"),
+        (["optimizer.lrr=.1,.2"], "has no option 'optimizer.lrr'; did you mean 'lr'?"),
+        (["model.widht=16,32"], "widht"),
+        (["optimizer.lr=.1,fast"], "optimizer.lr is 'fast'"),
+        (["optimizer.lr=.1,nan"], "optimizer.lr"),
+        (["micro_batches=1,3"], "a batch of 32 is no multiple of data.repeats 1 × micro_batches 3"),
+        (["freeze=[],['blokcs.*']"], "no parameter is called 'blokcs.*'"),
+        (["epochs=1,2"], "epochs is swept, but epochs=0.25 sets it; leave one of them out"),
+        (["model=1,2"], "model is swept, but model.width=16 sets it"),
+        (["seed=1", "seed=2"], "seed is swept twice"),
+        (["augmentation.flip=0.0,0.5", "augmentation=none"], "contradict each other"),
+        (["data.val=.1,.2"], "would measure its runs on different pictures; use --set data.val="),
+    ],
+)
+def test_a_sweep_that_cannot_be(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [word for text in words for word in ("--sweep", text)]
+    assert typed(monkeypatch, "--run", str(tmp_path / "sweep"), *options) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("vitrail: ")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize("values", [[], "sgd", [object()], 3])
+def test_values_that_are_no_list(values: Any) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.kind is to be tried with"):
+        combine({"optimizer.kind": values}, [])
+    with pytest.raises(ConfigError, match="a sweep needs something to try"):
+        combine({}, [])
+
+
+def test_without_a_val_part(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the data has no val part"):
+        tried(tmp_path / "sweep", RATES, "data.val=0.0")
+
+
+def test_when_all_diverge(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"every run of the sweep in .* diverged; the first: step"):
+        tried(tmp_path / "sweep", {"optimizer.lr": [1000.0]})
+    assert record(tmp_path / "sweep")["best"] is None
+
+
+def test_a_run_and_a_sweep_do_not_share_a_folder(straight: Sweep) -> None:
+    with pytest.raises(ConfigError, match="holds a run, not a sweep; choose another --run"):
+        tried(straight.best.folder, RATES)
+    with pytest.raises(ConfigError, match="holds a sweep, not a run"):
+        train("digits", changes=TINY, folder=straight.folder, device="cpu", workers=0, quiet=True)
+
+
+def test_another_recipe_in_the_same_folder(straight: Sweep) -> None:
+    with pytest.raises(ConfigError, match="holds a run with another recipe"):
+        tried(straight.folder, RATES, "optimizer.weight_decay=0.3")
+
+
+def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(VitrailError, match="a sweep runs in one process"):
+        vitrail.sweep("digits", over=RATES, folder=tmp_path / "sweep")
