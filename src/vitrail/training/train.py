@@ -54,6 +54,8 @@ def train(
     "optimizer.lr=3e-4". `start` is a model to begin with.
     """
     first = _recipe(recipe, changes, start)
+    if first.start is not None and start is None:
+        raise ConfigError("this recipe trains a model that exists; say which with --from, or take another recipe")
     chosen = choose_device(device)
     bundle = start if isinstance(start, Bundle) or start is None else load(start)
     parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
