@@ -77,4 +77,5 @@ def configs(draw: st.DrawFn, /, **fixed: Any) -> ViTConfig:
     ):
         fields[rate] = fixed.get(rate, draw(rates))
     choose("init", ["paper", "timm", "torchvision", "lucidrains"])
+    choose("head_bias", [None, -10.0])
     return ViTConfig(**fields)

@@ -86,11 +86,7 @@ def _change_channels(bundle: Bundle, channels: int, method: ChannelMethod) -> st
     first.weight = nn.Parameter(kernel, requires_grad=first.weight.requires_grad)
     first.in_channels = channels
     model.reconfigure(changed)
-    statistics = {
-        name: (sum(numbers) / len(numbers),) * channels
-        for name, numbers in (("mean", bundle.preprocess.mean), ("std", bundle.preprocess.std))
-    }
-    bundle.preprocess = bundle.preprocess.replace(channels=channels, **statistics)
+    bundle.preprocess = bundle.preprocess.with_channels(channels)
     return f"channels {old} -> {channels} by {method}"
 
 

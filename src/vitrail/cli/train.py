@@ -12,12 +12,29 @@ if TYPE_CHECKING:
     from vitrail.training.sweep import Sweep
     from vitrail.training.train import Run
 
+RECIPES = (
+    "scratch-small",
+    "finetune",
+    "linear-probe",
+    "finetune-paper",
+    "pretrain-paper",
+    "augreg",
+    "plain-baseline",
+)
+"""The recipes that come with the package; reading their folder would cost `--help` time."""
+
 
 def train(
     data: Annotated[
         str, typer.Argument(help="A folder with a sub-folder for each class, a manifest, tar shards; or digits.")
     ] = "digits",
-    recipe: Annotated[str | None, typer.Option(help="A recipe's name, or a TOML file.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A recipe's name, or a TOML file. There are {', '.join(RECIPES)}; by default the first, and with "
+            "--from the second."
+        ),
+    ] = None,
     start: Annotated[str | None, typer.Option("--from", help="A model to start from: whatever inspect opens.")] = None,
     run: Annotated[Path | None, typer.Option(help="The folder of the run; by default runs/<data>-<recipe>.")] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: optimizer.lr=3e-4.")] = None,

@@ -59,6 +59,13 @@ class Preprocess(Frozen):
         sides = zip(size, self.size, self.resize_to, strict=True)
         return self.replace(size=size, resize_to=tuple(round(new * box / old) for new, old, box in sides))
 
+    def with_channels(self, channels: int) -> Self:
+        """Return the same preprocessing for another number of channels, each with the mean of the old statistics."""
+        if channels == self.channels:
+            return self
+        mean, std = ((sum(numbers) / len(numbers),) * channels for numbers in (self.mean, self.std))
+        return self.replace(channels=channels, mean=mean, std=std)
+
     def __call__(self, picture: Image.Image) -> Tensor:
         """Turn a picture into what the model takes: (channels, height, width), normalised."""
         return self.normalise(self.pixels(picture))

@@ -161,6 +161,8 @@ class ViTConfig(Frozen):
     """Outputs of the head. 0: no head, the pooled features are the answer."""
     init: Initialisation = "paper"
     """Whose initialisation a fresh model gets."""
+    head_bias: Annotated[float, Field(ge=-100, le=100)] | None = None
+    """What the bias of a fresh head begins at; for `sigmoid` losses Google's code has -10. None: what `init` says."""
 
     # ── what follows from the fields ──
 

@@ -206,6 +206,9 @@ def initialise(model: nn.Module, config: ViTConfig, *, only: Sequence[str] = ())
         if role == "layer_scale":
             parameter.fill_(config.layer_scale or 0.0)
             continue
+        if role == "head_bias" and config.head_bias is not None:
+            parameter.fill_(config.head_bias)
+            continue
         kernel = sizes.get(name.removesuffix(".bias") + ".weight", parameter)
         fill = scheme[role]
         if config.init == "torchvision" and role == "patch" and config.stem == "conv_stem":

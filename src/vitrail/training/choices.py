@@ -16,6 +16,8 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.models.config import ViTConfig
 from vitrail.models.variants import variant_config
 from vitrail.training.recipe import Recipe
+from vitrail.training.schedules import learning_rate
+from vitrail.training.starting import Start, planned_model
 
 LOOKED_AT = 64
 """How many pictures are opened to see what they are like."""
@@ -79,9 +81,11 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     """Settle what a recipe leaves open."""
     choices: list[Choice] = []
     model = _model(recipe, facts, start, choices)
-    preprocess = _preprocess(model, start)
+    preprocess = _preprocess(recipe, model, start)
     batch = _batch(recipe, facts, choices) if recipe.batch is None else recipe.batch
-    epochs = _epochs(facts, start, choices) if recipe.epochs is None else recipe.epochs
+    epochs = recipe.epochs
+    if epochs is None and recipe.steps is None:
+        epochs = _epochs(facts, start, choices)
     rate = _rate(recipe, start, choices) if recipe.optimizer.lr is None else recipe.optimizer.lr
     augmentation = _augmentation(facts, choices) if recipe.augmentation is None else recipe.augmentation
     mixing = _mixing(facts, choices) if recipe.mixing is None else recipe.mixing
@@ -92,27 +96,28 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
         optimizer=recipe.optimizer.replace(lr=rate),
         augmentation=augmentation,
         mixing=mixing,
+        start=recipe.start if start is None else recipe.start or Start(),
     )
-    steps = max(1, math.ceil(epochs * facts.pictures * settled.data.repeats / batch))
+    steps = recipe.steps or max(1, math.ceil((epochs or 0) * facts.pictures * settled.data.repeats / batch))
+    learning_rate(settled.schedule, 0, steps, rate)  # refuses a schedule that does not fit, before anything is written
     return Plan(settled, model, preprocess, batch, steps, rate, augmentation, mixing, choices)
 
 
 def _written(model: ViTConfig) -> dict[str, Any]:
-    """Return the fields of a model that are not the defaults, fit for TOML."""
-    plain = ViTConfig().model_dump(mode="json")
-    return {name: value for name, value in model.model_dump(mode="json").items() if value != plain[name]}
+    """Return every field of a model that is not None, fit for TOML: what is left out would be chosen again."""
+    return {name: value for name, value in model.model_dump(mode="json").items() if value is not None}
 
 
 def _model(recipe: Recipe, facts: Facts, start: Bundle | None, choices: list[Choice]) -> ViTConfig:
     fields = dict(recipe.model)
     classes = len(facts.classes)
+    if fields.get("classes", classes) != classes:
+        raise ConfigError(f"model.classes is {fields['classes']}, but the data has {classes} classes; leave it out")
     if start is not None:
         if "name" in fields:
             raise ConfigError("model.name and a model to start from contradict each other; leave one of them out")
-        return start.model.config.replace(**{**fields, "classes": classes})
+        return planned_model(start, recipe.start or Start(), fields, classes)
     name = fields.pop("name", None)
-    if fields.get("classes", classes) != classes:
-        raise ConfigError(f"model.classes is {fields['classes']}, but the data has {classes} classes; leave it out")
     if name is not None:
         return variant_config(name).replace(**{**fields, "classes": classes})
     return ViTConfig.model_validate({**_small_model(facts, fields, choices), **fields, "classes": classes})
@@ -148,11 +153,13 @@ def _small_model(facts: Facts, given: dict[str, Any], choices: list[Choice]) -> 
     return found
 
 
-def _preprocess(model: ViTConfig, start: Bundle | None) -> Preprocess:
+def _preprocess(recipe: Recipe, model: ViTConfig, start: Bundle | None) -> Preprocess:
     if start is not None:
-        return start.preprocess.resized(model.image_size)
+        own = start.preprocess.resized(model.image_size).with_channels(model.channels)
+        return own.replace(**recipe.preprocess)
     half = (0.5,) * model.channels
-    return Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")
+    fresh = Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")
+    return fresh.replace(**recipe.preprocess)
 
 
 def _batch(recipe: Recipe, facts: Facts, choices: list[Choice]) -> int:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitrail.checkpoints.adapt import adapt
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.sources.source import Source
@@ -30,6 +29,7 @@ from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
+from vitrail.training.starting import Start, fitted
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.step import Stepped, Stepper, first_not_finite
 from vitrail.training.team import Team
@@ -277,9 +277,7 @@ def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) ->
     """Return what training begins with: the model to start from, fitted to the data, or a fresh one."""
     seed_torch(derive_seed(plan.recipe.seed, "weights"))  # also for a new head
     if start is not None:
-        head = start if start.classes == classes else adapt(start, classes=classes)
-        config = plan.model
-        return adapt(head, image_size=config.image_size, patch_size=config.patch_size, channels=config.channels)
+        return fitted(start, plan.recipe.start or Start(), plan.model, classes)
     return Bundle(ViT(plan.model), plan.preprocess, classes, {"source": "trained from scratch"})
 
 

@@ -151,7 +151,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Stop training the parameters whose names match, and return their names.
 
     Patterns are the shell's: `blocks.*`, `*.bias`. One that begins with "!" takes back what those before it froze, so
-    `("*", "!head.*")` leaves only the head to train.
+    `("*", "!head.*")` leaves only the head to train. A BatchNorm that is frozen keeps its statistics, too.
     """
     names = [name for name, _ in model.named_parameters()]
     if patterns and patterns[0].startswith("!"):
@@ -168,6 +168,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and not any(p.requires_grad for p in module.parameters()):
+            module.eval()
     return [name for name in names if name in frozen]
 
 

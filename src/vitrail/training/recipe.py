@@ -25,8 +25,10 @@ from vitrail.training.averaging import Averaging
 from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.schedules import Schedule
+from vitrail.training.starting import Start
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+_MODEL_HAS = {"size": "image_size", "channels": "channels"}
 
 
 class DataPart(Frozen):
@@ -51,6 +53,8 @@ class Recipe(Frozen):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """How often every picture is shown."""
+    steps: Positive | None = None
+    """The length of the run in steps, instead of `epochs`."""
     batch: Positive | None = None
     """Pictures in a step, over all processes."""
     micro_batches: Positive = 1
@@ -68,6 +72,10 @@ class Recipe(Frozen):
     """Minutes between two saved states; every measurement of the val part saves one, too."""
     model: dict[str, Any] = Field(default_factory=dict)
     """Fields of `ViTConfig`; `name` starts from a named model ("S/16")."""
+    preprocess: dict[str, Any] = Field(default_factory=dict)
+    """Fields of `Preprocess`, such as `resize_to`; size and channels follow from the model."""
+    start: Start | None = None
+    """How the model of --from is fitted to the data. Where a recipe has it, such a model must be given."""
     freeze: Annotated[tuple[str, ...], AsTuple] = ()
     """Patterns of parameters that stay as they are: "blocks.*"."""
     data: DataPart = DataPart()
@@ -80,12 +88,25 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError(
+                f"epochs is {self.epochs:g} and steps is {self.steps}; leave one of them out, or take it back with "
+                f"epochs=none or steps=none"
+            )
+        for name in ("size", "channels"):
+            if name in self.preprocess:
+                raise ConfigError(f"preprocess.{name} follows from the model; set model.{_MODEL_HAS[name]} instead")
         if self.batch is not None and self.batch % (self.data.repeats * self.micro_batches):
             raise ConfigError(
                 f"a batch of {self.batch} is no multiple of data.repeats {self.data.repeats} × micro_batches "
                 f"{self.micro_batches}; change one of them"
             )
         return self
+
+    def check_start(self, start: object) -> None:
+        """Refuse a recipe that trains a model that exists where none is given."""
+        if self.start is not None and start is None:
+            raise ConfigError("this recipe trains a model that exists; say which with --from, or take another recipe")
 
     def fingerprint(self) -> str:
         """Return a short name for exactly these settings."""

@@ -127,6 +127,8 @@ def sweep(
     recipes = [
         (values, read_recipe(recipe or default_recipe(start), changes, values)) for values in combine(over, changes)
     ]
+    for _, tried in recipes:
+        tried.check_start(start)
     training = _Training(data, start, device, workers, quiet)
     trials = plan_trials(recipes, data, start)
     place = Path(folder) if folder is not None else _default_folder(data, trials, start)

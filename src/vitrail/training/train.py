@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +61,8 @@ def train(
     with process_group(chosen) as processes, Team(processes, chosen).noticing_losses() as team:
         with team.together(), team.main_first():
             first = _recipe(recipe, changes, start)
-            # Training changes the weights in place, and those of a bundle are the caller's.
-            bundle = deepcopy(start) if isinstance(start, Bundle) else None if start is None else load(start)
+            first.check_start(start)
+            bundle = start if isinstance(start, Bundle) or start is None else load(start)
             parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
             plan = choose(first, look_at(parts.train), bundle)
             place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))

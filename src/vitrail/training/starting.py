@@ -1,0 +1,77 @@
+"""Where training begins with a model that exists: how it is fitted to the data."""
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from vitrail.checkpoints.adapt import adapt
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.strict import loaded_model
+from vitrail.errors import CheckpointError, ConfigError
+from vitrail.models.config import ViTConfig
+from vitrail.models.resample import Method
+from vitrail.models.vit import ViT
+from vitrail.schema import Frozen
+
+FITTED = ("image_size", "patch_size", "channels", "classes", "representation")
+"""Fields of a model that change with its weights; the others are taken as they are."""
+
+
+class Start(Frozen):
+    """How a model that exists is fitted to the data. A recipe that has this needs such a model."""
+
+    head: Literal["keep", "fresh", "zero"] = "keep"
+    """`keep` makes a new head only where the classes are others, `fresh` always, drawn as `model.init` says; `zero` is
+    always a single linear layer of zeros, as the paper fine-tunes: a hidden layer before it is dropped."""
+    positions: Method = "timm"
+    """Whose way of resampling positions is followed where the grid of patches is another."""
+
+
+def planned_model(start: Bundle, how: Start, fields: dict[str, Any], classes: int) -> ViTConfig:
+    """Return what a model becomes: its own config, changed by the fields of a recipe, with a head for the data."""
+    without_hidden = {"representation": None} if how.head == "zero" else {}
+    return start.model.config.replace(**{**fields, **without_hidden, "classes": classes})
+
+
+def fitted(start: Bundle, how: Start, config: ViTConfig, classes: tuple[str, ...]) -> Bundle:
+    """Return a copy of a model that exists, made into what was planned, in float32."""
+    bundle = Bundle(_with_fields(start.model, config), start.preprocess, start.classes, dict(start.provenance))
+    adapt(
+        bundle,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        channels=config.channels,
+        position_method=how.positions,
+    )
+    if how.head == "keep":
+        return adapt(bundle, classes=classes)
+    _renew_head(bundle, how, classes)
+    return bundle
+
+
+def _with_fields(model: ViT, config: ViTConfig) -> ViT:
+    """Copy a model, changing what needs no other weights: dropout, stochastic depth, how a new head is drawn."""
+    wanted = {name: value for name, value in config if name not in FITTED and value != getattr(model.config, name)}
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    try:
+        return loaded_model(model.config.replace(**wanted), weights)[0]
+    except CheckpointError as error:
+        names = ", ".join(f"model.{name}" for name in wanted)
+        raise ConfigError(f"{names} cannot be changed in a model that training starts from: {error}") from None
+
+
+@torch.no_grad()
+def _renew_head(bundle: Bundle, how: Start, classes: tuple[str, ...]) -> None:
+    model, bundle.classes = bundle.model, classes
+    if how.head == "zero":
+        model.reconfigure(model.config.replace(representation=None))
+        model.pre_logits = nn.Identity()
+    model.reset_head(len(classes))
+    if how.head == "zero":
+        for name, parameter in model.named_parameters():
+            if name.startswith("head"):
+                parameter.zero_()
+    done = f"{'zero' if how.head == 'zero' else 'fresh'} head for {len(classes)} classes"
+    bundle.provenance["adapted"] = [*bundle.provenance.get("adapted", []), done]

@@ -1,0 +1,171 @@
+"""Training written out plainly: autograd and the textbook's formulas in float64, and what both loops are given."""
+
+import copy
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.augmentation.mixing import Mixing
+from vitrail.data.batches import Batch
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+from vitrail.training.averaging import Averaging
+from vitrail.training.objectives import Objective
+from vitrail.training.optimizers import Optimizer
+from vitrail.training.recipe import Recipe
+
+PICTURES, CLASSES, SIDE = 8, 4, 8
+RATES = (0.01, 0.02, 0.005, 0.01)
+
+
+def tiny(**options: Any) -> ViT:
+    torch.manual_seed(0)
+    fields = {"image_size": SIDE, "patch_size": 4, "width": 8, "depth": 2, "heads": 2, "init": "timm"}
+    model = ViT(ViTConfig(**fields | {"classes": CLASSES} | options)).train()
+    with torch.no_grad():
+        for parameter in model.parameters():  # large enough that every one of them matters
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def batches(count: int, mixed: str = "none") -> list[Batch]:
+    """Draw batches; `mixed` says how neighbours are to be mixed."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(count):
+        pixels = torch.randint(0, 4, (PICTURES, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(0, CLASSES, (PICTURES,), generator=generator)
+        share, box = torch.ones(PICTURES), torch.zeros(PICTURES, 4, dtype=torch.int64)
+        if mixed in ("mixup", "both"):
+            share[:] = torch.tensor([0.75, 0.5, 1.0, 0.125]).repeat_interleave(2)
+        if mixed in ("cutmix", "both"):
+            box[:4] = torch.tensor([[0, 0, 4, 4], [2, 5, 8, 7]]).repeat_interleave(2, dim=0)
+            covered = (box[:4, 2] - box[:4, 0]) * (box[:4, 3] - box[:4, 1])
+            share[:4] = 1 - covered / SIDE**2
+        found.append(Batch(pixels, labels, torch.arange(PICTURES), share, box))
+    return found
+
+
+class Case(NamedTuple):
+    """What is varied."""
+
+    optimizer: Optimizer
+    objective: Objective = Objective()
+    averaging: Averaging = Averaging()
+    mixed: str = "none"
+    micro_batches: int = 1
+    weights: tuple[float, ...] | None = None
+
+    def recipe(self) -> Recipe:
+        mixing = Mixing(mixup=1.0) if self.mixed != "none" else Mixing()
+        return Recipe(
+            optimizer=self.optimizer, objective=self.objective, averaging=self.averaging, mixing=mixing,
+            micro_batches=self.micro_batches,
+        )  # fmt: skip
+
+
+# ── the reference ──
+
+
+class Reference(NamedTuple):
+    """What the reference came to."""
+
+    weights: dict[str, Tensor]
+    average: dict[str, Tensor] | None
+    losses: list[float]
+    norms: list[float]
+
+
+def reference(model: ViT, case: Case, data: list[Batch]) -> Reference:
+    model = copy.deepcopy(model).double()
+    memory: dict[str, dict[str, Tensor]] = {name: {} for name, _ in model.named_parameters()}
+    average = {name: p.detach().clone() for name, p in model.named_parameters()} if case.averaging.on else None
+    losses, norms = [], []
+    for t, (batch, rate) in enumerate(zip(data, RATES, strict=False), start=1):
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        loss = reference_loss(model, case, batch)
+        gradients = torch.autograd.grad(loss, parameters)
+        norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients))
+        clip = case.optimizer.clip
+        factor = 1.0 if clip is None or norm <= clip else clip / norm
+        with torch.no_grad():
+            for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
+                decay = case.optimizer.weight_decay if decays(name) else 0.0
+                lr = rate * layer_share(name, case.optimizer.layer_decay)
+                parameter.copy_(update(case.optimizer, parameter, gradient * factor, memory[name], t, lr, decay))
+                if average is not None:
+                    average[name] = averaged(case.averaging, average[name], parameter, t)
+        losses.append(float(loss.detach()))
+        norms.append(norm)
+    return Reference({name: p.detach() for name, p in model.named_parameters()}, average, losses, norms)
+
+
+def decays(name: str) -> bool:
+    kernels = ("patch_embed.proj", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2", "head")
+    return name.endswith(tuple(f"{kernel}.weight" for kernel in kernels))
+
+
+def layer_share(name: str, layer_decay: float | None) -> float:
+    """Return how fast a parameter of the two-block model learns: the head fully, each layer below a factor slower."""
+    if layer_decay is None or name.startswith(("head", "norm.")):
+        return 1.0
+    return layer_decay ** {"blocks.1": 1, "blocks.0": 2}.get(name[:8], 3)
+
+
+def reference_loss(model: nn.Module, case: Case, batch: Batch) -> Tensor:
+    """Return the loss, picture by picture."""
+    pixels, smooth = batch.pixels.double(), case.objective.label_smoothing
+    pictures, rows = [], []
+    for i in range(PICTURES):
+        partner = i + 1 if i % 2 == 0 else i - 1
+        share = float(batch.share[i])
+        top, left, bottom, right = batch.box[i].tolist()
+        if bottom > top:
+            picture = pixels[i].clone()
+            picture[:, top:bottom, left:right] = pixels[partner][:, top:bottom, left:right]
+        else:
+            picture = share * pixels[i] + (1 - share) * pixels[partner]
+        row = torch.zeros(CLASSES, dtype=torch.float64)
+        row[int(batch.labels[i])] += share
+        row[int(batch.labels[partner])] += 1 - share
+        pictures.append(picture)
+        rows.append(row * (1 - smooth) + smooth / CLASSES)
+    logits: Tensor = model(torch.stack(pictures))
+    targets = torch.stack(rows)
+    weights = torch.tensor(case.weights or (1.0,) * CLASSES, dtype=torch.float64)
+    if case.objective.loss == "softmax":
+        log_p = logits - logits.exp().sum(dim=1, keepdim=True).log()
+        return -(targets * weights * log_p).sum() / PICTURES
+    p = 1 / (1 + (-logits).exp())
+    by_picture = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(dim=1)
+    return (by_picture * (targets * weights).sum(dim=1)).sum() / PICTURES
+
+
+def update(
+    config: Optimizer, weight: Tensor, gradient: Tensor, memory: dict[str, Tensor], t: int, lr: float, decay: float
+) -> Tensor:
+    """Return the weight after step t (from 1)."""
+    if config.kind != "adamw":
+        gradient = gradient + decay * weight
+    if config.kind == "sgd":
+        memory["v"] = config.momentum * memory.get("v", torch.zeros_like(weight)) + gradient
+        return weight - lr * (gradient + config.momentum * memory["v"] if config.nesterov else memory["v"])
+    beta1, beta2 = config.betas
+    memory["m"] = beta1 * memory.get("m", torch.zeros_like(weight)) + (1 - beta1) * gradient
+    memory["s"] = beta2 * memory.get("s", torch.zeros_like(weight)) + (1 - beta2) * gradient * gradient
+    mean, square = memory["m"] / (1 - beta1**t), memory["s"] / (1 - beta2**t)
+    shrunk = weight - lr * decay * weight if config.kind == "adamw" else weight
+    return shrunk - lr * mean / (square.sqrt() + config.eps)
+
+
+def averaged(config: Averaging, average: Tensor, weight: Tensor, t: int) -> Tensor:
+    """Return the average after step t (from 1)."""
+    if t <= config.start:
+        return weight.clone()
+    if config.kind == "polyak":
+        n = t - config.start
+        return average * (n - 1) / n + weight / n
+    kept = min(config.decay, (1 + t - config.start) / (10 + t - config.start)) if config.warmup else config.decay
+    return kept * average + (1 - kept) * weight

@@ -1,0 +1,252 @@
+"""Steps of ours against a loop that is written out (`plain_loop.py`), to 1e-6 and mostly better.
+
+Both run in float64, so that rounding does not hide a wrong formula; pixels, shares and smoothing are chosen so that
+what ours does in float32, before the model and to the targets, is exact.
+"""
+
+import math
+
+import pytest
+import torch
+from tests.training.plain_loop import PICTURES, RATES, SIDE, Case, Reference, batches, reference, tiny
+from torch import Tensor, nn
+
+from vitrail.data.batches import Batch
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import Diverged
+from vitrail.models.vit import ViT
+from vitrail.runtime import Processes
+from vitrail.training.averaging import Average, Averaging
+from vitrail.training.objectives import Objective
+from vitrail.training.optimizers import Optimizer, freeze, make_optimizer
+from vitrail.training.recipe import Recipe
+from vitrail.training.state import Progress, State
+from vitrail.training.step import Stepped, Stepper
+from vitrail.training.team import Team
+
+EXACT = Preprocess(size=(SIDE, SIDE), mean=(0.0,) * 3, std=(1 / 255,) * 3)
+"""Leaves the pixels as they are."""
+CPU = torch.device("cpu")
+ALONE = Team(Processes(), CPU)
+
+
+class Double(nn.Module):
+    """Gives a float64 model the pixels it wants."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        found: Tensor = self.model(pixels.double())
+        return found
+
+
+def begin(model: nn.Module, recipe: Recipe) -> State:
+    average = Average(model, recipe.averaging) if recipe.averaging.on else None
+    return State(model, make_optimizer(model, recipe.optimizer), average, Progress())
+
+
+def ours(model: ViT, case: Case, data: list[Batch]) -> tuple[State, list[Stepped]]:
+    recipe = case.recipe()
+    weights = None if case.weights is None else torch.tensor(case.weights, dtype=torch.float64)
+    stepper, state = Stepper(recipe, EXACT, CPU, "float32", weights, ALONE), begin(model, recipe)
+    forward = Double(model) if next(model.parameters()).dtype == torch.float64 else model
+    return state, [stepper.step(state, forward, batch, rate) for batch, rate in zip(data, RATES, strict=False)]
+
+
+# ── side by side ──
+
+ADAMW = Optimizer(kind="adamw", lr=0.01, weight_decay=0.3, betas=(0.8, 0.95))
+SGD = Optimizer(kind="sgd", lr=0.01, weight_decay=0.1)
+CASES = {
+    "adamw": Case(ADAMW),
+    "adamw, layer by layer": Case(ADAMW.replace(layer_decay=0.5)),
+    "adam": Case(Optimizer(kind="adam", lr=0.01, weight_decay=0.1)),
+    "sgd": Case(SGD),
+    "sgd without momentum": Case(SGD.replace(momentum=0.0)),
+    "nesterov": Case(SGD.replace(nesterov=True, momentum=0.8)),
+    "clipped": Case(SGD.replace(clip=0.5)),
+    "a limit that is not reached": Case(SGD.replace(clip=1e6)),
+    "clipped adamw": Case(ADAMW.replace(clip=0.5)),
+    "ema": Case(ADAMW, averaging=Averaging(kind="ema", decay=0.6)),
+    "ema with a warm-up and a start": Case(SGD, averaging=Averaging(kind="ema", decay=0.9, warmup=True, start=1)),
+    "polyak": Case(SGD, averaging=Averaging(kind="polyak", start=1)),
+    "mixup": Case(ADAMW, mixed="mixup"),
+    "cutmix": Case(ADAMW, mixed="cutmix"),
+    "mixup and cutmix, smoothed": Case(SGD, Objective(label_smoothing=0.125), mixed="both"),
+    "smoothing": Case(ADAMW, Objective(label_smoothing=0.25)),
+    "sigmoid": Case(ADAMW, Objective(loss="sigmoid")),
+    "sigmoid, smoothed, mixed": Case(SGD, Objective(loss="sigmoid", label_smoothing=0.125), mixed="both"),
+    "class weights": Case(SGD, weights=(2.0, 0.5, 0.0, 3.0)),
+    "class weights, sigmoid, mixed": Case(
+        SGD, Objective(loss="sigmoid"), mixed="mixup", weights=(2.0, 0.5, 0.0, 3.0)
+    ),
+    "everything": Case(
+        ADAMW.replace(clip=0.1, layer_decay=0.7), Objective(label_smoothing=0.125), Averaging(kind="ema", decay=0.8),
+        "both", 2, (2.0, 0.5, 0.25, 3.0),
+    ),
+}  # fmt: skip
+
+
+def assert_same(state: State, stepped: list[Stepped], expected: Reference, atol: float = 1e-9) -> None:
+    for name, parameter in state.model.named_parameters():
+        torch.testing.assert_close(
+            parameter.detach().double(), expected.weights[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert (state.average is None) is (expected.average is None)
+    if state.average is not None and expected.average is not None:
+        found = state.average.state()
+        for name, tensor in expected.average.items():
+            torch.testing.assert_close(found[name].double(), tensor, rtol=0, atol=atol)
+    assert [step.loss for step in stepped] == pytest.approx(expected.losses, rel=max(1e-9, atol))
+    assert [step.gradient_norm for step in stepped] == pytest.approx(expected.norms, rel=max(1e-8, 10 * atol))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_the_definition(name: str, steps: int) -> None:
+    case, model, data = CASES[name], tiny().double(), batches(steps, CASES[name].mixed)
+    expected = reference(model, case, data)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state, stepped = ours(model, case, data)
+    # torch clips by limit / (norm + 1e-6).
+    assert_same(state, stepped, expected, atol=1e-9 if case.optimizer.clip is None else 1e-6)
+    assert state.progress.step == steps
+    # What is compared has moved, so that doing nothing would not pass.
+    assert all(float((p.detach() - before[name]).abs().max()) > 1e-5 for name, p in model.named_parameters())
+
+
+def test_clipping_was_put_to_the_test() -> None:
+    """The limit lies below every gradient of its case, and changes where the weights end."""
+    data = batches(4)
+    clipped, free = (reference(tiny().double(), CASES[name], data) for name in ("clipped", "sgd"))
+    assert min(clipped.norms) > 0.5
+    assert float((clipped.weights["head.weight"] - free.weights["head.weight"]).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize("mixed", ["none", "both"])
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_batch_in_parts_is_the_whole(micro_batches: int, mixed: str) -> None:
+    case = CASES["adamw"]._replace(mixed=mixed, weights=(2.0, 0.5, 0.25, 3.0))
+    data = batches(3, mixed)
+    expected = reference(tiny().double(), case, data)
+    assert_same(*ours(tiny().double(), case._replace(micro_batches=micro_batches), data), expected)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "clipped", "everything"])
+def test_single_precision_is_close(name: str) -> None:
+    """As a run computes. Adam divides by the root of a gradient's square, so a large eps keeps rounding small."""
+    case, data = CASES[name], batches(3, CASES[name].mixed)
+    if case.optimizer.kind == "adamw":
+        case = case._replace(optimizer=case.optimizer.replace(eps=1e-2))
+    expected = reference(tiny(), case, data)
+    assert_same(*ours(tiny(), case, data), expected, atol=1e-6)
+
+
+def test_pixels_are_normalised_before_the_model_sees_them() -> None:
+    seen: list[Tensor] = []
+
+    class Looking(nn.Module):
+        def forward(self, pixels: Tensor) -> Tensor:
+            seen.append(pixels)
+            found: Tensor = model(pixels)
+            return found
+
+    model, recipe, batch = tiny(), CASES["sgd"].recipe(), batches(1)[0]
+    usual = Preprocess(size=(SIDE, SIDE), mean=(0.1, 0.5, 0.2), std=(0.5, 0.25, 0.4))
+    Stepper(recipe, usual, CPU, "float32", None, ALONE).step(begin(model, recipe), Looking(), batch, 0.01)
+    mean, std = (torch.tensor(numbers, dtype=torch.float64)[:, None, None] for numbers in (usual.mean, usual.std))
+    torch.testing.assert_close(seen[0].double(), (batch.pixels.double() / 255 - mean) / std, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixed", ["none", "mixup"])
+def test_right_answers_are_counted(mixed: str) -> None:
+    case, batch = CASES["sgd"]._replace(mixed=mixed), batches(1, mixed)[0]
+    model = tiny().double()
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0]))
+    _, (stepped,) = ours(model, case, [batch])
+    larger = [
+        batch.labels[i] if batch.share[i] > 0.5 else min(batch.labels[i], batch.labels[i ^ 1])
+        if batch.share[i] == 0.5 else batch.labels[i ^ 1]
+        for i in range(PICTURES)
+    ]  # fmt: skip
+    assert stepped.correct == sum(int(label) == 2 for label in larger)
+
+
+# ── what must not change ──
+
+
+def test_frozen_parameters_stay_and_are_not_remembered() -> None:
+    model, data = tiny().double(), batches(3)
+    frozen = set(freeze(model, ("*", "!blocks.1.*", "!head.*")))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    state, _ = ours(model, CASES["adamw"], data)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), before[name]) is (name in frozen), name
+        assert (parameter in state.optimizer.state) is (name not in frozen), name
+        assert (parameter.grad is None) is (name in frozen), name
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
+    model = tiny(stem="conv_stem")
+    freeze(model, ("*", "!head.*"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ours(model, CASES["sgd"], batches(2))
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"head.weight", "head.bias"}
+
+
+def test_gradient_checkpointing_changes_no_step() -> None:
+    """Also with dropout and stochastic depth, whose draws are made again in the backward pass."""
+    found = []
+    for checkpointing in (False, True):
+        model = tiny(mlp_dropout=0.3, embed_dropout=0.2, stochastic_depth=0.4).double()
+        model.gradient_checkpointing = checkpointing
+        found.append(ours(model, CASES["adamw"], batches(3)))
+    (state, stepped), (other, other_stepped) = found
+    assert stepped == other_stepped
+    for name, parameter in state.model.named_parameters():
+        assert torch.equal(parameter, other.model.get_parameter(name)), name
+
+
+def test_dropout_is_drawn_from_the_place_in_the_run() -> None:
+    data = [batches(1)[0]] * 2
+    losses = []
+    for chance in (7, 8):
+        model = tiny(mlp_dropout=0.5).double()
+        torch.manual_seed(chance)
+        losses.append([step.loss for step in ours(model, CASES["sgd"]._replace(micro_batches=2), data)[1]])
+    assert losses[0] == losses[1]
+    still = [step.loss for step in ours(tiny().double(), CASES["sgd"]._replace(micro_batches=2), data)[1]]
+    assert losses[0] != still
+
+
+def break_model(model: ViT, kind: str) -> None:
+    with torch.no_grad():
+        if kind == "gradient":  # the loss is finite, and only the gradient is not
+            model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
+        else:
+            model.head.bias[0] = math.nan if kind == "nan" else math.inf
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinite", "gradient"])
+def test_numbers_that_are_not_finite_change_nothing(kind: str) -> None:
+    case = CASES["everything"]
+    model, data = tiny().double(), batches(3, "both")
+    state, _ = ours(model, case, data[:2])
+    break_model(model, kind)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    average = {name: tensor.clone() for name, tensor in state.average.state().items()}
+    memory = {id(p): {key: value.clone() for key, value in kept.items()} for p, kept in state.optimizer.state.items()}
+    stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, ALONE)
+    with pytest.raises(Diverged, match=r"step 2: the loss is .*, the norm of the gradient (nan|inf)"):
+        stepper.step(state, Double(model), data[2], 0.01)
+    assert state.progress.step == 2
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0, equal_nan=True)
+    assert all(torch.equal(tensor, average[name]) for name, tensor in state.average.state().items())
+    for parameter, kept in state.optimizer.state.items():
+        assert all(torch.equal(value, memory[id(parameter)][key]) for key, value in kept.items())
