@@ -240,6 +240,82 @@ def test_a_full_disk_keeps_the_state_before(tmp_path: Path) -> None:
     assert state.progress.step == 1
 
 
+def limited(limit: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run with less than usual: `limit` is executed before the command."""
+    words = command(folder, *more)[3:]
+    # All is imported before, as it may not be readable afterwards.
+    code = f"import sys, vitrail.api, vitrail.__main__ as m\n{limit}\nm.main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def test_a_disk_that_fills_up_during_a_run(straight: Path, tmp_path: Path) -> None:
+    """Files may not grow beyond some kB: the state cannot be written, and the one before is what goes on."""
+    folder, often = tmp_path / "run", ("--workers", "0", "--set", "save_minutes=0")
+    process = subprocess.Popen(command(folder, *often), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while _steps(folder) < 2:
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)
+    before = _steps(folder)
+    full = limited("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))", folder, *often)
+    said = full.stderr.splitlines()[-1]
+    assert (full.returncode, full.stdout) == (2, "")
+    assert "could not be saved" in said
+    assert "the one before is intact" in said
+    assert "Traceback" not in full.stderr
+    assert _steps(folder) == before
+    assert run(folder, *often).returncode == 0
+    assert same(weights(folder), weights(straight))
+
+
+def test_a_run_folder_without_permission(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    code = """
+import os, sys
+from pathlib import Path
+from vitrail.errors import CheckpointError
+from vitrail.training.folder import claimed
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    with claimed(Path(sys.argv[1])):
+        print("claimed")
+except CheckpointError as error:
+    print(error)
+"""
+    words = [sys.executable, "-c", code, str(closed / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == f"the run folder {closed / 'run'} cannot be written: Permission denied\n"
+    (tmp_path / "file").write_text("in the way")
+    refused = run(tmp_path / "file" / "run")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    expected = f"vitrail: the run folder {tmp_path / 'file' / 'run'} cannot be written: Not a directory\n"
+    assert refused.stderr == expected
+
+
+def test_data_that_changed_under_a_run(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for number in range(20):
+            pixels = rng.integers(0, 255, (12, 12, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "data" / label / f"{number}.png")
+    changes = ["epochs=1", "batch=8", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1"]
+
+    def again() -> None:
+        train(tmp_path / "data", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+
+    again()
+    (tmp_path / "data" / "cat" / "0.png").rename(tmp_path / "data" / "cat" / "other.png")
+    with pytest.raises(DataError, match=r"the data is no longer what the run in .* began with"):
+        again()
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_recipe_is_read_and_written_again(name: str, tmp_path: Path) -> None:
     recipe = read_recipe(name)

@@ -250,3 +250,20 @@ def test_numbers_that_are_not_finite_change_nothing(kind: str) -> None:
     assert all(torch.equal(tensor, average[name]) for name, tensor in state.average.state().items())
     for parameter, kept in state.optimizer.state.items():
         assert all(torch.equal(value, memory[id(parameter)][key]) for key, value in kept.items())
+
+
+def test_in_fp16_a_gradient_that_overflows_is_left_out() -> None:
+    case = CASES["adamw"] if "adamw" in CASES else next(iter(CASES.values()))
+    model, data = tiny(), batches(3, "none")
+    state = begin(model, case.recipe())
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    stepper = Stepper(case.recipe(), EXACT, CPU, "fp16", None, ALONE)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    stepped = stepper.step(state, model, data[0], 0.01)
+    assert math.isfinite(stepped.loss)
+    assert not math.isfinite(stepped.gradient_norm)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert state.scaler.get_scale() == 2.0**126
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    assert math.isfinite(stepper.step(state, model, data[1], 0.01).gradient_norm)
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
