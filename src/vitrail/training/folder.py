@@ -1,6 +1,7 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
-recipe.toml split.json check.json metrics.jsonl log.txt best/ last/ state/
+recipe.toml split.json check.json metrics.jsonl log.txt best/ last/ state/ verdict.json; and with the extra `train`:
+curves.png tensorboard/ held_out.parquet
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.training.recipe import Recipe, write_toml
 
 RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
+CURVES, EVENTS, HELD_OUT = "curves.png", "tensorboard", "held_out.parquet"
 
 
 def default_folder(data: str, recipe: Recipe, start: str | None) -> Path:
@@ -56,14 +58,23 @@ def keep_recipe(folder: Path, recipe: Recipe) -> None:
         )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Give another name to write a file under; it gets its own when it is whole."""
     temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         temporary.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -81,8 +92,11 @@ class Journal:
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a line."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self.path} could not be written: {error.strerror or error}") from None
 
     @staticmethod
     def read(folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from vitrail.training.choices import Plan
 from vitrail.training.folder import Journal, write_json
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
+from vitrail.training.records import Records
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
@@ -65,9 +66,10 @@ def train_run(
 ) -> tuple[Bundle, Measured, list[str]]:
     """Train, or go on training; return the best model, what it is worth, and the files that could not be read."""
     run = _Run(plan, parts, start, folder, where, watcher)
-    if not run.state.progress.finished:
-        run.go()
-    return (*run.verdict(), run.state.progress.bad_files or [])
+    with nullcontext() if run.records is None else closing(run.records):
+        if not run.state.progress.finished:
+            run.go()
+        return (*run.verdict(), run.state.progress.bad_files or [])
 
 
 class _Run:
@@ -90,7 +92,7 @@ class _Run:
             watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
         elif self.state.progress.step:
             watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        self.journal = Journal(folder, self.state.progress.step) if team.is_main else None
+        self.records = Records(folder, self.state.progress.step, watcher.note) if team.is_main else None
         self.bad: set[str] = set(self.state.progress.bad_files or [])
 
     def _first_state(self) -> State:
@@ -156,8 +158,10 @@ class _Run:
         """Measure the best model on the test part, once; without one, on the part it was chosen by."""
         best = self._best()
         source = self.parts.test or self.parts.val or self.parts.train
-        measured = measure(self._predict(best.model.to(self.where.device), source), source)
-        if self.team.is_main:
+        answers = self._predict(best.model.to(self.where.device), source)
+        measured = measure(answers, source)
+        if self.records is not None:
+            self.records.held_out(answers, source)
             write_json(self.folder / "verdict.json", measured.as_dict())
         return best, measured
 
@@ -190,8 +194,8 @@ class _Run:
             else:
                 progress.since_best += 1
         row = {"step": progress.step, "val_top1": top1, "val_loss": loss, "best": progress.best_step}
-        if self.journal is not None:
-            self.journal.write(row)
+        if self.records is not None:
+            self.records.measured(row)
         self.watcher.measured(row)
         return 0 < self.plan.recipe.patience <= progress.since_best
 
@@ -220,7 +224,8 @@ class _Run:
         return Share(self.team.processes.rank, self.team.processes.size)
 
     def _save(self) -> None:
-        if self.team.is_main:
+        if self.records is not None:
+            self.records.flush()
             save_state(self.folder / "state", self.state, self.setting)
 
     def _all_bad(self) -> set[str]:
@@ -249,8 +254,8 @@ class _Run:
             "lr": rate,
             "gradient_norm": stepped.gradient_norm,
         }
-        if self.journal is not None:
-            self.journal.write(row)
+        if self.records is not None:
+            self.records.step(row, seconds=took, waited=waited, pictures=pictures)
         self.watcher.step({**row, "steps": self.plan.steps, "seconds": took, "waited": waited, "pictures": pictures})
 
     def _note_bad(self, bad: tuple[Any, ...]) -> None:
