@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -69,7 +68,8 @@ def train(
                 parts = _cached(parts, plan, where)
             best, measured, bad = train_run(plan, parts, bundle, place, where, screen)
             verdict = _verdict(measured, parts, bad, screen.waited_share)
-            screen.note(verdict)
+            screen.note(f"the best model is {place / 'best'}")
+            screen.verdict(verdict)
     return Run(place, best, measured, plan.choices, verdict)
 
 
@@ -117,13 +117,8 @@ def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts) -> None:
         report = quick_check(parts, size=plan.model.image_size[0])
         write_json(place / CHECK, report.as_dict())
         screen.note(report.verdict)
-        for choice in plan.choices:
-            screen.note(f"{choice.field} = {_shown(choice.value)}: {choice.reason}")
+        screen.choices(plan.choices)
     screen.note(f"the run is in {place}: {plan.steps:,} steps, {len(parts.train):,} pictures to train on")
-
-
-def _shown(value: Any) -> str:
-    return "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:
