@@ -74,15 +74,17 @@ def test_steps_taken_again_replace_what_was_there(tmp_path: Path) -> None:
     first = Events(tmp_path, 0)
     for step in range(1, 11):
         first.write({"step": step, "loss": 100.0})
-    first.flush()  # and no more: it is killed
+    first.flush()  # and no more, as if it were killed
     assert [step for step, _ in read_back(tmp_path)["train/loss"]] == list(range(1, 11))
     again = Events(tmp_path, 6)
     for step in range(7, 10):
         again.write({"step": step, "loss": 1.0})
     again.close()
+    first.close()
+    names = sorted(path.name.split(".")[3] for path in tmp_path.iterdir())
+    assert names[0] < names[1], "the files lie in different seconds, or a reader may take the later one first"
     expected = [*((step, 100.0) for step in range(1, 7)), (7, 1.0), (8, 1.0), (9, 1.0)]
     assert read_back(tmp_path) == {"train/loss": expected}
-    first.close()
 
 
 def test_nothing_is_made_before_the_first_row(tmp_path: Path) -> None:

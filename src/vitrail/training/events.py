@@ -1,5 +1,6 @@
 """TensorBoard events: what the journal holds, and how fast it went, for those who watch their runs there."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,15 @@ class Events:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard import FileWriter
 
+        _wait_for_a_later_name(self.folder)
         writer = FileWriter(str(self.folder), flush_secs=FLUSH_SECONDS)
         writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), self.step + 1)
         return writer
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Files are read in the order of their names, which begin with the second; two of one second may change places."""
+    seconds = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.[0-9]*.*")]
+    wait = max(seconds, default=0) + 1 - time.time()
+    if 0 < wait <= 1:  # a clock that was set back by more cannot be waited for
+        time.sleep(wait)
