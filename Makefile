@@ -21,7 +21,7 @@ $(BIN)/python:
 	  { rm -rf $(VENV); echo "'$(PYTHON) -m venv' made no environment with pip (on Debian: apt install python3-venv)."; exit 2; }
 
 $(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
 $(VENV)/.installed-all: $(VENV)/.installed

@@ -1,6 +1,7 @@
 """`vitrail train`: a folder of pictures in, a measured classifier out."""
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,9 +62,9 @@ def train(
         if is_main:
             typer.echo("stopped; the run is saved, and the same command goes on with it", err=True)
         raise typer.Exit(128 + stopped.number) from None
-    if is_main:
-        typer.echo(done.verdict)
+    if is_main and not (sys.stdout.isatty() and sys.stderr.isatty()):  # else it was shown a moment ago
         typer.echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
+        typer.echo(done.verdict)
 
 
 def _sweep(

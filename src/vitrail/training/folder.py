@@ -1,6 +1,7 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
-recipe.toml split.json check.json metrics.jsonl log.txt verdict.json best/ last/ state/
+recipe.toml split.json check.json metrics.jsonl log.txt best/ last/ state/ verdict.json; and with the extra `train`:
+curves.png tensorboard/ held_out.parquet
 """
 
 import contextlib
@@ -17,6 +18,7 @@ RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", 
 VERDICT = "verdict.json"
 SWEEP = "sweep.json"
 """What a folder of several runs has instead."""
+CURVES, EVENTS, HELD_OUT = "curves.png", "tensorboard", "held_out.parquet"
 
 
 def default_folder(data: str, recipe: Recipe, start: str | None) -> Path:
@@ -61,14 +63,23 @@ def keep_recipe(folder: Path, recipe: Recipe) -> None:
         )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Give another name to write a file under; it gets its own when it is whole."""
     temporary = path.with_name(f".{path.name}.part")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        yield temporary
         temporary.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    with whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -86,8 +97,11 @@ class Journal:
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a line."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self.path} could not be written: {error.strerror or error}") from None
 
     @staticmethod
     def read(folder: Path) -> list[dict[str, Any]]:

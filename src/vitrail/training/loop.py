@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,9 +24,10 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
-from vitrail.training.folder import Journal
+from vitrail.training.folder import VERDICT, Journal, write_json
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
+from vitrail.training.records import Records
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
 from vitrail.training.starting import Start, fitted
@@ -61,13 +62,17 @@ class Where:
 
 
 def train_run(
-    plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, watcher: Watcher
+    plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, watcher: Watcher, *, final: bool
 ) -> tuple[Bundle, Measured, list[str]]:
-    """Train, or go on training; return the best model, what it is worth, and the files that could not be read."""
+    """Train, or go on training; return the best model, what it is worth, and the files that could not be read.
+
+    `final`: the verdict is the run's last word, and is kept in its folder.
+    """
     run = _Run(plan, parts, start, folder, where, watcher)
-    if not run.state.progress.finished:
-        run.go()
-    return (*run.verdict(), run.state.progress.bad_files or [])
+    with nullcontext() if run.records is None else closing(run.records):
+        if not run.state.progress.finished:
+            run.go()
+        return (*run.verdict(final=final), run.state.progress.bad_files or [])
 
 
 class _Run:
@@ -90,7 +95,7 @@ class _Run:
             watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
         elif self.state.progress.step:
             watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        self.journal = Journal(folder, self.state.progress.step) if team.is_main else None
+        self.records = Records(folder, self.state.progress.step, watcher.note) if team.is_main else None
         self.bad: set[str] = set(self.state.progress.bad_files or [])
 
     def _first_state(self) -> State:
@@ -152,11 +157,16 @@ class _Run:
             self._bundle_now().save(self.folder / "last", overwrite=True)
         self._save()
 
-    def verdict(self) -> tuple[Bundle, Measured]:
+    def verdict(self, *, final: bool) -> tuple[Bundle, Measured]:
         """Measure the best model on the test part, once; without one, on the part it was chosen by."""
         best = self._best()
         source = self.parts.test or self.parts.val or self.parts.train
-        return best, measure(self._predict(best.model.to(self.where.device), source), source)
+        answers = self._predict(best.model.to(self.where.device), source)
+        measured = measure(answers, source)
+        if final and self.records is not None:
+            self.records.held_out(answers, source)
+            write_json(self.folder / VERDICT, measured.as_dict())
+        return best, measured
 
     def _best(self) -> Bundle:
         """Return the best model; only the main process need see the folder."""
@@ -187,8 +197,8 @@ class _Run:
             else:
                 progress.since_best += 1
         row = {"step": progress.step, "val_top1": top1, "val_loss": loss, "best": progress.best_step}
-        if self.journal is not None:
-            self.journal.write(row)
+        if self.records is not None:
+            self.records.measured(row)
         self.watcher.measured(row)
         return 0 < self.plan.recipe.patience <= progress.since_best
 
@@ -217,7 +227,8 @@ class _Run:
         return Share(self.team.processes.rank, self.team.processes.size)
 
     def _save(self) -> None:
-        if self.team.is_main:
+        if self.records is not None:
+            self.records.flush()
             save_state(self.folder / "state", self.state, self.setting)
 
     def _all_bad(self) -> set[str]:
@@ -246,8 +257,8 @@ class _Run:
             "lr": rate,
             "gradient_norm": stepped.gradient_norm,
         }
-        if self.journal is not None:
-            self.journal.write(row)
+        if self.records is not None:
+            self.records.step(row, seconds=took, waited=waited, pictures=pictures)
         self.watcher.step({**row, "steps": self.plan.steps, "seconds": took, "waited": waited, "pictures": pictures})
 
     def _note_bad(self, bad: tuple[Any, ...]) -> None:

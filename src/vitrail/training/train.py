@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.choices import Choice, Plan, choose, look_at
-from vitrail.training.folder import CHECK, SPLIT, VERDICT, claimed, default_folder, keep_recipe, write_json
+from vitrail.training.folder import CHECK, SPLIT, claimed, default_folder, keep_recipe, write_json
 from vitrail.training.loop import Where, train_run
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.team import Team
@@ -71,11 +71,10 @@ def train(
             where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
             with team.together(), team.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
-            best, measured, bad = train_run(plan, shown, bundle, place, where, screen)
+            best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
             verdict = _verdict(measured, shown, bad, screen.waited_share)
-            if team.is_main and verdict_on == "test":
-                write_json(place / VERDICT, measured.as_dict())
-            screen.note(verdict)
+            screen.note(f"the best model is {place / 'best'}")
+            screen.verdict(verdict)
     return Run(place, best, measured, plan.choices, verdict)
 
 
@@ -123,18 +122,13 @@ def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts) -> None:
         report = quick_check(parts, size=plan.model.image_size[0])
         write_json(place / CHECK, report.as_dict())
         screen.note(report.verdict)
-        for choice in plan.choices:
-            screen.note(f"{choice.field} = {_shown(choice.value)}: {choice.reason}")
+        screen.choices(plan.choices)
     elif json.loads((place / SPLIT).read_text(encoding="utf-8")) != json.loads(json.dumps(parts.split)):
         raise DataError(
             f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
             f"choose another --run, or bring them back"
         )
     screen.note(f"the run is in {place}: {plan.steps:,} steps, {len(parts.train):,} pictures to train on")
-
-
-def _shown(value: Any) -> str:
-    return "×".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:

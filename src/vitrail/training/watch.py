@@ -1,17 +1,23 @@
-"""Watching a run: a line that keeps itself up to date on a terminal, plain lines elsewhere; all of it in log.txt."""
+"""Watching a run: two lines that keep themselves up to date on a terminal, plain lines elsewhere; notes in log.txt."""
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from vitrail.training.choices import Choice
+from vitrail.training.display import Status, choices_lines, choices_table
 
 EVERY = 15.0
 """Seconds between two plain lines."""
-SMOOTH = 0.9
+REFRESHED = 0.1
+"""Seconds between two changes of the display."""
 
 
 class Screen:
@@ -21,57 +27,47 @@ class Screen:
         self.log = (folder / "log.txt").open("a", encoding="utf-8")
         self.quiet = quiet
         self.console = Console(stderr=True, highlight=False)
-        self.live = self.console.is_terminal and not quiet
-        self.bar = Progress(
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}", markup=False),
-            console=self.console,
-            transient=True,
-        )
-        self.task = self.bar.add_task("", total=1) if self.live else None
-        self.loss, self.accuracy, self.rate, self.waiting = 0.0, 0.0, 0.0, 0.0
-        self.total_waited, self.total = 0.0, 0.0
-        self.printed = time.monotonic()
+        self.status = Status()
+        # It has no thread of its own: processes that read pictures are forked while it shows.
+        self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
+        self.on_terminal = self.console.is_terminal and not quiet
+        self.shown = time.monotonic()
 
     def __enter__(self) -> Self:
-        if self.live:
-            self.bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.live:
-            self.bar.stop()
+        self.live.stop()
         self.log.close()
 
     def note(self, text: str) -> None:
         """Say something once."""
-        self.log.write(f"{text}\n")
-        self.log.flush()
-        if not self.quiet:
-            self.console.print(text, markup=False, soft_wrap=True)
+        self._say(text, Text(text), wrap=False)  # a path that is broken into lines cannot be copied
+
+    def choices(self, choices: Sequence[Choice]) -> None:
+        """Say what was chosen and why."""
+        if choices:
+            self._say("\n".join(choices_lines(choices)), choices_table(choices))
+
+    def verdict(self, text: str) -> None:
+        """Say how good the model is; nothing comes after it."""
+        self.live.stop()
+        self._say(text, Text(text, "bold"))
 
     def step(self, row: dict[str, Any]) -> None:
         """Move on by a step."""
-        keep = SMOOTH if self.loss else 0.0
-        took = row["seconds"] + row["waited"]
-        self.loss = keep * self.loss + (1 - keep) * row["loss"]
-        self.accuracy = keep * self.accuracy + (1 - keep) * row["accuracy"]
-        self.rate = keep * self.rate + (1 - keep) * row["pictures"] / max(took, 1e-9)
-        self.total_waited += row["waited"]
-        self.total += took
-        left = (row["steps"] - row["step"]) * row["pictures"] / max(self.rate, 1e-9)
-        line = (
-            f"step {row['step']:,}/{row['steps']:,}  epoch {row['epoch']:.1f}  loss {self.loss:.3f}  accuracy "
-            f"{self.accuracy:.1%}  {self.rate:.0f} images/s  waiting for data {self.waited_share:.0%}  "
-            f"{_clock(left)} left"
-        )
-        if self.task is not None:
-            self.bar.update(self.task, completed=row["step"], total=row["steps"], description=line)
-        elif time.monotonic() - self.printed > EVERY and not self.quiet:
-            self.printed = time.monotonic()
-            print(line, file=sys.stderr, flush=True)
+        self.status.update(row)
+        since = time.monotonic() - self.shown
+        if self.quiet or since < (REFRESHED if self.on_terminal else EVERY):
+            return
+        self.shown = time.monotonic()
+        if self.on_terminal:
+            self.live.start()
+            self.live.refresh()
+        else:
+            print(self.status, file=sys.stderr, flush=True)
 
     def measured(self, row: dict[str, Any]) -> None:
         """Say what the val part came to."""
@@ -81,7 +77,15 @@ class Screen:
     @property
     def waited_share(self) -> float:
         """The share of the time that was spent waiting for pictures."""
-        return self.total_waited / self.total if self.total else 0.0
+        return self.status.waited_share
+
+    def _say(self, plain: str, fine: RenderableType, *, wrap: bool = True) -> None:
+        self.log.write(f"{plain}\n")
+        self.log.flush()
+        if self.on_terminal:
+            self.console.print(fine, soft_wrap=not wrap)
+        elif not self.quiet:
+            self.console.print(plain, markup=False, soft_wrap=True)
 
 
 class Silence:
@@ -98,8 +102,5 @@ class Silence:
     def measured(self, row: dict[str, Any]) -> None:
         """Say nothing."""
 
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    def verdict(self, text: str) -> None:
+        """Say nothing."""

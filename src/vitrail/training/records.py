@@ -1,0 +1,84 @@
+"""What a run leaves on the way: the journal always; curves and TensorBoard events where the extra is installed."""
+
+import importlib.util
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vitrail.data.sources.source import Source
+from vitrail.errors import CheckpointError
+from vitrail.evaluation import Predictions
+from vitrail.training.curves import draw_curves
+from vitrail.training.events import Events
+from vitrail.training.folder import CURVES, EVENTS, HELD_OUT, Journal
+from vitrail.training.held_out import write_held_out
+
+DRAWN_EVERY = 60.0
+"""Seconds between two drawings of the curves; more where drawing takes more than a fiftieth of it."""
+NEEDS = {CURVES: "matplotlib", EVENTS: "tensorboard", HELD_OUT: "pyarrow"}
+
+
+class Records:
+    """Keeps what a run measures. Only the journal can stop a run; what is for looking at can be missing."""
+
+    def __init__(self, folder: Path, step: int, note: Callable[[str], None]) -> None:
+        self.folder, self.note = folder, note
+        self.journal = Journal(folder, step)
+        self.left_out = {file for file, package in NEEDS.items() if importlib.util.find_spec(package) is None}
+        if self.left_out:
+            files = ", ".join(file for file in NEEDS if file in self.left_out)
+            note(f"not written: {files}; pip install 'vitrail[train]' adds them")
+        self.events = Events(folder / EVENTS, step)
+        self.drawn, self.pause, self.changed = time.monotonic(), DRAWN_EVERY, False
+        if step and not self.events.folder.exists():  # the extra came later than the run
+            for row in Journal.read(folder):
+                self._watch(row)
+
+    def step(self, row: dict[str, Any], *, seconds: float, waited: float, pictures: int) -> None:
+        """Keep what a step came to, and how long it took; the journal is the same however fast the machine is."""
+        self.journal.write(row)
+        took = max(seconds + waited, 1e-9)
+        self._watch({**row, "images_per_second": pictures / took, "waiting_share": waited / took})
+        self.changed = True
+
+    def measured(self, row: dict[str, Any]) -> None:
+        """Keep what the val part came to; draw the curves if it is some time since."""
+        self.journal.write(row)
+        self._watch(row)
+        self.changed = True
+        if time.monotonic() - self.drawn > self.pause:
+            self._draw()
+
+    def flush(self) -> None:
+        """Before a state is saved: a run that goes on from it must find everything up to it."""
+        self._leave(EVENTS, self.events.flush)
+
+    def held_out(self, predictions: Predictions, source: Source) -> None:
+        """Keep the answers that the verdict is made of."""
+        self._leave(HELD_OUT, lambda: write_held_out(predictions, source, self.folder / HELD_OUT))
+
+    def close(self) -> None:
+        """Draw the curves as they are at the end."""
+        if self.changed or not (self.folder / CURVES).exists():
+            self._draw()
+        self._leave(EVENTS, self.events.close)
+
+    def _watch(self, row: Mapping[str, Any]) -> None:
+        self._leave(EVENTS, lambda: self.events.write(row))
+
+    def _draw(self) -> None:
+        began = time.monotonic()
+        self._leave(CURVES, lambda: draw_curves(Journal.read(self.folder), self.folder / CURVES))
+        self.drawn, self.changed = time.monotonic(), False
+        self.pause = max(DRAWN_EVERY, 50 * (self.drawn - began))
+
+    def _leave(self, file: str, write: Callable[[], None]) -> None:
+        """Write what is for looking at; a run does not end because of it, but says once that it is missing."""
+        if file in self.left_out:
+            return
+        try:
+            write()
+        except (CheckpointError, ImportError, OSError) as error:
+            self.left_out.add(file)
+            self.note(f"{file} is left out from here on: {error}")

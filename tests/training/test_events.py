@@ -1,0 +1,94 @@
+"""TensorBoard sees a run as its journal has it, however often the run was stopped."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitrail.training.events import TAGS, Events
+from vitrail.training.folder import Journal
+from vitrail.training.train import train
+
+CHANGES = [
+    "epochs=1",
+    "batch=64",
+    "evaluations=2",
+    "save_minutes=0",
+    "model.width=32",
+    "model.depth=1",
+    "model.heads=1",
+    "model.patch_size=4",
+]
+
+
+def read_back(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard shows, by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def journal(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the numbers of the journal, by the tag they should have."""
+    rows = Journal.read(folder)
+    found = {tag: [(row["step"], row[name]) for row in rows if name in row] for name, tag in TAGS.items()}
+    return {tag: points for tag, points in found.items() if points}
+
+
+def assert_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for tag, points in expected.items():
+        assert [step for step, _ in found[tag]] == [step for step, _ in points], tag
+        assert [value for _, value in found[tag]] == pytest.approx([value for _, value in points], rel=1e-6), tag
+
+
+def test_a_run_killed_and_resumed_has_no_point_twice_and_none_too_few(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = [word for change in CHANGES for word in ("--set", change)]
+    command = [sys.executable, "-m", "vitrail", "train", "digits", "--run", str(folder), "--device", "cpu"]
+    process = subprocess.Popen([*command, "--workers", "0", *words], stderr=subprocess.DEVNULL)
+    while len(list((folder / "state").glob("[0-9]*"))) < 2:
+        time.sleep(0.005)
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    before = len(Journal.read(folder))
+    train("digits", changes=CHANGES, folder=folder, device="cpu", workers=0, quiet=True)
+
+    rows, found = Journal.read(folder), read_back(folder / "tensorboard")
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == list(range(1, 24))
+    assert 2 <= before < len(rows)
+    assert len(list((folder / "tensorboard").iterdir())) == 2
+    assert_the_same(found, journal(folder))
+    assert set(found) == set(TAGS.values())
+    for tag in ("speed/images_per_second", "speed/waiting_share"):
+        assert [step for step, _ in found[tag]] == steps
+    assert all(0 <= share <= 1 for _, share in found["speed/waiting_share"])
+
+
+def test_steps_taken_again_replace_what_was_there(tmp_path: Path) -> None:
+    first = Events(tmp_path, 0)
+    for step in range(1, 11):
+        first.write({"step": step, "loss": 100.0})
+    first.flush()  # and no more, as if it were killed
+    assert [step for step, _ in read_back(tmp_path)["train/loss"]] == list(range(1, 11))
+    again = Events(tmp_path, 6)
+    for step in range(7, 10):
+        again.write({"step": step, "loss": 1.0})
+    again.close()
+    first.close()
+    names = sorted(path.name.split(".")[3] for path in tmp_path.iterdir())
+    assert names[0] < names[1], "the files lie in different seconds, or a reader may take the later one first"
+    expected = [*((step, 100.0) for step in range(1, 7)), (7, 1.0), (8, 1.0), (9, 1.0)]
+    assert read_back(tmp_path) == {"train/loss": expected}
+
+
+def test_nothing_is_made_before_the_first_row(tmp_path: Path) -> None:
+    events = Events(tmp_path / "tensorboard", 0)
+    events.flush()
+    events.close()
+    assert not (tmp_path / "tensorboard").exists()
