@@ -45,9 +45,11 @@ class Plan(NamedTuple):
     """A recipe with nothing left open, and what follows from it."""
 
     recipe: Recipe
+    """Only a batch that is "auto" is still open, until `fitting.settle_batch`: the run's folder is named before it."""
     model: ViTConfig
     preprocess: Preprocess
     batch: int
+    """Where the recipe's is "auto": the most it can become."""
     steps: int
     rate: float
     """The highest learning rate."""
@@ -80,21 +82,32 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     choices: list[Choice] = []
     model = _model(recipe, facts, start, choices)
     preprocess = _preprocess(model, start)
-    batch = _batch(recipe, facts, choices) if recipe.batch is None else recipe.batch
+    batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, choices)
     epochs = _epochs(facts, start, choices) if recipe.epochs is None else recipe.epochs
     rate = _rate(recipe, start, choices) if recipe.optimizer.lr is None else recipe.optimizer.lr
     augmentation = _augmentation(facts, choices) if recipe.augmentation is None else recipe.augmentation
     mixing = _mixing(facts, choices) if recipe.mixing is None else recipe.mixing
     settled = recipe.replace(
         model=_written(model),
-        batch=batch,
+        batch="auto" if recipe.batch == "auto" else batch,
         epochs=epochs,
         optimizer=recipe.optimizer.replace(lr=rate),
         augmentation=augmentation,
         mixing=mixing,
     )
-    steps = max(1, math.ceil(epochs * facts.pictures * settled.data.repeats / batch))
+    steps = _steps(settled, facts.pictures, batch)
     return Plan(settled, model, preprocess, batch, steps, rate, augmentation, mixing, choices)
+
+
+def with_batch(plan: Plan, batch: int, pictures: int, reason: str) -> Plan:
+    """Settle a batch that was "auto", in a plan for so many pictures."""
+    recipe = plan.recipe.replace(batch=batch)
+    choices = [*plan.choices, Choice("batch", batch, reason)]
+    return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, pictures, batch), choices=choices)
+
+
+def _steps(recipe: Recipe, pictures: int, batch: int) -> int:
+    return max(1, math.ceil((recipe.epochs or 1) * pictures * recipe.data.repeats / batch))
 
 
 def _written(model: ViTConfig) -> dict[str, Any]:
@@ -159,7 +172,9 @@ def _batch(recipe: Recipe, facts: Facts, choices: list[Choice]) -> int:
     power = 1 << max(5, min(9, round(math.log2(max(1, facts.pictures / 24)))))
     needed = 2 * recipe.data.repeats * recipe.micro_batches
     batch = -(-power // needed) * needed
-    choices.append(Choice("batch", batch, f"about 24 steps for each time the {facts.pictures:,} pictures are shown"))
+    if recipe.batch is None:
+        why = f"about 24 steps for each time the {facts.pictures:,} pictures are shown"
+        choices.append(Choice("batch", batch, why))
     return batch
 
 

@@ -25,14 +25,15 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, Processes, derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
+from vitrail.training.fitting import within_memory
 from vitrail.training.folder import Journal, write_json
+from vitrail.training.memory import Job, evaluation_batch
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.schedules import learning_rate
 from vitrail.training.state import Progress, State, load_state, save_state
 from vitrail.training.step import Stepped, Stepper, first_not_finite
 
-EVALUATION_BATCH = 256
 ALONE = Processes()
 
 
@@ -73,7 +74,9 @@ def train_run(
     """Train, or go on training; return the best model, what it is worth, and the files that could not be read."""
     run = _Run(plan, parts, start, folder, where, watcher)
     if not run.state.progress.finished:
-        run.go()
+        job = Job(plan, where.device, where.precision, where.processes.size, where.workers)
+        with within_memory(job, folder, watcher.note if where.processes.is_main else _say_nothing):
+            run.go()
     return (*run.verdict(), sorted(run.bad))
 
 
@@ -181,7 +184,8 @@ class _Run:
         return 0 < self.plan.recipe.patience <= progress.since_best
 
     def _predict(self, model: nn.Module, source: Source) -> Predictions:
-        data = Evaluation(source, self.plan.preprocess, EVALUATION_BATCH, bad_files="skip")
+        pictures = self.plan.batch // (self.where.processes.size * self.plan.recipe.micro_batches)
+        data = Evaluation(source, self.plan.preprocess, evaluation_batch(pictures), bad_files="skip")
         batches = evaluation_batches(data, workers=self.where.workers, pin=self._on_cuda())
         return predict_all(
             model, batches, self.plan.preprocess, self.where.device, self.where.precision, name=source.name
@@ -241,6 +245,10 @@ def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) ->
         return adapt(head, image_size=config.image_size, patch_size=config.patch_size, channels=config.channels)
     seed_torch(derive_seed(plan.recipe.seed, "weights"))
     return Bundle(ViT(plan.model), plan.preprocess, classes, {"source": "trained from scratch"})
+
+
+def _say_nothing(_: str) -> None:
+    """The main process alone says something."""
 
 
 def _evenly(steps: int, count: int) -> set[int]:

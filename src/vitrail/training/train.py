@@ -19,9 +19,12 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation import Evaluation
 from vitrail.runtime import Precision, choose_device
 from vitrail.training.choices import Choice, Plan, choose, look_at
+from vitrail.training.fitting import settle_batch
 from vitrail.training.folder import CHECK, SPLIT, claimed, default_folder, keep_recipe, write_json
 from vitrail.training.loop import Where, train_run
+from vitrail.training.memory import Job
 from vitrail.training.recipe import Recipe, read_recipe
+from vitrail.training.room import room
 from vitrail.training.watch import Screen
 
 
@@ -60,9 +63,11 @@ def train(
     plan = choose(first, look_at(parts.train), bundle)
     place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))
     with claimed(place), Screen(place, quiet=quiet) as screen:
+        where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, chosen))
+        job = Job(plan, chosen, where.precision, where.processes.size, where.workers)
+        plan = settle_batch(job, place, len(parts.train), room(chosen))
         keep_recipe(place, plan.recipe)
         _introduce(screen, place, plan, parts)
-        where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, chosen))
         best, measured, bad = train_run(plan, _cached(parts, plan, where), bundle, place, where, screen)
         verdict = _verdict(measured, parts, bad, screen.waited_share)
         screen.note(verdict)
