@@ -47,9 +47,11 @@ class Plan(NamedTuple):
     """A recipe with nothing left open, and what follows from it."""
 
     recipe: Recipe
+    """Only a batch that is "auto" is still open, until `fitting.settle_batch`: the run's folder is named before it."""
     model: ViTConfig
     preprocess: Preprocess
     batch: int
+    """Where the recipe's is "auto": the most it can become."""
     steps: int
     rate: float
     """The highest learning rate."""
@@ -82,7 +84,7 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     choices: list[Choice] = []
     model = _model(recipe, facts, start, choices)
     preprocess = _preprocess(recipe, model, start)
-    batch = _batch(recipe, facts, choices) if recipe.batch is None else recipe.batch
+    batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, choices)
     epochs = recipe.epochs
     if epochs is None and recipe.steps is None:
         epochs = _epochs(facts, start, choices)
@@ -91,16 +93,29 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     mixing = _mixing(facts, choices) if recipe.mixing is None else recipe.mixing
     settled = recipe.replace(
         model=_written(model),
-        batch=batch,
+        batch="auto" if recipe.batch == "auto" else batch,
         epochs=epochs,
         optimizer=recipe.optimizer.replace(lr=rate),
         augmentation=augmentation,
         mixing=mixing,
         start=recipe.start if start is None else recipe.start or Start(),
     )
-    steps = recipe.steps or max(1, math.ceil((epochs or 0) * facts.pictures * settled.data.repeats / batch))
+    steps = _steps(settled, facts.pictures, batch)
     learning_rate(settled.schedule, 0, steps, rate)  # refuses a schedule that does not fit, before anything is written
     return Plan(settled, model, preprocess, batch, steps, rate, augmentation, mixing, choices)
+
+
+def with_batch(plan: Plan, batch: int, pictures: int, reason: str) -> Plan:
+    """Settle a batch that was "auto", in a plan for so many pictures."""
+    recipe = plan.recipe.replace(batch=batch)
+    choices = [*plan.choices, Choice("batch", batch, reason)]
+    return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, pictures, batch), choices=choices)
+
+
+def _steps(recipe: Recipe, pictures: int, batch: int) -> int:
+    if recipe.steps is not None:
+        return recipe.steps
+    return max(1, math.ceil((recipe.epochs or 1) * pictures * recipe.data.repeats / batch))
 
 
 def _written(model: ViTConfig) -> dict[str, Any]:
@@ -166,7 +181,9 @@ def _batch(recipe: Recipe, facts: Facts, choices: list[Choice]) -> int:
     power = 1 << max(5, min(9, round(math.log2(max(1, facts.pictures / 24)))))
     needed = 2 * recipe.data.repeats * recipe.micro_batches
     batch = -(-power // needed) * needed
-    choices.append(Choice("batch", batch, f"about 24 steps for each time the {facts.pictures:,} pictures are shown"))
+    if recipe.batch is None:
+        why = f"about 24 steps for each time the {facts.pictures:,} pictures are shown"
+        choices.append(Choice("batch", batch, why))
     return batch
 
 

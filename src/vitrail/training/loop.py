@@ -24,7 +24,9 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
+from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
+from vitrail.training.memory import Job, evaluation_batch
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.records import Records
@@ -34,8 +36,6 @@ from vitrail.training.starting import Start, fitted
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.step import Stepped, Stepper, first_not_finite
 from vitrail.training.team import Team
-
-EVALUATION_BATCH = 256
 
 
 class Watcher(Protocol):
@@ -71,7 +71,9 @@ def train_run(
     run = _Run(plan, parts, start, folder, where, watcher)
     with nullcontext() if run.records is None else closing(run.records):
         if not run.state.progress.finished:
-            run.go()
+            job = Job(plan, where.device, where.precision, where.team.processes.size, where.workers)
+            with within_memory(job, folder, watcher.note):
+                run.go()
         return (*run.verdict(final=final), run.state.progress.bad_files or [])
 
 
@@ -204,7 +206,8 @@ class _Run:
 
     def _predict(self, model: nn.Module, source: Source) -> Predictions:
         """Ask a model about every picture; each process asks about its share, and all get all answers."""
-        data = Evaluation(source, self.plan.preprocess, EVALUATION_BATCH, self._share(), bad_files="skip")
+        pictures = self.plan.batch // (self.team.processes.size * self.plan.recipe.micro_batches)
+        data = Evaluation(source, self.plan.preprocess, evaluation_batch(pictures), self._share(), bad_files="skip")
         batches = evaluation_batches(data, workers=self.where.workers, pin=self._on_cuda())
         own = predict_all(
             model, batches, self.plan.preprocess, self.where.device, self.where.precision, name=source.name

@@ -6,6 +6,7 @@ written into the run's own recipe, which has no None left among them.
 
 import hashlib
 import json
+import operator
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -13,13 +14,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadFiles
 from vitrail.errors import ConfigError, suggest
-from vitrail.schema import Count, Frozen, Positive
+from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
 from vitrail.training.averaging import Averaging
 from vitrail.training.objectives import Objective
@@ -29,6 +31,15 @@ from vitrail.training.starting import Start
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
+
+
+def _as_batch(value: Any) -> Any:
+    """Check the whole field at once, so that a fault is one sentence and not one for each kind it could be."""
+    if hasattr(value, "__index__") and not isinstance(value, bool) and 0 < operator.index(value) <= LIMIT:
+        return operator.index(value)
+    if value is None or value == "auto":
+        return value
+    raise PydanticCustomError("batch", f"it should be a whole number from 1 to {LIMIT:,}, or 'auto'")
 
 
 class DataPart(Frozen):
@@ -55,8 +66,8 @@ class Recipe(Frozen):
     """How often every picture is shown."""
     steps: Positive | None = None
     """The length of the run in steps, instead of `epochs`."""
-    batch: Positive | None = None
-    """Pictures in a step, over all processes."""
+    batch: Annotated[int | Literal["auto"] | None, BeforeValidator(_as_batch)] = None
+    """Pictures in a step, over all processes; "auto" halves the usual number until memory is enough."""
     micro_batches: Positive = 1
     """Into how many parts a process cuts its share of a batch, to save memory."""
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"
@@ -96,7 +107,7 @@ class Recipe(Frozen):
         for name in ("size", "channels"):
             if name in self.preprocess:
                 raise ConfigError(f"preprocess.{name} follows from the model; set model.{_MODEL_HAS[name]} instead")
-        if self.batch is not None and self.batch % (self.data.repeats * self.micro_batches):
+        if isinstance(self.batch, int) and self.batch % (self.data.repeats * self.micro_batches):
             raise ConfigError(
                 f"a batch of {self.batch} is no multiple of data.repeats {self.data.repeats} × micro_batches "
                 f"{self.micro_batches}; change one of them"

@@ -20,9 +20,12 @@ from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.choices import Choice, Plan, choose, look_at
+from vitrail.training.fitting import settle_batch
 from vitrail.training.folder import CHECK, SPLIT, claimed, default_folder, keep_recipe, write_json
 from vitrail.training.loop import Where, train_run
+from vitrail.training.memory import Job
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
+from vitrail.training.room import room
 from vitrail.training.team import Team
 from vitrail.training.watch import Screen, Silence
 
@@ -67,8 +70,10 @@ def train(
             plan = choose(first, look_at(parts.train), bundle)
             place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))
         _check_alike(team, plan, parts)
+        where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
+        job = Job(plan, chosen, where.precision, processes.size, where.workers)
+        plan = settle_batch(job, place, len(parts.train), room(chosen))
         with _opened(team, place, plan, parts, quiet=quiet) as screen, repeatable(plan.recipe.deterministic):
-            where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
             with team.together(), team.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
             best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")

@@ -1,0 +1,248 @@
+"""How much memory a run will take, known before its first step.
+
+    weights        once                               the average   once more, in float32
+    gradients      those that are trained, once       the optimiser twice for Adam, once for SGD with momentum
+    pictures       what the backward pass needs, and what a layer needs while it computes
+
+All but the last follow from the parameters. For the last, one step is gone through without computing anything: with
+torch's fake tensors, which have a shape, a dtype and a device, but no numbers. Every storage is counted while it lives,
+so that autocast's copies, gradient checkpointing and the order of the backward pass need no formula of their own.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vitrail.data.augmentation.mixing import mix_pixels
+from vitrail.models.vit import ViT
+from vitrail.runtime import Precision, autocast
+from vitrail.training import objectives
+from vitrail.training.choices import Plan
+from vitrail.training.optimizers import Optimizer, freeze
+
+KERNELS = 64 * 2**20
+"""What matrix products keep to work with on CUDA: 32 MiB for each of the threads of forward and backward (Hopper)."""
+PREFETCHED = 2
+"""Batches that every worker makes ahead."""
+EVALUATION_BATCH = 256
+
+
+class Job(NamedTuple):
+    """What is trained, and on what."""
+
+    plan: Plan
+    device: torch.device
+    precision: Precision
+    processes: int = 1
+    workers: int = 0
+
+    @property
+    def pictures(self) -> int:
+        """How many pictures a process sends through the model at once."""
+        return max(1, self.plan.batch // (self.processes * self.plan.recipe.micro_batches))
+
+
+class Forecast(NamedTuple):
+    """The most that a step takes, in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    pictures: int
+    """How many pictures go through the model at once."""
+    in_flight: int
+    """What they take, beside the gradients."""
+    parts: int
+    """Into how many micro-batches a process cuts its share."""
+
+    @property
+    def standing(self) -> int:
+        """What is there whatever the batch."""
+        return self.weights + self.gradients + self.optimizer + self.average
+
+    @property
+    def total(self) -> int:
+        """The most there is at one moment."""
+        return self.standing + self.in_flight
+
+    def with_pictures(self, pictures: int, parts: int) -> int:
+        """Return about what another number of pictures at once would take in all."""
+        # With one part, gradients take the place of what the backward pass has used up; with more, they are in the way.
+        more = self.gradients if self.parts == 1 < parts else 0
+        return self.standing + more + round(self.in_flight * pictures / self.pictures)
+
+
+def evaluation_batch(pictures: int) -> int:
+    """Return how many pictures are measured at once: so few that memory which is enough for training is enough."""
+    return min(EVALUATION_BATCH, 2 * max(1, pictures))
+
+
+def forecast(job: Job) -> Forecast:
+    """Go through a step without computing, on torch's fake tensors, and count."""
+    recipe = job.plan.recipe
+    # Torch's own way of telling which kernel attention takes needs a real GPU of the kind; Apple's cannot be asked.
+    device = torch.device("cpu") if job.device.type == "mps" else job.device
+    with torch.random.fork_rng(devices=_generators(device)), FakeTensorMode():
+        model = _model(job, device)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        weights, gradients = _bytes(model.state_dict().values()), _bytes(trained)
+        average = sum(4 * tensor.numel() for tensor in model.state_dict().values()) if recipe.averaging.on else 0
+        buckets = gradients if job.processes > 1 else 0  # in which the processes add up their gradients
+
+        measuring = gradients + (weights if average else 0) + _measuring(job, model, device)
+        in_flight = max(_training(job, model, device), measuring) - gradients + _beside(job)
+    optimizer = _copies(recipe.optimizer) * gradients
+    return Forecast(weights, gradients + buckets, optimizer, average, job.pictures, in_flight, recipe.micro_batches)
+
+
+def fits_really(job: Job, known: Forecast) -> bool:
+    """Compute a step on random pictures, to see whether a GPU has the memory for it."""
+    try:
+        with torch.random.fork_rng(devices=_generators(job.device)):
+            _compute_a_step(job, known)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
+
+
+def _compute_a_step(job: Job, known: Forecast) -> None:
+    standing = torch.empty(known.optimizer + known.average, dtype=torch.uint8, device=job.device)
+    model = _model(job, job.device)
+    for _ in range(min(2, job.plan.recipe.micro_batches)):
+        _loss(job, _pictures(job, job.device, job.pictures), model).backward()
+    torch.cuda.synchronize(job.device)
+    del standing  # it had to be there until now
+
+
+def _pictures(job: Job, device: torch.device, pictures: int) -> Tensor:
+    plan = job.plan
+    size = (pictures, plan.model.channels, *plan.model.image_size)
+    return torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+
+
+def _loss(job: Job, stored: Tensor, model: nn.Module) -> Tensor:
+    """Return the loss of pictures, by way of everything that a step does."""
+    plan, device, count = job.plan, stored.device, len(stored)
+    pixels = plan.preprocess.normalise(stored)
+    if plan.mixing.on and count % 2 == 0:
+        share, box = torch.ones(count, device=device), torch.zeros(count, 4, dtype=torch.int64, device=device)
+        pixels = mix_pixels(pixels, share, box)
+    with autocast(device, job.precision):
+        logits: Tensor = model(pixels)
+    targets = torch.full(logits.shape, 1 / logits.shape[-1], device=device)
+    return objectives.loss(logits, targets, plan.recipe.objective)
+
+
+def _model(job: Job, device: torch.device) -> ViT:
+    with device:
+        model = ViT(job.plan.model)
+    model.gradient_checkpointing = job.plan.recipe.gradient_checkpointing
+    freeze(model, job.plan.recipe.freeze)
+    return model.train()
+
+
+def _training(job: Job, model: nn.Module, device: torch.device) -> int:
+    """Return what a step takes beside the weights, the gradients among it."""
+
+    def step() -> None:
+        # A second part finds the gradients of the first; a third finds no more.
+        for _ in range(min(2, job.plan.recipe.micro_batches)):
+            _loss(job, _pictures(job, device, job.pictures), model).backward()
+
+    most = _most_alive(step, model)
+    model.zero_grad(set_to_none=True)
+    return most
+
+
+@torch.no_grad()
+def _measuring(job: Job, model: nn.Module, device: torch.device) -> int:
+    """Return what the measuring of a batch takes beside the weights."""
+
+    def measure() -> None:
+        pixels = job.plan.preprocess.normalise(_pictures(job, device, evaluation_batch(job.pictures)))
+        with autocast(device, job.precision):
+            model(pixels)
+
+    model.eval()
+    most = _most_alive(measure, model)
+    model.train()
+    return most
+
+
+def _beside(job: Job) -> int:
+    """Return what is there beside tensors that a step makes: on a CPU the pictures that workers make ahead."""
+    if job.device.type == "cuda":
+        return KERNELS
+    height, width = job.plan.model.image_size
+    batches = 1 + PREFETCHED * job.workers
+    return batches * job.pictures * job.plan.recipe.micro_batches * height * width * job.plan.model.channels
+
+
+def _copies(optimizer: Optimizer) -> int:
+    """Return how many numbers an optimiser keeps for each one that is trained."""
+    return 2 if optimizer.kind != "sgd" else 1 if optimizer.momentum else 0
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _generators(device: torch.device) -> list[torch.device]:
+    """Return the devices, beside the processor, whose random numbers a dry run must leave alone."""
+    return [device] if device.type == "cuda" else []
+
+
+def _most_alive(work: Callable[[], None], model: nn.Module) -> int:
+    """Return the most bytes that `work` has alive at one moment, beside the model."""
+    count = _Alive(model)
+    with count:
+        work()
+    return count.most
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the storages that operations make, from the moment they are made until nobody has them any more."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._count(tensor, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors_in(result):
+            self._count(tensor, tensor.untyped_storage().nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _count(self, tensor: Tensor, size: int) -> None:
+        # Views share a storage, which is one object for as long as anything lies in it.
+        storage = tensor.untyped_storage()
+        name = id(storage)
+        if name in self._known:
+            return
+
+        def gone(_: Any) -> None:
+            self.now -= size
+            del self._known[name]
+
+        self._known[name] = weakref.ref(storage, gone)
+        self.now += size
+
+
+def _tensors_in(result: Any) -> Iterable[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for part in result:
+            yield from _tensors_in(part)

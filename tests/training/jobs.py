@@ -1,0 +1,57 @@
+"""Runs to come, for the tests of what memory they take; and what they really do, without any data."""
+
+from typing import Any
+
+import torch
+
+from vitrail.data.batches import Batch
+from vitrail.models.vit import ViT
+from vitrail.runtime import Precision, Processes, autocast
+from vitrail.training.averaging import Average
+from vitrail.training.choices import Facts, choose
+from vitrail.training.memory import Job, evaluation_batch
+from vitrail.training.optimizers import freeze, make_optimizer
+from vitrail.training.recipe import read_recipe
+from vitrail.training.state import Progress, State
+from vitrail.training.step import Stepper
+from vitrail.training.team import Team
+
+SMALL = {"width": 64, "depth": 2, "heads": 2, "image_size": (32, 32), "patch_size": (4, 4)}
+PICTURES = 1_500
+
+
+def job(
+    *, device: str = "cpu", precision: Precision = "float32", processes: int = 1, side: int = 224, **changes: Any
+) -> Job:
+    """Return a run as `vitrail train` would plan it, with some of its recipe changed."""
+    recipe = read_recipe("scratch-small").replace(**{"model": SMALL, "batch": 16, **changes})
+    plan = choose(recipe, Facts(PICTURES, tuple("0123456789"), side, grey=False), None)
+    return Job(plan, torch.device(device), precision, processes)
+
+
+def train_two_steps(job: Job) -> None:
+    """Do what a run does: make the model, take two steps, measure a batch with the average."""
+    plan, recipe, device = job.plan, job.plan.recipe, job.device
+    model = ViT(plan.model).to(device).train()
+    model.gradient_checkpointing = recipe.gradient_checkpointing
+    freeze(model, recipe.freeze)
+    average = Average(model, recipe.averaging) if recipe.averaging.on else None
+    state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
+    stepper = Stepper(recipe, plan.preprocess, device, job.precision, None, Team(Processes(), device))
+    for _ in range(2):
+        stepper.step(state, model, _batch(job, plan.batch), 1e-3)
+    pixels = _batch(job, evaluation_batch(job.pictures)).to(device).pixels
+    model.eval()
+    with torch.no_grad(), autocast(device, job.precision):
+        if average is None:
+            model(plan.preprocess.normalise(pixels))
+        else:
+            with average.swapped(model):
+                model(plan.preprocess.normalise(pixels))
+
+
+def _batch(job: Job, count: int) -> Batch:
+    config = job.plan.model
+    pixels = torch.randint(0, 256, (count, config.channels, *config.image_size), dtype=torch.uint8)
+    labels = torch.arange(count) % config.classes
+    return Batch(pixels, labels, labels, torch.ones(count), torch.zeros(count, 4, dtype=torch.int64))

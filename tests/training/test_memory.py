@@ -1,0 +1,335 @@
+"""What a run takes is known before it starts; what cannot fit is said, with what would."""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models.test_compile_export import KINDS
+from tests.models.test_compile_export import TINY as TINY_MODEL
+from tests.training.jobs import PICTURES, SMALL, job, train_two_steps
+from torch.profiler import ProfilerActivity, profile
+
+from vitrail.errors import ConfigError
+from vitrail.training.fitting import is_lack_of_memory, settle_batch, shown, within_memory
+from vitrail.training.memory import Forecast, forecast
+from vitrail.training.recipe import Recipe, read_recipe, write_toml
+from vitrail.training.room import Room, machine_memory
+from vitrail.training.train import train
+
+MB = 10**6
+
+
+def really_taken(work: Callable[[], None]) -> int:
+    """Return the most that torch had from the machine at one moment, by its own record of every piece."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        work()
+    results = record.profiler.kineto_results
+    pieces = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
+    now = most = 0
+    for _, size in pieces:
+        now += size
+        most = max(most, now)
+    return most
+
+
+# ── the forecast ──
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"batch": 32, "micro_batches": 4},
+        {"gradient_checkpointing": True, "model": {**SMALL, "depth": 5}},
+        {"averaging": {"kind": "none"}, "optimizer": {"kind": "sgd"}, "mixing": {"mixup": 0.0}},
+        {"freeze": ("*", "!head.*", "!blocks.1.*")},
+        {"precision": "bf16", "batch": 2, "model": {**SMALL, "depth": 1, "width": 32, "heads": 1}},
+        {"model": {**SMALL, "width": 192}, "batch": 2},
+    ],
+    ids=["plain", "parts", "checkpointing", "sgd", "frozen", "bf16", "few pictures"],
+)
+def test_the_forecast_is_what_a_run_takes(changes: dict[str, Any]) -> None:
+    planned = job(**changes)
+    foreseen, taken = forecast(planned).total, really_taken(lambda: train_two_steps(planned))
+    print(f"foreseen {foreseen / MB:.2f} MB, taken {taken / MB:.2f} MB")
+    assert foreseen == pytest.approx(taken, rel=0.05)
+
+
+def test_pictures_in_flight_by_the_formula_of_a_plain_block() -> None:
+    """In float32 a pre-norm block keeps 16 times its tokens: the inputs and outputs of two norms (4), queries, keys and
+    values (3), what attention gives (1), and both sides of the activation in the MLP (8)."""
+    model = {"name": "Ti/16", "image_size": (64, 64)}
+    known = forecast(job(model=model, batch=64, mixing={"mixup": 0.0}))
+    tokens, width, depth = 17, 192, 12
+    kept = 64 * depth * tokens * 4 * (16 * width + 4 + 3)  # 4 means and deviations, 3 heads' sums of exponentials
+    assert known.in_flight + known.gradients == pytest.approx(kept, rel=0.15)
+
+
+def test_pictures_count_and_nothing_else_grows() -> None:
+    one, two = forecast(job(batch=16)), forecast(job(batch=32))
+    assert one.standing == two.standing
+    assert two.in_flight == pytest.approx(2 * one.in_flight, rel=0.05)
+    assert one.with_pictures(32, 1) == pytest.approx(two.total, rel=0.05)
+    in_parts = forecast(job(batch=64, micro_batches=2))
+    assert two.with_pictures(32, 2) == pytest.approx(in_parts.total, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [({"kind": "adamw"}, 2), ({"kind": "adam"}, 2), ({"kind": "sgd"}, 1), ({"kind": "sgd", "momentum": 0.0}, 0)],
+)
+def test_what_an_optimiser_keeps(optimizer: dict[str, Any], copies: int) -> None:
+    known = forecast(job(optimizer=optimizer, averaging={"kind": "none"}))
+    assert (known.optimizer, known.average, known.gradients) == (copies * known.weights, 0, known.weights)
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    known = forecast(job(freeze=("*", "!head.*")))
+    head = 4 * (64 + 1) * 10
+    assert (known.gradients, known.optimizer) == (head, 2 * head)
+    assert known.average == known.weights > 10 * head
+
+
+def test_several_processes_share_the_pictures_and_add_up_gradients() -> None:
+    alone, four = forecast(job(batch=16)), forecast(job(batch=64, processes=4))
+    assert (four.pictures, four.gradients) == (alone.pictures, 2 * alone.gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_has_a_forecast(kind: str) -> None:
+    first = {"class_token": "first", "pool": "cls", "final_norm": "before_pool"}
+    assert forecast(job(model={**first, **TINY_MODEL, **KINDS[kind], "classes": 10}, batch=4)).in_flight > 0
+
+
+def test_a_forecast_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    forecast(job())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_line_that_is_shown() -> None:
+    known = Forecast(100 * MB, 100 * MB, 200 * MB, 0, 64, 900 * MB, 1)
+    assert shown(known, Room(22_000 * MB, "the GPU")) == (
+        "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimiser 0.2, pictures in flight 0.9)"
+    )
+
+
+# ── the memory there is ──
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8_000_000 * 1024),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/box\n",
+                "sys/fs/cgroup/pod/box/memory.max": "max\n",
+                "sys/fs/cgroup/pod/box/memory.current": "1000\n",
+                "sys/fs/cgroup/pod/memory.max": "5000000\n",
+                "sys/fs/cgroup/pod/memory.current": "3000000\n",
+                "sys/fs/cgroup/pod/memory.stat": "anon 2\ninactive_file 1000000\n",
+            },
+            3_000_000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/\n4:memory:/docker/abc\n0::/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "700000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 100\n",
+            },
+            400_100,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "1000\n",
+                "sys/fs/cgroup/memory.current": "2000\n",
+            },
+            0,
+        ),
+    ],
+    ids=["no container", "version 2", "version 1", "used up"],
+)
+def test_what_a_container_leaves(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert machine_memory(machine(tmp_path, {"proc/meminfo": MEMINFO, **files})) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="no /proc on this machine")
+def test_this_machine_has_memory() -> None:
+    whole = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert 0 < machine_memory() <= whole
+
+
+# ── batch = "auto" ──
+
+
+def test_a_batch_that_fits_stays(tmp_path: Path) -> None:
+    found = settle_batch(job(batch="auto"), tmp_path, PICTURES, Room(10**12, "the GPU"))
+    usual = job(batch=None).plan
+    assert (found.recipe.batch, found.batch, found.steps) == (usual.batch, usual.batch, usual.steps)
+    assert (found.choices[-1].field, found.choices[-1].value) == ("batch", usual.batch)
+    assert "fits into 1000.0 GB" in found.choices[-1].reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"micro_batches": 2, "data": {"repeats": 3}}, {"processes": 3}],
+    ids=["micro-batches and repeats", "processes"],
+)
+def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path) -> None:
+    usual = job(**{"batch": "auto", **changes})
+    unit = 2 * usual.plan.recipe.micro_batches * usual.plan.recipe.data.repeats * usual.processes
+    whole = forecast(usual._replace(plan=usual.plan._replace(batch=-(-usual.plan.batch // unit) * unit)))
+    there = Room(whole.standing + whole.in_flight // 3, "the GPU")
+    found = settle_batch(usual, tmp_path, PICTURES, there)
+    assert unit <= found.batch <= whole.pictures * unit
+    assert found.batch % unit == 0
+    known = forecast(usual._replace(plan=found))
+    assert known.total <= 0.85 * there.free
+    assert known.with_pictures(3 * known.pictures, known.parts) > 0.85 * there.free  # not smaller than it must be
+    assert "would need about" in found.choices[-1].reason
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the GPU has 1 MB for this run, and even the smallest batch, 2, needs about"
+    ):
+        settle_batch(job(batch="auto"), tmp_path, PICTURES, Room(MB, "the GPU"))
+
+
+def test_a_run_goes_on_with_the_batch_it_began_with(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(write_toml(job(batch=24).plan.recipe))
+    found = settle_batch(job(batch="auto"), tmp_path, PICTURES, Room(10**12, "the GPU"))
+    assert (found.batch, found.recipe) == (24, job(batch=24).plan.recipe)
+
+
+FAST = ["epochs=0.1", "evaluations=1", "model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4"]
+
+
+def test_the_same_command_finds_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = [*FAST, "batch=auto"]
+    first = train("digits", changes=changes, device="cpu", workers=0, quiet=True)
+    recipe = first.folder / "recipe.toml"
+    assert read_recipe(recipe).batch == 64
+    assert "memory: about" in (first.folder / "log.txt").read_text()
+    # As if there had been less memory then: what the folder says holds, and the folder is still found.
+    recipe.write_text(recipe.read_text().replace("batch = 64", "batch = 32"))
+    again = train("digits", changes=changes, device="cpu", workers=0, quiet=True)
+    assert again.folder == first.folder
+    assert [choice.value for choice in again.choices if choice.field == "batch"] == [32]
+    assert read_recipe(recipe).batch == 32
+
+
+@pytest.mark.parametrize("batch", [0, -1, "many", 1.5, True, 2_000_000])
+def test_what_a_batch_cannot_be(batch: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Recipe(batch=batch)
+    assert str(caught.value) == f"batch is {batch!r}: it should be a whole number from 1 to 1,000,000, or 'auto'"
+
+
+# ── out of memory ──
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True),
+        (MemoryError(), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 5 GB)"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_which_errors_are_a_lack_of_memory(error: Exception, is_one: bool) -> None:
+    assert is_lack_of_memory(error) is is_one
+
+
+def test_a_machine_that_refuses_is_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55, dtype=torch.uint8)
+    assert is_lack_of_memory(caught.value)
+
+
+def test_a_lack_that_was_not_foreseen_still_names_a_smaller_batch(tmp_path: Path) -> None:
+    notes: list[str] = []
+    (tmp_path / "state" / "00000001").mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught, within_memory(job(batch=16), tmp_path, notes.append):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert len(notes) == 1
+    words = str(caught.value)
+    assert (
+        "a batch of 16 needs more; use --set batch=8, or keep the batch and cut it with --set micro_batches=" in words
+    )
+    assert words.endswith("; the last saved state is kept")
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="something else"), within_memory(job(), tmp_path, print):
+        raise RuntimeError("something else")
+
+
+LIMITED = """
+import resource, sys
+import vitrail.training.train
+from vitrail.__main__ import main
+used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[1]), used + int(sys.argv[1])))
+sys.argv = ["vitrail", *sys.argv[2:]]
+main()
+"""
+WIDE = ["epochs=0.1", "evaluations=1", "model.width=64", "model.depth=2", "model.heads=2", "model.image_size=16"]
+
+
+def limited(room: int, folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+    """Train in a process that the machine gives only so much memory."""
+    words = [word for change in (*WIDE, "model.patch_size=1", *changes) for word in ("--set", change)]
+    command = ["train", "digits", "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, str(room), *command],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+on_linux = pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="no limit of memory on this machine")
+
+
+@on_linux
+def test_too_large_a_batch_is_one_clear_sentence(tmp_path: Path) -> None:
+    done = limited(600 * MB, tmp_path / "run", "batch=512")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("vitrail: out of memory: this machine has ")
+    assert " for this run, and a batch of 512 needs about 1." in last
+    assert "; use --set batch=" in last
+    assert "Traceback" not in done.stderr
+    assert "memory: that is more than there is; use --set batch=" in done.stderr
+    smaller = int(last.partition("--set batch=")[2].partition(",")[0])
+    assert 16 <= smaller <= 256
+
+
+@pytest.mark.slow
+@on_linux
+@pytest.mark.parametrize("remedy", ["--set batch=", "--set micro_batches="])
+def test_what_is_said_to_fit_fits(remedy: str, tmp_path: Path) -> None:
+    failed = limited(600 * MB, tmp_path / "run", "batch=512")
+    number = failed.stderr.splitlines()[-1].partition(remedy)[2].partition(",")[0]
+    change = f"{remedy.removeprefix('--set ')}{number}"
+    done = limited(600 * MB, tmp_path / "other", "batch=512", change)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,70 @@
+"""The forecast of memory against what CUDA's allocator counted. Run by hand with `make test-gpu`; CI has no GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.training.jobs import PICTURES, job, train_two_steps
+
+from vitrail.errors import ConfigError
+from vitrail.runtime import Precision
+from vitrail.training.fitting import settle_batch, shown, within_memory
+from vitrail.training.memory import fits_really, forecast
+from vitrail.training.room import room
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("name", ["Ti/16", "S/16"])
+def test_the_forecast_is_what_a_run_takes(
+    name: str, precision: Precision, checkpointing: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = job(
+        device="cuda", precision=precision, model={"name": name}, batch=64, gradient_checkpointing=checkpointing
+    )
+    known = forecast(planned)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    train_two_steps(planned)
+    taken = torch.cuda.max_memory_allocated() - before
+    with capsys.disabled():
+        print(
+            f"\n{name} {precision} checkpointing={checkpointing}: foreseen {known.total / 1e6:.0f} MB, taken "
+            f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; {shown(known, room(planned.device))}"
+        )
+    assert known.total == pytest.approx(taken, rel=0.2)
+
+
+def test_a_batch_is_found_that_fits_and_no_larger_one_is_taken(tmp_path: Path) -> None:
+    """The GPU is made small, so that the usual batch does not fit."""
+    planned = job(device="cuda", precision="bf16", model={"name": "S/16"}, batch="auto")
+    usual = planned._replace(plan=planned.plan._replace(batch=64))
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(forecast(usual).total / 3 / total)
+    try:
+        assert not fits_really(usual, forecast(usual))
+        # The forecast is told of the whole GPU, so that only the real try can find out.
+        found = settle_batch(planned, tmp_path, PICTURES, room(planned.device))
+        assert 2 <= found.batch <= 32
+        assert fits_really(planned._replace(plan=found), forecast(planned._replace(plan=found)))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+
+
+def test_a_full_gpu_is_explained(tmp_path: Path) -> None:
+    planned = job(device="cuda", batch=16)
+    notes: list[str] = []
+    with (
+        pytest.raises(ConfigError, match=r"out of memory: the GPU has [\d.]+ GB for this run, and a batch of 16 needs"),
+        within_memory(planned, tmp_path, notes.append),
+    ):
+        torch.empty(2**45, dtype=torch.uint8, device="cuda")
+    assert len(notes) == 1
