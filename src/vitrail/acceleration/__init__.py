@@ -1,0 +1,1 @@
+"""A model made ready to answer fast: the same answers within a stated tolerance."""

@@ -1,0 +1,59 @@
+"""Engines: a model and its preprocessing made ready to answer, by torch or by another runtime.
+
+    pixels (B, C, H, W), uint8  ->  engine  ->  logits (B, K), float32, on the CPU
+
+An engine normalises the pixels itself, so that what it is given is what `Preprocess.fit` makes of a picture.
+"""
+
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, suggest
+from vitrail.models.vit import ViT
+from vitrail.runtime import Precision, autocast
+
+Kind = Literal["torch", "onnx", "openvino"]
+
+
+class Engine(Protocol):
+    """Something that answers."""
+
+    kind: Kind
+    precision: Precision
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return logits (B, K) for pictures (B, C, H, W) of uint8, in float32 on the CPU."""
+
+
+class TorchEngine:
+    """The model as it is, in torch."""
+
+    kind: Kind = "torch"
+
+    def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
+        self.model = model.to(device).eval()
+        self.preprocess, self.device, self.precision = preprocess, device, precision
+
+    @torch.inference_mode()
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return logits for pictures."""
+        pixels = self.preprocess.normalise(pixels.to(self.device, non_blocking=True))
+        with autocast(self.device, self.precision):
+            logits: Tensor = self.model(pixels)
+        return logits.float().cpu()
+
+
+def open_engine(
+    model: ViT, preprocess: Preprocess, *, kind: str = "torch", precision: Precision = "float32", device: torch.device
+) -> Engine:
+    """Make a model ready to answer."""
+    match kind:
+        case "torch":
+            return TorchEngine(model, preprocess, device, precision)
+        case _:
+            raise ConfigError(
+                f"no engine is called {kind!r}{suggest(kind, get_args(Kind))}; there are torch, onnx and openvino"
+            )
