@@ -78,16 +78,16 @@ def start_and_wait(folder: Path, processes: int, until: int, *changes: str) -> s
 @pytest.fixture(scope="module")
 def by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
-    done = run(folder, 1, "epochs=4.5")
+    done = run(folder, 1, "steps=200")
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def test_two_processes_learn_as_one(by_one: Path, tmp_path: Path) -> None:
-    done = run(tmp_path / "two", 2, "epochs=4.5")
+    done = run(tmp_path / "two", 2, "steps=200")
     assert done.returncode == 0, done.stderr
     one, two = losses(by_one), losses(tmp_path / "two")
-    assert len(one) == len(two) >= 170
+    assert len(one) == len(two) == 200
     np.testing.assert_allclose(two, one, atol=1e-4, rtol=0)
     assert done.stdout.count("held-out pictures") == 1  # one process prints
     first, second = (json.loads((folder / "verdict.json").read_text()) for folder in (by_one, tmp_path / "two"))
@@ -100,13 +100,13 @@ def test_two_processes_learn_as_one(by_one: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [1, 4])
 def test_a_run_of_two_goes_on_with_another_number(after: int, by_one: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start_and_wait(folder, 2, 5, "epochs=4.5", "save_minutes=0")
+    process = start_and_wait(folder, 2, 5, "steps=200", "save_minutes=0")
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
     assert errors.count("the run is saved, and the same command goes on with it") == 1
-    assert 5 <= steps(folder) < 170
-    done = run(folder, after, "epochs=4.5", "save_minutes=0")
+    assert 5 <= steps(folder) < 200
+    done = run(folder, after, "steps=200", "save_minutes=0")
     assert done.returncode == 0, done.stderr
     assert f"the run had processes 2 before and has processes {after} now" in done.stderr
     np.testing.assert_allclose(losses(folder), losses(by_one), atol=1e-4, rtol=0)
