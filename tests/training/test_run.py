@@ -321,3 +321,43 @@ def test_every_recipe_is_read_and_written_again(name: str, tmp_path: Path) -> No
     recipe = read_recipe(name)
     (tmp_path / "again.toml").write_text(write_toml(recipe))
     assert read_recipe(tmp_path / "again.toml") == recipe
+
+
+# ── ways to run ──
+
+
+def journal(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.slow
+def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
+    for name in ("plain", "compiled"):
+        changes = [
+            *TINY,
+            "model.mlp_dropout=0.0",
+            "steps=8",
+            "epochs=none",
+            f"compile={str(name == 'compiled').lower()}",
+        ]
+        train("digits", changes=changes, folder=tmp_path / name, device="cpu", workers=0, quiet=True)
+    np.testing.assert_allclose(journal(tmp_path / "compiled"), journal(tmp_path / "plain"), rtol=0, atol=1e-4)
+
+
+def test_none_is_a_word_where_it_is_a_choice() -> None:
+    changes = ["averaging.kind=none", "model.class_token=none", "optimizer.clip=none", "objective.class_weights=none"]
+    recipe = read_recipe("scratch-small", [*changes, "augmentation.crop=none", "augmentation.randaugment=none"])
+    assert (recipe.averaging.kind, recipe.model["class_token"], recipe.optimizer.clip) == ("none", "none", None)
+    assert recipe.objective.class_weights == "none"
+    assert (recipe.augmentation.crop, recipe.augmentation.randaugment) == ("none", None)
+
+
+def test_a_run_that_no_longer_improves_ends_early(tmp_path: Path) -> None:
+    """With a learning rate of almost nothing the second measurement is no better than the first."""
+    changes = [*TINY, "optimizer.lr=1e-12", "evaluations=10", "patience=2", "averaging.kind=none"]
+    done = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    assert len(journal(tmp_path / "run")) < 34
+    assert done.bundle.provenance["trained"]["step"] < len(journal(tmp_path / "run"))
+    again = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    assert again.metrics.top1 == done.metrics.top1

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -21,6 +21,7 @@ from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadFiles
 from vitrail.errors import ConfigError, suggest
+from vitrail.models.config import ViTConfig
 from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
 from vitrail.training.averaging import Averaging
@@ -193,7 +194,23 @@ def _set(table: dict[str, Any], path: str, value: Any) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"{path.strip()} cannot be set, because {parent} is {inner!r}")
         table = inner
-    table[leaf] = value
+    table[leaf] = _nothing(parents, leaf) if value is None else value
+
+
+def _nothing(parents: list[str], leaf: str) -> str | None:
+    """Return what "none" means for a field: the word, where it is one of the field's choices, or that it is not set."""
+    fields: Mapping[str, Any] = Recipe.model_fields
+    for parent in parents:
+        kind = ViTConfig if parent == "model" else fields[parent].annotation if parent in fields else None
+        kinds = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and issubclass(part, Frozen)]
+        fields = kinds[0].model_fields if kinds else {}
+    return "none" if leaf in fields and "none" in _words(fields[leaf].annotation) else None
+
+
+def _words(annotation: Any) -> list[str]:
+    """Return the words that a field may be."""
+    parts = get_args(annotation)
+    return [part for part in parts if isinstance(part, str)] + [word for part in parts for word in _words(part)]
 
 
 def write_toml(recipe: Recipe) -> str:
