@@ -14,8 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> Iterator[None]:
     """Start every test from the same random state and leave none behind."""
-    # bf16 on a processor without it makes torch give up oneDNN for good, and other kernels round otherwise.
-    torch.backends.mkldnn.enabled = True
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
+    # bf16 on a processor without it makes torch give up oneDNN for good, and other kernels round otherwise.
+    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
