@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
@@ -15,6 +16,10 @@ from vitrail.training import objectives
 from vitrail.training.optimizers import clip_gradients, set_learning_rate
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
+
+TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All of torch's kernels but cuDNN's, of which NaN gradients in bf16 are reported on Hopper GPUs for 64, 192, … tokens
+(pytorch issue 196678). Runs with 64 tokens ended so here; that this kernel was the cause is likely, not shown."""
 
 
 class Stepped(NamedTuple):
@@ -41,16 +46,19 @@ class Stepper(NamedTuple):
         """Change the state by one batch. `forward` is the model, or what wraps it."""
         number, micros = state.progress.step, self.recipe.micro_batches
         state.optimizer.zero_grad(set_to_none=True)
-        loss, correct = 0.0, 0
+        losses: list[Tensor] = []
+        corrects: list[Tensor] = []
         for micro in range(micros):
             # Dropout is drawn from the place in the run, so nothing random has to be saved.
             seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.rank))
             part = batch.micro(micro, micros).to(self.device)
             part_loss, part_correct = self._forward(forward, part)
             (part_loss / micros).backward()
-            loss += float(part_loss.detach()) / micros
-            correct += part_correct
+            losses.append(part_loss.detach())
+            corrects.append(part_correct)
         norm = clip_gradients([p for p in state.model.parameters() if p.requires_grad], self.recipe.optimizer.clip)
+        # Numbers are asked for only now: each question makes this process wait until the GPU is done with all it has.
+        loss, correct = sum(float(part) / micros for part in losses), sum(int(part) for part in corrects)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(f"step {number}: the loss is {loss}, the norm of the gradient {norm}")
         set_learning_rate(state.optimizer, rate)
@@ -60,17 +68,17 @@ class Stepper(NamedTuple):
             state.average.update(state.model, state.progress.step)
         return Stepped(loss, correct, norm)
 
-    def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, int]:
+    def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, Tensor]:
         objective = self.recipe.objective
         pixels = self.preprocess.normalise(part.pixels)
         mixed = self.recipe.mixing is not None and self.recipe.mixing.on  # no longer None once a run is planned
         if mixed:
             pixels = mix_pixels(pixels, part.share, part.box)
-        with autocast(self.device, self.precision):
+        with autocast(self.device, self.precision), sdpa_kernel(TRUSTED_ATTENTION):
             logits: Tensor = forward(pixels)
         targets = objectives.targets(part.labels, logits.shape[-1], objective, part.share if mixed else None)
         loss = objectives.loss(logits, targets, objective, self.weights)
-        return loss, int((logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum())
+        return loss, (logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum()
 
 
 @torch.no_grad()

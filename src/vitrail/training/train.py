@@ -57,7 +57,7 @@ def train(
     chosen = choose_device(device)
     bundle = start if isinstance(start, Bundle) or start is None else load(start)
     parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
-    plan = choose(first, look_at(parts.train), bundle)
+    plan = choose(first, look_at(parts.train, chosen.type), bundle)
     place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))
     with claimed(place), Screen(place, quiet=quiet) as screen:
         keep_recipe(place, plan.recipe)
