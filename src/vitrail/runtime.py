@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.errors import ConfigError, suggest
 
@@ -66,10 +65,8 @@ def repeatable(wanted: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
     torch.use_deterministic_algorithms(True)
-    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # the others' backward adds up in any order
     try:
-        with sdpa_kernel(kernels):
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(before[0])
         if before[1] is None:

@@ -20,6 +20,7 @@ SMALL = [
     "model.depth=2",
     "model.heads=2",
     "model.patch_size=4",
+    "model.stem=conv",
     "precision=float32",
 ]
 

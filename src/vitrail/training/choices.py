@@ -13,7 +13,7 @@ from vitrail.data.decode import decode, open_picture
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError
-from vitrail.models.config import ViTConfig
+from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.variants import variant_config
 from vitrail.training.recipe import Recipe
 from vitrail.training.schedules import learning_rate
@@ -23,6 +23,8 @@ LOOKED_AT = 64
 """How many pictures are opened to see what they are like."""
 TINY_SIDE, SMALL_SIDE = 16, 40
 """Pictures up to these sides are drawings or thumbnails; larger ones are photographs."""
+NARROW, SMALL_WIDTH = 128, 256
+"""Fresh models up to the first width, and trained ones up to the second, bear a higher learning rate."""
 
 
 class Facts(NamedTuple):
@@ -33,6 +35,8 @@ class Facts(NamedTuple):
     side: int
     """The middle of their shorter sides, in pixels."""
     grey: bool
+    device: str = "cpu"
+    """What the run computes on: "cpu", "cuda" or "mps". On a CPU a model has to be small to be done in minutes."""
 
 
 class Choice(NamedTuple):
@@ -60,7 +64,7 @@ class Plan(NamedTuple):
     choices: list[Choice]
 
 
-def look_at(source: Source) -> Facts:
+def look_at(source: Source, device: str = "cpu") -> Facts:
     """Open a few pictures, spread over the source, to see what they are like."""
     sides: list[int] = []
     grey: list[bool] = []
@@ -76,7 +80,7 @@ def look_at(source: Source) -> Facts:
             continue
     if not sides:
         raise DataError("none of the pictures that were tried can be read; look at them with vitrail check")
-    return Facts(len(source), source.classes, int(np.median(sides)), all(grey))
+    return Facts(len(source), source.classes, int(np.median(sides)), all(grey), device)
 
 
 def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
@@ -88,7 +92,7 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     epochs = recipe.epochs
     if epochs is None and recipe.steps is None:
         epochs = _epochs(facts, start, choices)
-    rate = _rate(recipe, start, choices) if recipe.optimizer.lr is None else recipe.optimizer.lr
+    rate = _rate(recipe, model, start, choices) if recipe.optimizer.lr is None else recipe.optimizer.lr
     augmentation = _augmentation(facts, choices) if recipe.augmentation is None else recipe.augmentation
     mixing = _mixing(facts, choices) if recipe.mixing is None else recipe.mixing
     settled = recipe.replace(
@@ -119,7 +123,7 @@ def _steps(recipe: Recipe, pictures: int, batch: int) -> int:
 
 
 def _written(model: ViTConfig) -> dict[str, Any]:
-    """Return every field of a model that is not None, fit for TOML: what is left out would be chosen again."""
+    """Return every field of a model that is set, fit for TOML: one left out would be chosen anew, on another device."""
     return {name: value for name, value in model.model_dump(mode="json").items() if value is not None}
 
 
@@ -139,33 +143,68 @@ def _model(recipe: Recipe, facts: Facts, start: Bundle | None, choices: list[Cho
 
 
 def _small_model(facts: Facts, given: dict[str, Any], choices: list[Choice]) -> dict[str, Any]:
-    """Return a model that learns from little data in little time."""
-    patch = 2 if facts.side <= TINY_SIDE else 4 if facts.side <= SMALL_SIDE else 8
-    largest = 48 if facts.pictures < 5_000 else 64 if facts.pictures < 50_000 else 96
-    side = max(patch, min(facts.side, largest) // patch * patch)
-    width, depth = (96, 4) if facts.side <= TINY_SIDE else (192, 6) if facts.pictures < 50_000 else (256, 8)
+    """Return a model that learns from little data in little time, around those of its fields that are given."""
+    tiny, small, on_cpu = facts.side <= TINY_SIDE, facts.side <= SMALL_SIDE, facts.device == "cpu"
+    patch = _pair(given.get("patch_size"), 2 if tiny else 4 if small else 8)
+    largest = 64 if on_cpu else 96
+    size = tuple(max(side, min(facts.side, largest) // side * side) for side in patch)
+    width, depth = (64, 4) if tiny else (96, 4) if on_cpu else (256, 8)
+    width = given["width"] if isinstance(given.get("width"), int) else width
+    stem = () if "stem" in given else _early_convolutions(patch, width, small, again=1 if on_cpu else 2)
     found: dict[str, Any] = {
-        "image_size": (side, side),
-        "patch_size": (patch, patch),
+        "image_size": size,
+        "patch_size": patch,
+        **({"stem": "conv_stem", "conv_stem": stem} if stem else {}),
         "width": width,
         "depth": depth,
-        "heads": width // 32,
+        "heads": next(heads for heads in range(max(1, width // 32), 0, -1) if width % heads == 0),
+        "activation": "relu" if on_cpu else "gelu",
         "channels": 1 if facts.grey else 3,
         "pool": "mean",
         "final_norm": "after_pool",
         "class_token": "none",
-        "stochastic_depth": 0.0 if facts.side <= TINY_SIDE else 0.1,
+        "stochastic_depth": 0.0 if tiny else 0.1,
         "init": "timm",
     }
+    cut = f", and {largest} are enough for a small model" if facts.side > largest else ""
     reasons = {
-        "image_size": f"the shorter sides are about {facts.side} pixels, and {largest} are enough for so few pictures",
-        "patch_size": f"gives {(side // patch) ** 2} patches",
-        "width": f"{facts.pictures:,} pictures are too few for a larger model",
+        "image_size": f"the shorter sides are about {facts.side} pixels{cut}",
+        "patch_size": f"gives {math.prod(s // p for s, p in zip(size, patch, strict=True))} patches",
+        "stem": "a few convolutions before the patches, which few pictures teach much sooner than a plain projection",
+        "width": "small enough for a CPU" if on_cpu else f"{facts.pictures:,} pictures need no larger model",
         "depth": "as for the width",
+        "activation": "as good in a small model, and quicker on a CPU" if on_cpu else "the usual one",
         "channels": "the pictures are grey" if facts.grey else "the pictures are in colour",
     }
-    choices += [Choice(f"model.{name}", found[name], why) for name, why in reasons.items() if name not in given]
+    choices += [
+        Choice(f"model.{name}", found[name], why)
+        for name, why in reasons.items()
+        if name in found and name not in given
+    ]
     return found
+
+
+def _pair(given: Any, default: int) -> tuple[int, int]:
+    """Return a given size as height and width; one that is no size is left for the config to refuse."""
+    sides = (given, given) if isinstance(given, int) else given
+    fits = isinstance(sides, (list, tuple)) and len(sides) == 2 and all(isinstance(s, int) and s > 0 for s in sides)
+    return (sides[0], sides[1]) if fits else (default, default)
+
+
+def _early_convolutions(patch: tuple[int, int], width: int, small: bool, again: int) -> tuple[ConvLayer, ...]:
+    """Return convolutions that halve a picture until a patch is one pixel; () where halving does not lead there.
+
+    Each that halves is followed by `again` that do not, but for a last single one, which would cost most and add least.
+    Small pictures, which have no pixels to lose, begin with one that does not.
+    """
+    halvings = patch[0].bit_length() - 1
+    if patch[0] != patch[1] or patch[0] != 1 << halvings or not halvings or width % patch[0]:
+        return ()
+    layers = [ConvLayer(channels=width >> halvings, stride=1)] if small else []
+    for left in reversed(range(halvings)):
+        layers.append(ConvLayer(channels=width >> left))
+        layers += [ConvLayer(channels=width >> left, stride=1)] * (again if left else again // 2 * 2)
+    return tuple(layers)
 
 
 def _preprocess(recipe: Recipe, model: ViTConfig, start: Bundle | None) -> Preprocess:
@@ -188,37 +227,53 @@ def _batch(recipe: Recipe, facts: Facts, choices: list[Choice]) -> int:
 
 
 def _epochs(facts: Facts, start: Bundle | None, choices: list[Choice]) -> float:
-    shown = 30_000 if start is not None else 160_000
-    epochs = float(max(10, min(150, round(shown / facts.pictures))))
-    choices.append(Choice("epochs", epochs, f"about {round(epochs * facts.pictures, -3):,} pictures shown in all"))
+    if facts.device != "cpu":
+        shown, most = (300_000, 50) if start is not None else (4_500_000, 300)
+    elif start is not None:
+        shown, most = 30_000, 50
+    else:
+        shown, most = (57_000 if facts.side <= TINY_SIDE else 80_000), 150
+    epochs = float(max(10, min(most, round(shown / facts.pictures))))
+    choices.append(Choice("epochs", epochs, f"about {round(int(epochs) * facts.pictures, -3):,} pictures shown in all"))
     return epochs
 
 
-def _rate(recipe: Recipe, start: Bundle | None, choices: list[Choice]) -> float:
-    rate = 0.01 if recipe.optimizer.kind == "sgd" else 1e-4 if start is not None else 1e-3
-    what = "a model that knows something" if start is not None else "a fresh model"
-    choices.append(Choice("optimizer.lr", rate, f"usual for {recipe.optimizer.kind} and {what}"))
+def _rate(recipe: Recipe, model: ViTConfig, start: Bundle | None, choices: list[Choice]) -> float:
+    kind = recipe.optimizer.kind
+    if kind == "sgd":
+        rate, why = 0.01, "usual for sgd"
+    elif start is None:
+        narrow = model.width <= NARROW
+        rate, why = (2e-3 if narrow else 1e-3), f"for {kind} and a fresh {'narrow model' if narrow else 'model'}"
+    else:
+        small = model.width <= SMALL_WIDTH
+        rate = 1e-3 if small else 1e-4
+        why = f"for {kind} and a model that knows {'a little' if small else 'much'}, judged by its width {model.width}"
+    choices.append(Choice("optimizer.lr", rate, why))
     return rate
 
 
 def _augmentation(facts: Facts, choices: list[Choice]) -> Augmentation:
     if facts.side <= TINY_SIDE:
-        affine = Affine(translate=(0.1, 0.1), scale=(0.9, 1.1), shear=5.0)
-        found = Augmentation(crop="none", flip=0.0, rotation=10.0, affine=affine)
+        affine = Affine(translate=(0.09, 0.09), scale=(0.95, 1.05), shear=3.0)
+        found = Augmentation(crop="none", flip=0.0, rotation=6.0, affine=affine)
         why = "tiny pictures: small turns and shifts; not mirrored, because they may be letters or digits"
+    elif facts.side <= SMALL_SIDE and facts.grey:
+        found = Augmentation(crop="padded", flip=0.0, erasing=0.25)
+        why = "small grey pictures: shifted by a few pixels, a part erased; not mirrored, because they may be letters"
     elif facts.side <= SMALL_SIDE:
-        found = Augmentation(crop="padded", crop_padding=4, flip=0.0 if facts.grey else 0.5)
-        why = "small pictures: shifted by a few pixels" + ("" if facts.grey else " and mirrored")
+        found = Augmentation(crop="padded", randaugment=RandAugment(layers=1, magnitude=9))
+        why = "small pictures: shifted by a few pixels, mirrored, changed by RandAugment"
     else:
-        found = Augmentation(crop_area=(0.35, 1.0), randaugment=RandAugment(layers=2, magnitude=7))
+        found = Augmentation(crop_area=(0.6, 1.0), randaugment=RandAugment(layers=2, magnitude=7))
         why = "photographs: cut out, mirrored, changed by RandAugment"
     choices.append(Choice("augmentation", found.crop, why))
     return found
 
 
 def _mixing(facts: Facts, choices: list[Choice]) -> Mixing:
-    found = Mixing() if facts.side <= TINY_SIDE else Mixing(mixup=0.2, cutmix=1.0, chance=0.5)
-    choices.append(
-        Choice("mixing", "off" if not found.on else "mixup and CutMix", "keeps a model from learning by heart")
-    )
-    return found
+    if facts.side <= TINY_SIDE or facts.device == "cpu":
+        choices.append(Choice("mixing", "off", "the model is small and the run short, so little is learned by heart"))
+        return Mixing()
+    choices.append(Choice("mixing", "mixup and CutMix", "keeps a model from learning by heart"))
+    return Mixing(mixup=0.2, cutmix=1.0, chance=0.5)

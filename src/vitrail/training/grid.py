@@ -127,7 +127,7 @@ def shown(value: Any) -> str:
 
 
 def plan_trials(
-    recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, start: str | Path | Bundle | None
+    recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, start: str | Path | Bundle | None, device: str
 ) -> list[Trial]:
     """Settle and check every candidate before the first is trained; of equal ones keep one."""
     bundle = start if isinstance(start, Bundle) or start is None else load(start)
@@ -138,7 +138,7 @@ def plan_trials(
             parts = open_data(data, seed=recipe.seed, val=recipe.data.val, test=recipe.data.test)
             if parts.val is None:
                 raise ConfigError("the data has no val part, which a sweep chooses by; give it one with data.val=0.1")
-            known[recipe.seed] = parts, look_at(parts.train)
+            known[recipe.seed] = parts, look_at(parts.train, device)
         parts, facts = known[recipe.seed]
         plan = choose(recipe, facts, bundle)
         _check(plan, parts)

@@ -48,7 +48,7 @@ class DataPart(Frozen):
 
     val: Share = 0.1
     """Share of every class for the val part, where the data names none."""
-    test: Share = 0.1
+    test: Share = 0.2
     """Share of every class for the test part, where the data names none."""
     balance: bool = False
     """Show every class equally often."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.data.augmentation.mixing import mix_pixels
 from vitrail.data.batches import Batch
@@ -16,6 +17,12 @@ from vitrail.training.optimizers import clip_gradients, set_learning_rate
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
 from vitrail.training.team import Team
+
+TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All of torch's kernels but cuDNN's, of which NaN gradients in bf16 are reported on Hopper GPUs for 64, 192, … tokens
+(pytorch issue 196678). Runs with 64 tokens ended so here; that this kernel was the cause is likely, not shown."""
+REPEATABLE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+"""Those whose backward pass adds up in the same order every time, where that is asked for."""
 
 
 class Stepped(NamedTuple):
@@ -42,7 +49,8 @@ class Stepper(NamedTuple):
         """Change the state by one batch. `forward` is the model, or what wraps it."""
         number, micros = state.progress.step, self.recipe.micro_batches
         state.optimizer.zero_grad(set_to_none=True)
-        loss, correct = 0.0, 0
+        losses: list[Tensor] = []
+        corrects: list[Tensor] = []
         for micro in range(micros):
             # Dropout is drawn from the place in the run, so nothing random has to be saved.
             seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.team.processes.rank))
@@ -50,12 +58,15 @@ class Stepper(NamedTuple):
             with self.team.accumulating(forward, last=micro == micros - 1):
                 part_loss, part_correct = self._forward(forward, part)
                 state.scaler.scale(part_loss / micros).backward()
-            loss += float(part_loss.detach()) / micros
-            correct += part_correct
-        loss, correct = self._over_all(loss, correct)
+            losses.append(part_loss.detach())
+            corrects.append(part_correct)
         if state.scaler.is_enabled():
             state.scaler.unscale_(state.optimizer)
         norm = clip_gradients([p for p in state.model.parameters() if p.requires_grad], self.recipe.optimizer.clip)
+        # Numbers are asked for only now: each question makes this process wait until the GPU is done with all it has.
+        loss, correct = self._over_all(
+            sum(float(part) for part in losses) / micros, sum(int(part) for part in corrects)
+        )
         # In fp16 a gradient that is too large is no accident: the step is left out, and the next one scaled by less.
         bearable = math.isfinite(norm) or (state.scaler.is_enabled() and state.scaler.get_scale() > 1)
         if not (math.isfinite(loss) and bearable):
@@ -74,17 +85,18 @@ class Stepper(NamedTuple):
         total, right = self.team.sums(loss, correct)
         return total / self.team.processes.size, round(right)
 
-    def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, int]:
+    def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, Tensor]:
         objective = self.recipe.objective
         pixels = self.preprocess.normalise(part.pixels)
         mixed = self.recipe.mixing is not None and self.recipe.mixing.on  # no longer None once a run is planned
         if mixed:
             pixels = mix_pixels(pixels, part.share, part.box)
-        with autocast(self.device, self.precision):
+        attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
+        with autocast(self.device, self.precision), sdpa_kernel(attention):
             logits: Tensor = forward(pixels)
         targets = objectives.targets(part.labels, logits.shape[-1], objective, part.share if mixed else None)
         loss = objectives.loss(logits, targets, objective, self.weights)
-        return loss, int((logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum())
+        return loss, (logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum()
 
 
 @torch.no_grad()

@@ -123,14 +123,14 @@ def sweep(
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
-    choose_device(device)  # refuses a wrong one before anything is read
+    kind = choose_device(device).type  # refuses a wrong one before anything is read
     recipes = [
         (values, read_recipe(recipe or default_recipe(start), changes, values)) for values in combine(over, changes)
     ]
     for _, tried in recipes:
         tried.check_start(start)
     training = _Training(data, start, device, workers, quiet)
-    trials = plan_trials(recipes, data, start)
+    trials = plan_trials(recipes, data, start, kind)
     place = Path(folder) if folder is not None else _default_folder(data, trials, start)
     if (place / RECIPE).exists():
         raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")

@@ -67,7 +67,7 @@ def train(
             first.check_start(start)
             bundle = start if isinstance(start, Bundle) or start is None else load(start)
             parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
-            plan = choose(first, look_at(parts.train), bundle)
+            plan = choose(first, look_at(parts.train, chosen.type), bundle)
             place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))
         _check_alike(team, plan, parts)
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)

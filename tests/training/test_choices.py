@@ -1,0 +1,88 @@
+"""What a run chooses for itself: it fits the data, gives way to what is asked for, and gives its reasons."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.source import Arrays
+from vitrail.models.cost import cost
+from vitrail.models.vit import ViT
+from vitrail.training.choices import Facts, Plan, choose, look_at
+from vitrail.training.recipe import read_recipe
+
+TEN = tuple("0123456789")
+DIGITS = Facts(1_258, TEN, 8, True)
+PHOTOS = Facts(1_443, TEN, 100, False)
+CIFAR = Facts(45_000, TEN, 32, False, "cuda")
+FASHION = Facts(54_000, TEN, 28, True, "cuda")
+
+
+def planned(facts: Facts, *changes: str, start: Bundle | None = None) -> Plan:
+    return choose(read_recipe("finetune" if start else "scratch-small", changes), facts, start)
+
+
+@pytest.mark.parametrize(
+    "facts", [DIGITS, PHOTOS, CIFAR, FASHION, PHOTOS._replace(device="cuda"), CIFAR._replace(side=3)]
+)
+def test_every_choice_can_be_built_and_has_a_reason(facts: Facts) -> None:
+    plan = planned(facts)
+    channels = 1 if facts.grey else 3
+    with torch.no_grad():
+        logits = ViT(plan.model.replace(depth=1)).eval()(torch.zeros(1, channels, *plan.model.image_size))
+    assert logits.shape == (1, 10)
+    assert max(plan.model.image_size) <= max(facts.side, plan.model.patch_size[0])
+    assert all(choice.reason for choice in plan.choices)
+    # The settled recipe leaves nothing open, also where the facts are others.
+    again = choose(plan.recipe, facts._replace(device="cuda" if facts.device == "cpu" else "cpu"), None)
+    assert (again.recipe, again.model, again.choices) == (plan.recipe, plan.model, [])
+
+
+@pytest.mark.parametrize(("facts", "minutes"), [(DIGITS, 1.5), (PHOTOS, 15)])
+def test_a_run_on_a_cpu_ends_within_minutes(facts: Facts, minutes: float) -> None:
+    """Two slow cores do about 30 billion operations a second; forward and backward are three forwards."""
+    plan = planned(facts)
+    assert 3 * cost(plan.model).flops * plan.batch * plan.steps / 30e9 < 60 * minutes
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["model.width=100"], {"width": 100, "heads": 2, "stem": "conv_stem"}),
+        (["model.width=33"], {"width": 33, "heads": 1, "stem": "conv"}),
+        (["model.patch_size=3"], {"image_size": (6, 6), "stem": "conv"}),
+        (["model.patch_size=[2, 4]"], {"image_size": (8, 8), "stem": "conv"}),
+        (["model.patch_size=4"], {"image_size": (8, 8), "stem": "conv_stem"}),
+        (["model.stem=linear"], {"stem": "linear", "conv_stem": None}),
+    ],
+)
+def test_what_is_asked_for_is_built_around(changes: list[str], expected: dict[str, Any]) -> None:
+    plan = planned(DIGITS, *changes)
+    assert {name: getattr(plan.model, name) for name in expected} == expected
+    asked = {change.split("=")[0] for change in changes}
+    assert not asked & {choice.field for choice in plan.choices}
+
+
+def test_a_named_model_stays_what_it_is() -> None:
+    plan = planned(PHOTOS, "model.name=Ti/16", "model.image_size=64", "epochs=1")
+    assert choose(plan.recipe, PHOTOS, None).model == plan.model
+
+
+def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
+    def rate(width: int) -> float:
+        model = ViT(planned(CIFAR, f"model.width={width}", "model.depth=1").model)
+        preprocess = Preprocess(size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+        return planned(CIFAR, start=Bundle(model, preprocess, TEN, {})).rate
+
+    assert (rate(64), rate(512)) == (1e-3, 1e-4)
+
+
+def test_looking_at_pictures() -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (5, 12, 20), dtype=np.uint8)
+    facts = look_at(Arrays(grey, np.zeros(5, np.int64), ("a",)), "cuda")
+    assert facts == Facts(5, ("a",), 12, True, "cuda")
+    colours = np.random.default_rng(0).integers(0, 256, (5, 12, 20, 3), dtype=np.uint8)
+    assert not look_at(Arrays(colours, np.zeros(5, np.int64), ("a",))).grey
