@@ -1,7 +1,10 @@
 """Where and how computation runs: device, precision, seeds, process group."""
 
 import contextlib
+import datetime
+import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -9,10 +12,14 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from vitrail.errors import ConfigError, suggest
 
 Precision = Literal["float32", "bf16", "fp16"]
+PATIENCE = datetime.timedelta(hours=1)
+"""How long processes wait for one of them, which may be decoding a data set, or fetching a model."""
+_meetings = itertools.count()
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -118,8 +125,15 @@ def process_group(device: torch.device) -> Iterator[Processes]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
+        # Every meeting has names of its own, so that a second one in the same program does not read the first one's.
+        store = PrefixStore(f"vitrail-{next(_meetings)}", _meeting_place())
         torch.distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=processes.rank,
+            world_size=processes.size,
+            timeout=PATIENCE,
+            device_id=device if device.type == "cuda" else None,
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"the processes could not meet ({error}); start them with torchrun") from None
@@ -127,6 +141,13 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         yield processes
     finally:
         torch.distributed.destroy_process_group()
+
+
+@functools.cache
+def _meeting_place() -> Store:
+    """Return where processes find each other: what torchrun tells them by the environment."""
+    store: Store = next(rendezvous("env://"))[0]
+    return store
 
 
 def _number(name: str) -> int:

@@ -16,7 +16,7 @@ from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper
 from vitrail.training.team import Team
 
-SMALL = {"width": 64, "depth": 2, "heads": 2, "image_size": (32, 32), "patch_size": (4, 4)}
+SMALL = {"stem": "conv", "width": 64, "depth": 2, "heads": 2, "image_size": (32, 32), "patch_size": (4, 4)}
 PICTURES = 1_500
 
 

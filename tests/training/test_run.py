@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +16,16 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import vitrail
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.writing import recover
+from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.opening import open_data
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
+from vitrail.models.config import ViTConfig
 from vitrail.runtime import Processes
-from vitrail.training.folder import claimed
+from vitrail.training.folder import claimed, default_folder, origin_of
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
+from vitrail.training.schedules import learning_rate
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.team import Team
 from vitrail.training.train import train
@@ -205,11 +211,12 @@ def test_another_recipe_in_the_same_folder(straight: Path) -> None:
         ("model.widht=3", "widht"),
         ("nonsense", "'nonsense' changes nothing; write optimizer.lr=3e-4"),
         ("batch=7", "use a batch that is a multiple of 2"),
+        ("batch=6 micro_batches=2", "use a batch that is a multiple of 4"),
     ],
 )
 def test_settings_that_cannot_be(change: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        train("digits", changes=[*TINY, change], folder=tmp_path / "run", device="cpu", quiet=True)
+        train("digits", changes=[*TINY, *change.split()], folder=tmp_path / "run", device="cpu", quiet=True)
     assert words in str(caught.value)
 
 
@@ -361,3 +368,116 @@ def test_a_run_that_no_longer_improves_ends_early(tmp_path: Path) -> None:
     assert done.bundle.provenance["trained"]["step"] < len(journal(tmp_path / "run"))
     again = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert again.metrics.top1 == done.metrics.top1
+
+
+# ── what a run keeps is what it says ──
+
+
+def test_the_journal_the_average_and_the_best_model_agree(straight: Path) -> None:
+    """The learning rate is the schedule's, and `best/` holds the average of the weights at the step it names."""
+    recipe = read_recipe(straight / "recipe.toml")
+    rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates == [
+        learning_rate(recipe.schedule, step, len(rates), recipe.optimizer.lr) for step in range(len(rates))
+    ]
+    assert len(set(rates)) > 20
+    best = vitrail.load(straight / "best")
+    step = [row for row in rows if "val_top1" in row][-1]["best"]
+    assert best.provenance["trained"]["step"] == step
+    state = load_file(straight / "state" / f"{step:08d}" / "state.safetensors")
+    for name, tensor in best.model.state_dict().items():
+        assert torch.equal(tensor, state[f"average/{name}"].to(tensor.dtype)), name
+    assert any(not torch.equal(state[f"average/{name}"], state[f"model/{name}"]) for name in best.model.state_dict())
+    parts = open_data("digits", val=recipe.data.val, test=recipe.data.test)
+    assert json.loads((straight / "verdict.json").read_text())["pictures"] == len(parts.test) != len(parts.val)
+
+
+def test_one_wrong_bit_is_noticed(straight: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    newest = sorted((folder / "state").glob("[0-9]*"))[-1] / "state.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-5] ^= 1
+    newest.write_bytes(content)
+    done = run(folder, "--workers", "0")
+    assert done.returncode == 0, done.stderr
+    assert "is damaged (its checksum is another), so the one before was taken" in done.stderr
+    assert same(weights(folder), weights(straight))
+
+
+def test_when_all_states_are_damaged_the_run_begins_again(straight: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    for file in (folder / "state").rglob("state.safetensors"):
+        file.write_bytes(b"damaged")
+    done = run(folder, "--workers", "0")
+    assert done.returncode == 0, done.stderr
+    assert "so the run begins again" in done.stderr
+    assert same(weights(folder), weights(straight))
+    assert len(list((folder / "state").glob("[0-9]*"))) == 2
+
+
+def test_a_signal_to_all_processes_saves_first(straight: Path, tmp_path: Path) -> None:
+    """As systemd, Slurm and `timeout` send it: the processes that read pictures get it, too."""
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        command(folder, "--workers", "1"), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+        time.sleep(0.01)
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "Traceback" not in errors
+    assert _steps(folder) > 0
+    assert run(folder, "--workers", "1").returncode == 0
+    assert same(weights(folder), weights(straight))
+
+
+def test_a_run_is_not_taken_for_one_with_another_start(tmp_path: Path) -> None:
+    bundles = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = vitrail.create(
+            ViTConfig(image_size=8, patch_size=4, width=32, depth=1, heads=2, channels=1, classes=10)
+        )
+        preprocess = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
+        bundles.append(Bundle(model, preprocess, tuple("0123456789"), {}))
+    changes = ["steps=2", "epochs=none", "batch=8", "evaluations=1"]
+    for number, bundle in enumerate(bundles):
+        folder = tmp_path / "run"
+        if number == 0:
+            train("digits", start=bundle, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
+        else:
+            with pytest.raises(ConfigError, match="holds a run that began with other weights; choose another --run"):
+                train("digits", start=bundle, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
+    origins = [origin_of("digits", bundle) for bundle in bundles]
+    recipe = read_recipe("finetune")
+    assert default_folder(origins[0], [recipe]) != default_folder(origins[1], [recipe])
+    assert default_folder(origins[0], [recipe]) == default_folder(origin_of("digits", bundles[0]), [recipe])
+    assert default_folder(origin_of("a/photos", None), [recipe]) != default_folder(
+        origin_of("b/photos", None), [recipe]
+    )
+
+
+def test_a_best_model_that_lost_its_name_gets_it_back(tmp_path: Path) -> None:
+    (tmp_path / ".best-old-1" / "best").mkdir(parents=True)
+    (tmp_path / ".best-2").mkdir()
+    recover(tmp_path / "best")
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    (tmp_path / ".best-old-1" / "best").mkdir(parents=True)
+    recover(tmp_path / "best")
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+def test_stopped_as_it_was_about_to_end_early(tmp_path: Path) -> None:
+    changes = [*TINY, "optimizer.lr=1e-12", "evaluations=10", "patience=2", "averaging.kind=none"]
+    train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    ended = journal(tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "state").glob("[0-9]*"))[-1] / "state.json"
+    content = json.loads(newest.read_text())
+    newest.write_text(json.dumps({**content, "finished": False}))  # as it is when the last save did not happen
+    train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    assert journal(tmp_path / "run") == ended

@@ -79,7 +79,7 @@ def test_the_val_part_chooses(straight: Sweep) -> None:
 
 def test_only_the_chosen_run_has_a_verdict(straight: Sweep) -> None:
     assert [c.folder.name for c in straight.candidates if (c.folder / "verdict.json").exists()] == ["lr=0.1"]
-    assert json.loads((straight.best.folder / "verdict.json").read_text())["pictures"] == 179
+    assert json.loads((straight.best.folder / "verdict.json").read_text())["pictures"] == 359
     assert "selected on these pictures" not in straight.best.verdict
 
 
@@ -186,7 +186,7 @@ def test_the_table(straight: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert (rows[1][-1], rows[2][1:4], rows[2][-1]) == ("best", ["–"] * 3, "diverged")
     assert "held-out pictures" in shown.out
     assert str(straight.best.folder / "best") in shown.out
-    assert "3 runs, each of them in full, 12 steps" in shown.err
+    assert "3 runs, each of them in full, 10 steps" in shown.err
     assert "1 more would be the same as one of these, and is left out" in shown.err
     assert "2 of 3: optimizer.lr=0.1 was finished before" in shown.err
 

@@ -136,7 +136,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     os.close(ours)
     assert process.wait() == 0
     written = re.sub(r"\x1b\[[0-9;]*m", "", output.decode())
-    assert re.search(r"step [\d]+/23   \d+:\d\d left", written)
+    assert re.search(r"step [\d]+/20   \d+:\d\d left", written)
     screen = _screen(written)
     assert max(len(line) for line in screen if not line.startswith("memory: ")) <= 80  # notes are not broken
     assert not any("left" in line for line in screen), "the two lines go when the run ends"

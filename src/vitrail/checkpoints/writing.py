@@ -53,6 +53,18 @@ def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def recover(target: Path) -> None:
+    """Clear away what a killed process left beside a folder: an unfinished one; one that lost its name gets it back.
+
+    Only for a folder that nobody else writes meanwhile.
+    """
+    for old in target.parent.glob(f".{target.name}-old-*"):
+        if not target.exists() and (old / target.name).is_dir():
+            (old / target.name).rename(target)
+    for stray in target.parent.glob(f".{target.name}-*"):
+        shutil.rmtree(stray, ignore_errors=True)
+
+
 @contextmanager
 def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Give a temporary name to write to; when all went well, flush the file to disk and give it its name."""

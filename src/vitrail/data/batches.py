@@ -33,6 +33,8 @@ BadFiles = Literal["skip", "refuse"]
 TRIES = 32
 """How many pictures in a row may be unreadable before the data as a whole counts as broken."""
 MOST_WORKERS = 16
+GRACE = 60.0
+"""Seconds that a process which reads pictures stays after it was asked to end, if the caller does not end it before."""
 
 
 class BadPicture(NamedTuple):
@@ -278,9 +280,19 @@ def _as_it_is(made: Any) -> Any:
 
 
 def _leave_the_end_to_the_caller(_: int) -> None:
-    """Ctrl-C reaches every process; the caller ends the workers, so they print no tracebacks of their own."""
+    """A request to stop reaches every process; the caller ends the workers, when it has saved what it wants to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave_later)
+    signal.signal(signal.SIGALRM, _leave_now)
     sys.excepthook = _print_unless_the_caller_left
+
+
+def _leave_later(*_: object) -> None:
+    signal.setitimer(signal.ITIMER_REAL, GRACE)
+
+
+def _leave_now(*_: object) -> None:
+    os._exit(0)
 
 
 def _print_unless_the_caller_left(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -6,26 +6,69 @@ curves.png tensorboard/ held_out.parquet
 
 import contextlib
 import fcntl
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.training.recipe import Recipe, write_toml
 
 RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
-VERDICT = "verdict.json"
+VERDICT, ORIGIN = "verdict.json", "origin.json"
+BUILT_IN = "digits"
 SWEEP = "sweep.json"
 """What a folder of several runs has instead."""
 CURVES, EVENTS, HELD_OUT = "curves.png", "tensorboard", "held_out.parquet"
 
 
-def default_folder(data: str, recipe: Recipe, start: str | None) -> Path:
-    """Return where a run lies: the same command finds the same folder, another recipe another one."""
-    name = Path(data).resolve().name or "data"
-    mark = recipe.replace(model={**recipe.model, "start": start}).fingerprint() if start else recipe.fingerprint()
-    return Path("runs") / f"{name}-{mark}"
+class Origin(NamedTuple):
+    """What a run is made from, beside its recipe."""
+
+    data: str
+    """Where the pictures are."""
+    start: str
+    """A checksum of the weights it starts from; nothing for fresh ones."""
+
+
+def origin_of(data: str | Path, start: Bundle | None) -> Origin:
+    """Say what a run is made from."""
+    place = str(data) if str(data) == BUILT_IN else str(Path(data).resolve())
+    if start is None:
+        return Origin(place, "")
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(start.model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return Origin(place, digest.hexdigest())
+
+
+def default_folder(origin: Origin, recipes: Sequence[Recipe]) -> Path:
+    """Return where a run, or a sweep, lies: the same command finds the same folder, anything else another one."""
+    words = "\n".join([*sorted(recipe.to_json() for recipe in recipes), *origin])
+    mark = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
+    return Path("runs") / f"{Path(origin.data).name or 'data'}-{mark}"
+
+
+def keep_origin(folder: Path, origin: Origin) -> str | None:
+    """Write down what a new run is made from. An old one must start from the same weights; say if its data moved."""
+    path = folder / ORIGIN
+    if not path.exists():
+        write_json(path, origin._asdict())
+        return None
+    old = Origin(**json.loads(path.read_text(encoding="utf-8")))
+    if old.start != origin.start:
+        began = "fresh weights" if not old.start else "other weights" if origin.start else "a model that exists"
+        raise ConfigError(f"{folder} holds a run that began with {began}; choose another --run, or start from the same")
+    return (
+        None
+        if old.data == origin.data
+        else f"the data was in {old.data} when the run began, and is in {origin.data} now"
+    )
 
 
 @contextlib.contextmanager

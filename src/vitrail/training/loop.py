@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts
 from vitrail.data.stream import Share, Stream
-from vitrail.errors import DataError, Diverged
+from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.evaluation import Evaluation as Measured
 from vitrail.evaluation import Predictions, measure, predict_all
 from vitrail.metrics.classification import log_losses
@@ -91,6 +92,9 @@ class _Run:
             self.training = self._training()
             self.stepper = self._stepper()
         self.setting = Setting(torch.get_num_threads(), team.processes.size, where.precision)
+        if team.is_main:
+            for name in ("best", "last"):
+                recover(folder / name)
         for note in load_state(folder / "state", self.state, self.setting, team):
             watcher.note(note)
         if self.state.progress.finished:
@@ -112,6 +116,13 @@ class _Run:
     def _training(self) -> Training:
         plan, train, data = self.plan, self.parts.train, self.plan.recipe.data
         stream = Stream(len(train), plan.batch, plan.recipe.seed, data.repeats, train.labels if data.balance else None)
+        parts = self.team.processes.size * plan.recipe.micro_batches
+        if plan.batch % (2 * parts if plan.mixing.on else parts):
+            pairs = " of whole pairs, which mixing needs" if plan.mixing.on else ""
+            raise ConfigError(
+                f"a batch of {plan.batch} cannot be cut into {parts} equal parts{pairs} (processes × micro_batches); "
+                f"use a batch that is a multiple of {2 * parts if plan.mixing.on else parts}"
+            )
         return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, self._share(), data.bad_files)
 
     def _stepper(self) -> Stepper:
@@ -123,6 +134,16 @@ class _Run:
 
     def go(self) -> None:
         """Take step after step to the end."""
+        if not self._tired():  # a run may have been stopped just as it was about to end early
+            self._train()
+        progress = self.state.progress
+        progress.finished = True
+        progress.bad_files = sorted(self._all_bad())
+        if self.team.is_main:
+            self._bundle_now().save(self.folder / "last", overwrite=True)
+        self._save()
+
+    def _train(self) -> None:
         plan, progress = self.plan, self.state.progress
         forward = self.team.wrapped(self.state.model)
         if plan.recipe.compile:
@@ -149,22 +170,22 @@ class _Run:
                 if late or stop or progress.step in evaluate_at:
                     self._save()
                     saved = time.monotonic()
-                if stop:
-                    raise Stopped(stop)
                 if ended:
                     break
-        progress.finished = True
-        progress.bad_files = sorted(self._all_bad())
-        if self.team.is_main:
-            self._bundle_now().save(self.folder / "last", overwrite=True)
-        self._save()
+                if stop:
+                    raise Stopped(stop)
+
+    def _tired(self) -> bool:
+        """Say whether the val part has not become better for as long as patience lasts."""
+        return 0 < self.plan.recipe.patience <= self.state.progress.since_best
 
     def verdict(self, *, final: bool) -> tuple[Bundle, Measured]:
         """Measure the best model on the test part, once; without one, on the part it was chosen by."""
         best = self._best()
         source = self.parts.test or self.parts.val or self.parts.train
         answers = self._predict(best.model.to(self.where.device), source)
-        measured = measure(answers, source)
+        kind = "training pictures" if source is self.parts.train else "held-out pictures"
+        measured = measure(answers, source, kind=kind)
         if final and self.records is not None:
             self.records.held_out(answers, source)
             write_json(self.folder / VERDICT, measured.as_dict())
@@ -177,8 +198,10 @@ class _Run:
         with self.team.together():
             best = load(self.folder / "best") if self.team.is_main else self._bundle_now()
         weights = self.team.tensors_from_main(best.model.state_dict() if self.team.is_main else None)
+        provenance = self.team.from_main(best.provenance)
         if not self.team.is_main:
             best.model.load_state_dict(weights)
+            best = Bundle(best.model.eval(), best.preprocess, best.classes, provenance)
         return best
 
     def _rate(self, step: int) -> float:
@@ -202,7 +225,7 @@ class _Run:
         if self.records is not None:
             self.records.measured(row)
         self.watcher.measured(row)
-        return 0 < self.plan.recipe.patience <= progress.since_best
+        return self._tired()
 
     def _predict(self, model: nn.Module, source: Source) -> Predictions:
         """Ask a model about every picture; each process asks about its share, and all get all answers."""
@@ -273,7 +296,7 @@ class _Run:
 
     def _explained(self, error: Diverged, batch: Any) -> Diverged:
         losses = [row["loss"] for row in Journal.read(self.folder) if "loss" in row][-5:]
-        layer = first_not_finite(self.state.model, self.plan.preprocess.normalise(batch.to(self.where.device).pixels))
+        layer = first_not_finite(self.state.model, self.stepper, batch)
         recent = ", ".join(f"{loss:.3g}" for loss in losses)
         explained = Diverged(
             f"{error}; the losses before it were {recent or 'none'}; the first part whose output was not finite: "

@@ -113,7 +113,10 @@ def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str,
                 raise ValueError("its checksum is another")
             tensors = load_file(place / "state.safetensors")
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            notes.append(f"the state {place.name} is damaged ({error}), so the one before was taken")
+            # Out of the way, so that it does not count among the two that are kept.
+            place.rename(place.with_name(f"damaged-{place.name}"))
+            then = "the one before was taken" if _states(folder) else "the run begins again"
+            notes.append(f"the state {place.name} is damaged ({error}), so {then}")
             continue
         for name, now in setting._asdict().items():
             if content.get(name, now) != now:

@@ -49,13 +49,15 @@ class Stepper(NamedTuple):
         """Change the state by one batch. `forward` is the model, or what wraps it."""
         number, micros = state.progress.step, self.recipe.micro_batches
         state.optimizer.zero_grad(set_to_none=True)
+        attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
         losses: list[Tensor] = []
         corrects: list[Tensor] = []
         for micro in range(micros):
             # Dropout is drawn from the place in the run, so nothing random has to be saved.
             seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.team.processes.rank))
             part = batch.micro(micro, micros).to(self.device)
-            with self.team.accumulating(forward, last=micro == micros - 1):
+            # Around the backward pass, too: gradient checkpointing computes attention again there.
+            with self.team.accumulating(forward, last=micro == micros - 1), sdpa_kernel(attention):
                 part_loss, part_correct = self._forward(forward, part)
                 state.scaler.scale(part_loss / micros).backward()
             losses.append(part_loss.detach())
@@ -80,6 +82,16 @@ class Stepper(NamedTuple):
             state.average.update(state.model, state.progress.step)
         return Stepped(loss, correct, norm)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether pictures are mixed with their neighbours."""
+        return self.recipe.mixing is not None and self.recipe.mixing.on  # no longer None once a run is planned
+
+    def pixels(self, part: Batch) -> Tensor:
+        """Return pictures as the model gets them: normalised, and mixed."""
+        pixels = self.preprocess.normalise(part.pixels)
+        return mix_pixels(pixels, part.share, part.box) if self.mixed else pixels
+
     def _over_all(self, loss: float, correct: int) -> tuple[float, int]:
         """Return the mean loss and the number of right answers over all processes."""
         total, right = self.team.sums(loss, correct)
@@ -87,21 +99,17 @@ class Stepper(NamedTuple):
 
     def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, Tensor]:
         objective = self.recipe.objective
-        pixels = self.preprocess.normalise(part.pixels)
-        mixed = self.recipe.mixing is not None and self.recipe.mixing.on  # no longer None once a run is planned
-        if mixed:
-            pixels = mix_pixels(pixels, part.share, part.box)
-        attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
-        with autocast(self.device, self.precision), sdpa_kernel(attention):
+        pixels = self.pixels(part)
+        with autocast(self.device, self.precision):
             logits: Tensor = forward(pixels)
-        targets = objectives.targets(part.labels, logits.shape[-1], objective, part.share if mixed else None)
+        targets = objectives.targets(part.labels, logits.shape[-1], objective, part.share if self.mixed else None)
         loss = objectives.loss(logits, targets, objective, self.weights)
         return loss, (logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum()
 
 
 @torch.no_grad()
-def first_not_finite(model: nn.Module, pixels: Tensor) -> str:
-    """Return the first part of a model whose output is not finite for these pictures."""
+def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
+    """Return the first part of a model whose output is not finite for these pictures, computed as in a step."""
     found: list[str] = []
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
@@ -113,8 +121,11 @@ def first_not_finite(model: nn.Module, pixels: Tensor) -> str:
 
     handles = [watch(name, module) for name, module in model.named_modules() if name]
     try:
-        model(pixels)
+        for micro in range(stepper.recipe.micro_batches):
+            pixels = stepper.pixels(batch.micro(micro, stepper.recipe.micro_batches).to(stepper.device))
+            with autocast(stepper.device, stepper.precision):
+                model(pixels)
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "none: the weights were still finite, so it was this step's gradient"
+    return found[0] if found else "none: what the model computes was finite, so it was this step's gradient"

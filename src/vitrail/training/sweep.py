@@ -4,7 +4,6 @@ sweep.json                 what was tried, and what came of it
 lr=0.003/ lr=0.01/ …       the runs, each an ordinary run folder with a candidate.json
 """
 
-import hashlib
 import json
 import os
 import statistics
@@ -16,9 +15,19 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError, Diverged
 from vitrail.runtime import choose_device
-from vitrail.training.folder import RECIPE, SWEEP, Journal, claimed, keep_recipe, write_json
+from vitrail.training.folder import (
+    RECIPE,
+    SWEEP,
+    Journal,
+    claimed,
+    default_folder,
+    keep_recipe,
+    origin_of,
+    write_json,
+)
 from vitrail.training.grid import Trial, combine, plan_trials
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.signals import Stopped
@@ -131,11 +140,12 @@ def sweep(
         tried.check_start(start)
     training = _Training(data, start, device, workers, quiet)
     trials = plan_trials(recipes, data, start, kind)
-    place = Path(folder) if folder is not None else _default_folder(data, trials, start)
+    place = Path(folder) if folder is not None else _default_folder(trials, data, start)
     if (place / RECIPE).exists():
         raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")
     for trial in trials:
-        if (place / trial.folder_name / RECIPE).exists():
+        auto = trial.plan.recipe.batch == "auto"  # the run itself knows what it settled on
+        if (place / trial.folder_name / RECIPE).exists() and not auto:
             keep_recipe(place / trial.folder_name, trial.plan.recipe)  # refuses another one
     with claimed(place):
         candidates = _try_all(trials, place, training, len(recipes) - len(trials))
@@ -149,12 +159,10 @@ def sweep(
     return Sweep(place, candidates, chosen, best)
 
 
-def _default_folder(data: str | Path, trials: Sequence[Trial], start: str | Path | Bundle | None) -> Path:
-    """Return where a sweep lies: the same command finds the same folder, another sweep another one."""
-    origin = start.origin if isinstance(start, Bundle) else start
-    words = "\n".join([*sorted(trial.plan.recipe.to_json() for trial in trials), str(origin)])
-    mark = hashlib.blake2b(words.encode(), digest_size=3).hexdigest()
-    return Path("runs") / f"{Path(data).resolve().name or 'data'}-{mark}-sweep"
+def _default_folder(trials: Sequence[Trial], data: str | Path, start: str | Path | Bundle | None) -> Path:
+    bundle = start if isinstance(start, Bundle) or start is None else load(start)
+    place = default_folder(origin_of(data, bundle), [trial.plan.recipe for trial in trials])
+    return place.with_name(f"{place.name}-sweep")
 
 
 def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped: int) -> list[Candidate]:

@@ -13,7 +13,7 @@ from vitrail.errors import ConfigError, VitrailError
 from vitrail.runtime import Processes
 
 T = TypeVar("T")
-LOST = ("gloo", "nccl", "connection", "peer", "socket", "timed out", "store")
+LOST = ("gloo", "nccl", "connection", "peer", "socket", "timed out", "c10d", "tcpstore")
 """Words in what torch says when another process has gone."""
 
 

@@ -21,7 +21,17 @@ from vitrail.evaluation import Evaluation
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.choices import Choice, Plan, choose, look_at
 from vitrail.training.fitting import settle_batch
-from vitrail.training.folder import CHECK, SPLIT, claimed, default_folder, keep_recipe, write_json
+from vitrail.training.folder import (
+    CHECK,
+    SPLIT,
+    Origin,
+    claimed,
+    default_folder,
+    keep_origin,
+    keep_recipe,
+    origin_of,
+    write_json,
+)
 from vitrail.training.loop import Where, train_run
 from vitrail.training.memory import Job
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
@@ -68,12 +78,13 @@ def train(
             bundle = start if isinstance(start, Bundle) or start is None else load(start)
             parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
             plan = choose(first, look_at(parts.train, chosen.type), bundle)
-            place = Path(folder) if folder is not None else default_folder(str(data), plan.recipe, _name(start))
+            origin = origin_of(data, bundle)
+            place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
         _check_alike(team, plan, parts)
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
         job = Job(plan, chosen, where.precision, processes.size, where.workers)
         plan = settle_batch(job, place, len(parts.train), room(chosen))
-        with _opened(team, place, plan, parts, quiet=quiet) as screen, repeatable(plan.recipe.deterministic):
+        with _opened(team, place, plan, parts, origin, quiet=quiet) as screen, repeatable(plan.recipe.deterministic):
             with team.together(), team.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
             best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
@@ -85,17 +96,20 @@ def train(
 
 def _check_alike(team: Team, plan: Plan, parts: Parts) -> None:
     """All processes must have worked out the same plan, or they would wait for each other for ever."""
-    found = team.gathered((plan.recipe.fingerprint(), len(parts.train), parts.train.classes))
+    words = json.dumps(parts.split, sort_keys=True)
+    found = team.gathered((plan.recipe.fingerprint(), len(parts.train), words))
     if len(set(found)) > 1:
         counts = sorted({pictures for _, pictures, _ in found})
-        seen = f"{counts[0]:,} and {counts[-1]:,} pictures" if len(counts) > 1 else "other classes or settings"
+        seen = f"{counts[0]:,} and {counts[-1]:,} pictures" if len(counts) > 1 else "other names or settings"
         error = ConfigError(f"the processes do not see the same data: {seen}; give all of them the same files")
         error.everywhere = True
         raise error
 
 
 @contextmanager
-def _opened(team: Team, place: Path, plan: Plan, parts: Parts, *, quiet: bool) -> Iterator[Screen | Silence]:
+def _opened(
+    team: Team, place: Path, plan: Plan, parts: Parts, origin: Origin, *, quiet: bool
+) -> Iterator[Screen | Silence]:
     """Keep the run folder for this run, and show it; only the main process does either."""
     with ExitStack() as stack:
         screen: Screen | Silence = Silence()
@@ -103,8 +117,11 @@ def _opened(team: Team, place: Path, plan: Plan, parts: Parts, *, quiet: bool) -
             if team.is_main:
                 stack.enter_context(claimed(place))
                 keep_recipe(place, plan.recipe)
+                moved = keep_origin(place, origin)
                 screen = stack.enter_context(Screen(place, quiet=quiet))
                 _introduce(screen, place, plan, parts)
+                if moved is not None:
+                    screen.note(moved)
         yield screen
 
 
@@ -116,16 +133,12 @@ def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: o
     return read_recipe(recipe or default_recipe(start), changes)
 
 
-def _name(start: str | Path | Bundle | None) -> str | None:
-    return None if start is None else str(start.origin or "bundle") if isinstance(start, Bundle) else str(start)
-
-
 def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts) -> None:
     """Say what will be done, and keep what is known of the data."""
     if not (place / SPLIT).exists():
-        write_json(place / SPLIT, parts.split)
         report = quick_check(parts, size=plan.model.image_size[0])
         write_json(place / CHECK, report.as_dict())
+        write_json(place / SPLIT, parts.split)
         screen.note(report.verdict)
         screen.choices(plan.choices)
     elif json.loads((place / SPLIT).read_text(encoding="utf-8")) != json.loads(json.dumps(parts.split)):
