@@ -170,7 +170,11 @@ def test_order_labels_and_bad_pictures() -> None:
 @pytest.mark.parametrize(
     ("fields", "wanted", "message"),
     [
-        ({}, {"tokens": "patchs"}, r"no features are called 'patchs'; did you mean 'patches'\?; choose pooled, class"),
+        (
+            {},
+            {"tokens": "patchs"},
+            "no features are called 'patchs'; choose pooled, class, patches, registers; did you",
+        ),
         ({"class_token": "none", "pool": "mean"}, {"tokens": "class"}, "has no class token; choose pooled or patches$"),
         ({}, {"tokens": "registers"}, "has no registers; choose pooled or class or patches$"),
         ({"pool": "none"}, {}, "does not pool its tokens; choose class or patches$"),

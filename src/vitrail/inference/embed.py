@@ -1,6 +1,7 @@
 """`embed`: the features of many pictures, written to a file."""
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from vitrail.checkpoints.writing import check_target, whole_file
 from vitrail.data.batches import BadPicture
 from vitrail.data.sources.choosing import choose_pictures, recorded_split
 from vitrail.data.sources.source import Source
+from vitrail.errors import CheckpointError
 from vitrail.inference.feature_files import (
     DType,
     Rows,
@@ -88,6 +90,11 @@ def check_output(output: str | Path, *, overwrite: bool) -> Path:
     check_suffix(target)
     for file in (target, sidecar(target)) if has_sidecar(target) else (target,):
         check_target(file, overwrite=overwrite, folder=False)
+    around = next(folder for folder in target.absolute().parents if folder.exists())
+    if not around.is_dir():
+        raise CheckpointError(f"{target} cannot be written, because {around} is a file; choose another folder")
+    if not os.access(around, os.W_OK):
+        raise CheckpointError(f"{target} cannot be written: you may not write to {around}; choose another folder")
     return target
 
 
@@ -123,8 +130,9 @@ def embed_source(
         on_progress=on_progress,
     )
     with ExitStack() as files:
-        temporary = files.enter_context(whole_file(output, overwrite=overwrite))
+        # In this order, so that what the disk refuses is said of the output.
         beside = None if names is None else files.enter_context(whole_file(names, overwrite=overwrite))
+        temporary = files.enter_context(whole_file(output, overwrite=overwrite))
         file = open_rows(
             temporary, beside, output.suffix.lower(), len(source), shape, dtype, _facts(wanted, config.depth, source)
         )

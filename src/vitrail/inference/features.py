@@ -41,7 +41,7 @@ class Wanted:
         """Refuse what a model does not have."""
         if self.tokens not in KINDS:
             raise ConfigError(
-                f"no features are called {self.tokens!r}{suggest(self.tokens, KINDS)}; choose {', '.join(KINDS)}"
+                f"no features are called {self.tokens!r}; choose {', '.join(KINDS)}{suggest(self.tokens, KINDS)}"
             )
         if self.layer is not None:
             read_layer(self.layer, config.depth)

@@ -55,8 +55,9 @@ def draw_examples(labels: NDArray[np.int64], shots: int, seed: int) -> NDArray[n
 
 def _orders(labels: NDArray[np.int64], seed: int) -> Iterator[NDArray[np.int64]]:
     """Give the examples of each class in a random order."""
-    for number in np.unique(labels).tolist():
-        own = np.flatnonzero(labels == number)
+    numbers, starts = np.unique(np.sort(labels), return_index=True)
+    by_class = np.split(np.argsort(labels, kind="stable"), starts[1:])
+    for number, own in zip(numbers.tolist(), by_class, strict=True):
         # Raw output and a stable sort: NumPy promises that neither changes from one version to the next.
         draws = np.random.Philox(key=np.array([seed % 2**64, number], np.uint64)).random_raw(len(own))
         yield own[np.argsort(draws, kind="stable")]

@@ -44,7 +44,7 @@ class Plan:
         for method in self.only:
             if method not in METHODS:
                 known = ", ".join(METHODS)
-                raise ConfigError(f"no probe is called {method!r}{suggest(method, METHODS)}; choose {known}")
+                raise ConfigError(f"no probe is called {method!r}; choose {known}{suggest(method, METHODS)}")
         for name, numbers in (("only", self.only), ("shots", self.shots), ("k", self.k)):
             if numbers is not None and not numbers:
                 raise ConfigError(f"{name} is empty; leave it out for the usual ones")
