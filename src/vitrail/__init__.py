@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import convert, create, describe, load, sweep, train
+    from vitrail.api import convert, create, describe, embed, load, probe, sweep, train
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
@@ -35,7 +35,9 @@ __all__ = [
     "convert",
     "create",
     "describe",
+    "embed",
     "load",
+    "probe",
     "sweep",
     "train",
     "variant_config",
@@ -45,7 +47,9 @@ _HOME = {
     "Bundle": "vitrail.checkpoints.bundle",
     "Preprocess": "vitrail.data.preprocess",
     "convert": "vitrail.api",
+    "embed": "vitrail.api",
     "load": "vitrail.api",
+    "probe": "vitrail.api",
     "sweep": "vitrail.api",
     "train": "vitrail.api",
     "create": "vitrail.api",

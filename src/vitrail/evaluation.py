@@ -220,14 +220,14 @@ def predict_all(
     """
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     bad: list[BadPicture] = []
-    with _in_use(model), torch.inference_mode():
+    with in_use(model), torch.inference_mode():
         for batch in batches:
             bad += batch.bad
             if not len(batch.labels):
                 continue
             with autocast(device, precision):
                 outputs = model(preprocess.normalise(batch.to(device).pixels)).float()
-            _check_finite(outputs, batch.indices, name, precision)
+            check_finite(outputs, batch.indices, name, precision)
             found.append((outputs.softmax(dim=1).cpu(), batch.labels, batch.indices))
     if not found:
         return Predictions(np.zeros((0, 0), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64), tuple(bad))
@@ -273,7 +273,7 @@ def percent(share: float) -> str:
 
 
 @contextmanager
-def _in_use(model: nn.Module) -> Iterator[None]:
+def in_use(model: nn.Module) -> Iterator[None]:
     """Put a model into the mode in which it is used; afterwards every part of it has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -284,7 +284,8 @@ def _in_use(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], precision: Precision) -> None:
+def check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], precision: Precision) -> None:
+    """Refuse outputs (B, K) that are not finite, and name the first picture with such."""
     wrong = ~outputs.isfinite().all(dim=1)
     if wrong.any():
         first = int(indices[wrong.cpu()][0])

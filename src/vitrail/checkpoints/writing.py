@@ -27,7 +27,7 @@ def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Whatever happens before, `target` stays as it was.
     """
     target = Path(os.path.abspath(target))
-    _check_target(target, overwrite=overwrite, folder=True)
+    check_target(target, overwrite=overwrite, folder=True)
     with _explained(target), _parents_made(target):
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
@@ -69,7 +69,7 @@ def recover(target: Path) -> None:
 def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Give a temporary name to write to; when all went well, flush the file to disk and give it its name."""
     target = Path(os.path.abspath(target))
-    _check_target(target, overwrite=overwrite, folder=False)
+    check_target(target, overwrite=overwrite, folder=False)
     with _explained(target), _parents_made(target):
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
             temporary = Path(folder) / target.name
@@ -79,7 +79,7 @@ def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _flush(target.parent)
 
 
-def _check_target(target: Path, *, overwrite: bool, folder: bool) -> None:
+def check_target(target: Path, *, overwrite: bool, folder: bool) -> None:
     """Refuse a target whose loss would be somebody's loss."""
     if not os.path.lexists(target):
         return

@@ -7,9 +7,11 @@ import typer
 from vitrail._version import __version__
 from vitrail.cli.check import check
 from vitrail.cli.convert import convert
+from vitrail.cli.embed import embed
 from vitrail.cli.eval import eval
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
+from vitrail.cli.probe import probe
 from vitrail.cli.train import train
 
 app = typer.Typer(
@@ -38,5 +40,5 @@ def _root(
     pass
 
 
-for command in (train, eval, check, inspect, convert, models):
+for command in (train, eval, embed, probe, check, inspect, convert, models):
     app.command()(command)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,7 +38,7 @@ def eval(
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
     from vitrail.checkpoints.load import load
-    from vitrail.data.sources.choosing import choose_pictures
+    from vitrail.data.sources.choosing import choose_pictures, recorded_split
     from vitrail.evaluation import evaluate_bundle
     from vitrail.runtime import autocast, choose_device
 
@@ -47,7 +46,7 @@ def eval(
     model = load(bundle)
     with progress("listing") as on_found:
         chosen = choose_pictures(
-            data, part, record=_recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
+            data, part, record=recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
         )
     with progress("measuring") as on_measured:
         found = evaluate_bundle(
@@ -72,17 +71,6 @@ def _kind(chosen: "Chosen") -> str:
     if chosen.held_out:
         return "held-out pictures"
     return "training pictures" if chosen.part == "train" else "pictures"
-
-
-def _recorded_split(bundle: Path | None) -> dict[str, Any] | None:
-    """Return the split of the run that a bundle lies in, so that no picture it was trained on is taken for a test."""
-    if bundle is None:
-        return None
-    try:
-        record = json.loads((bundle.absolute().parent / "split.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
 
 
 def _print_evaluation(found: "Evaluation", every_class: bool) -> None:

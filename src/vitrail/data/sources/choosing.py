@@ -1,8 +1,10 @@
 """Choosing the pictures that a model is measured on, and counting their classes as the model does."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,6 +101,17 @@ def choose_pictures(
     if source is None:
         raise DataError(f"the split that the model was trained with has no {part} part")
     return Chosen(source, part, record is not None and part != "train")
+
+
+def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
+    """Return the split of the run that a bundle lies in, so that no picture it was trained on is taken for a test."""
+    if bundle is None:
+        return None
+    try:
+        record = json.loads((bundle.absolute().parent / "split.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
 
 
 def _recorded_test(

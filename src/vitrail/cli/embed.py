@@ -1,0 +1,78 @@
+"""`vitrail embed`: what a model makes of pictures, as numbers in a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitrail.cli.tables import progress
+
+LISTED = 10
+"""Unreadable pictures listed."""
+
+
+def embed(
+    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file to write: .parquet, .npy or .safetensors.")
+    ] = Path("features.parquet"),
+    tokens: Annotated[
+        str, typer.Option(help="pooled (what the head sees), class, patches or registers (tokens).")
+    ] = "pooled",
+    layer: Annotated[int | None, typer.Option(help="After which layer, from 0; -1 is the last, as by default.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Tokens as they leave the layer, without the model's final norm.")
+    ] = False,
+    normalise: Annotated[bool, typer.Option("--normalise", help="Scale every vector to length 1.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32 or float16: how the numbers are written.")] = "float32",
+    part: Annotated[str, typer.Option(help="all, train, val or test.")] = "all",
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.")] = "float32",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+) -> None:
+    """Write features of pictures to a file: pooled vectors or tokens, of any layer, a row for each picture."""
+    from vitrail.inference.embed import check_output, embed_source
+    from vitrail.inference.feature_files import check_dtype
+    from vitrail.inference.features import Wanted
+
+    check_output(output, overwrite=overwrite)
+    check_dtype(dtype)
+    from vitrail.checkpoints.load import load
+    from vitrail.data.sources.choosing import choose_pictures, recorded_split
+    from vitrail.runtime import autocast, choose_device
+
+    autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
+    model, wanted = load(bundle), Wanted(tokens, layer, normalise, raw)  # type: ignore[arg-type]
+    wanted.check(model.model.config)
+    with progress("listing") as on_found:
+        chosen = choose_pictures(
+            data, part, record=recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
+        )
+    with progress("embedding") as on_embedded:
+        done = embed_source(
+            model,
+            chosen.source,
+            output,
+            wanted,
+            dtype=dtype,  # type: ignore[arg-type]
+            batch=batch,
+            workers=workers,
+            device=device,
+            precision=precision,  # type: ignore[arg-type]
+            overwrite=overwrite,
+            on_progress=on_embedded,
+        )
+    beside = "" if done.names is None else f"; names and labels are in {done.names}"
+    typer.echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")
+    if done.bad:
+        noun = "picture" if len(done.bad) == 1 else "pictures"
+        typer.echo(f"{len(done.bad):,} {noun} could not be read and left out:", err=True)
+        for picture in done.bad[:LISTED]:
+            typer.echo(f"  {picture.name}: {picture.reason}", err=True)
+        if len(done.bad) > LISTED:
+            typer.echo(f"  … and {len(done.bad) - LISTED:,} more", err=True)

@@ -1,0 +1,115 @@
+"""`vitrail probe`: what a model's features are worth."""
+
+import json
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitrail.cli.tables import print_table, progress
+
+if TYPE_CHECKING:
+    from vitrail.inference.probed import Probed, Row
+
+LISTED = 10
+"""Unreadable pictures listed; all are in the JSON."""
+
+
+def probe(
+    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
+    only: Annotated[str, typer.Option(help="Which of fewshot, knn and linear.")] = "fewshot,knn,linear",
+    shots: Annotated[str | None, typer.Option(help="Examples of each class for fewshot; as a rule 1,5,10,25.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How often fewshot draws its examples.")] = 3,
+    k: Annotated[str | None, typer.Option("--k", help="Neighbours that vote, one number or several; else 20.")] = None,
+    part: Annotated[str, typer.Option(help="test or val: what accuracy is measured on.")] = "test",
+    layer: Annotated[
+        int | None, typer.Option(help="As if the model ended after this layer, from 0; -1 is the last.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16: how features are computed.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Measure a model's frozen features: few-shot least squares, nearest neighbours, a linear probe."""
+    numbers = _numbers("--shots", shots), _numbers("--k", k)
+    from vitrail.checkpoints.load import load
+    from vitrail.data.sources.choosing import recorded_split
+    from vitrail.inference.features import Wanted
+    from vitrail.inference.probe import Plan, collect, measure, open_parts
+    from vitrail.runtime import autocast, choose_device
+
+    words = tuple(word.strip() for word in only.split(",") if word.strip())
+    plan = Plan(words, numbers[0], seeds, numbers[1], part)  # type: ignore[arg-type]
+    autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
+    model = load(bundle)
+    Wanted(layer=layer).check(model.model.config)
+    with progress("listing") as on_found:
+        parts = open_parts(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))
+    with progress("features") as on_features:
+        collected = collect(
+            model,
+            parts,
+            plan,
+            layer=layer,
+            batch=batch,
+            workers=workers,
+            device=device,
+            precision=precision,  # type: ignore[arg-type]
+            on_progress=on_features,
+        )
+    with progress("fitting") as on_fitted:
+        found = measure(collected, plan, device=device, on_progress=on_fitted)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    _print(found)
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Read whole numbers with commas between them."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
+        raise typer.BadParameter(f"{text!r} should be whole numbers, such as 1,5,10", param_hint=option)
+    return tuple(int(word) for word in words)
+
+
+def _print(found: "Probed") -> None:
+    from vitrail.evaluation import percent
+
+    parts = {
+        "recorded": "in the parts of the model's own run",
+        "given": "in the parts that the data names",
+        "stratified": "in parts drawn from the data",
+    }
+    typer.echo(
+        f"{found.pictures:,} {found.part} pictures and {found.examples:,} train pictures of {len(found.classes):,} "
+        f"classes, {parts[found.split]}."
+    )
+    rows = []
+    for row in found.rows:
+        interval = found.interval(row)
+        between = "" if interval is None else f"{percent(interval.low)}–{percent(interval.high)}"
+        spread = "" if row.spread is None else f"±{100 * row.spread:.1f}"
+        rows.append((*_named(row), f"{percent(row.mean)}%", spread, between))
+    numbers = ("accuracy", "over seeds", "95% interval")
+    print_table(("probe", "setting", *numbers), rows, numbers=numbers)
+    for note in found.notes:
+        typer.echo(f"{note[0].upper()}{note[1:]}.")
+    if found.bad:
+        typer.echo(f"{len(found.bad):,} more could not be read:")
+        for picture in found.bad[:LISTED]:
+            typer.echo(f"  {picture.name}: {picture.reason}")
+        if len(found.bad) > LISTED:
+            typer.echo(f"  … and {len(found.bad) - LISTED:,} more")
+
+
+def _named(row: "Row") -> tuple[str, str]:
+    if row.method == "fewshot":
+        return "few-shot", f"{row.setting:g} shot{'' if row.setting == 1 else 's'}"
+    return ("k-NN", f"k = {row.setting:g}") if row.method == "knn" else ("linear", f"decay {row.setting:g}")

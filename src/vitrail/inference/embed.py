@@ -1,0 +1,174 @@
+"""`embed`: the features of many pictures, written to a file."""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from vitrail._version import __version__
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.checkpoints.writing import check_target, whole_file
+from vitrail.data.batches import BadPicture
+from vitrail.data.sources.choosing import choose_pictures, recorded_split
+from vitrail.data.sources.source import Source
+from vitrail.errors import CheckpointError
+from vitrail.inference.feature_files import (
+    DType,
+    Rows,
+    as_written,
+    check_dtype,
+    check_suffix,
+    has_sidecar,
+    open_rows,
+    sidecar,
+)
+from vitrail.inference.features import FeatureBatch, Kind, Wanted, feature_batches, nothing_to_read
+from vitrail.runtime import Precision
+
+
+class Embedded(NamedTuple):
+    """Features that were written."""
+
+    output: Path
+    names: Path | None
+    """The file with the names and labels; None where they are in the output itself."""
+    shape: tuple[int, ...]
+    """Of all features together: pictures first."""
+    bad: tuple[BadPicture, ...]
+    """The pictures that could not be read, and have no row."""
+
+
+def embed(
+    bundle: Bundle | str | Path,
+    data: str | Path,
+    output: str | Path,
+    *,
+    tokens: Kind = "pooled",
+    layer: int | None = None,
+    normalise: bool = False,
+    raw: bool = False,
+    part: str = "all",
+    dtype: DType = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: Precision = "float32",
+    overwrite: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Embedded:
+    """Write the features of pictures to a .parquet, .npy or .safetensors file, a row for each, in their order.
+
+    `tokens` says which: "pooled" is what the head sees, "class", "patches" and "registers" are tokens. With `layer`
+    (0-based, negative from the end) the model is treated as if it ended there: its final norm follows, unless `raw`
+    tokens are asked for. `normalise` scales every vector to length 1. A picture that cannot be read has no row, and is
+    listed in what is returned. Memory does not grow with the number of pictures.
+    """
+    target = check_output(output, overwrite=overwrite)
+    bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
+    chosen = choose_pictures(data, part, record=recorded_split(bundle.origin))
+    return embed_source(
+        bundle,
+        chosen.source,
+        target,
+        Wanted(tokens, layer, normalise, raw),
+        dtype=dtype,
+        batch=batch,
+        workers=workers,
+        device=device,
+        precision=precision,
+        overwrite=overwrite,
+        on_progress=on_progress,
+    )
+
+
+def check_output(output: str | Path, *, overwrite: bool) -> Path:
+    """Refuse a file that cannot be written or should not be, before anything is computed."""
+    target = Path(output)
+    check_suffix(target)
+    for file in (target, sidecar(target)) if has_sidecar(target) else (target,):
+        check_target(file, overwrite=overwrite, folder=False)
+    around = next(folder for folder in target.absolute().parents if folder.exists())
+    if not around.is_dir():
+        raise CheckpointError(f"{target} cannot be written, because {around} is a file; choose another folder")
+    if not os.access(around, os.W_OK):
+        raise CheckpointError(f"{target} cannot be written: you may not write to {around}; choose another folder")
+    return target
+
+
+def embed_source(
+    bundle: Bundle,
+    source: Source,
+    output: Path,
+    wanted: Wanted,
+    *,
+    dtype: DType = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: Precision = "float32",
+    overwrite: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Embedded:
+    """Write the features of a source's pictures; `on_progress` is told how many are done, and of how many."""
+    check_dtype(dtype)
+    config = bundle.model.config
+    wanted.check(config)
+    shape, names = wanted.shape(config), sidecar(output) if has_sidecar(output) else None
+    bad: list[BadPicture] = []
+    written = 0
+    batches = feature_batches(
+        bundle,
+        source,
+        wanted,
+        device=device,
+        precision=precision,
+        batch=batch,
+        workers=workers,
+        on_progress=on_progress,
+    )
+    with ExitStack() as files:
+        # In this order, so that what the disk refuses is said of the output.
+        beside = None if names is None else files.enter_context(whole_file(names, overwrite=overwrite))
+        temporary = files.enter_context(whole_file(output, overwrite=overwrite))
+        file = open_rows(
+            temporary, beside, output.suffix.lower(), len(source), shape, dtype, _facts(wanted, config.depth, source)
+        )
+        try:
+            for some in batches:
+                bad += some.bad
+                rows = _rows(some, source, dtype)
+                if rows.indices:
+                    file.add(rows)
+                written += len(rows.indices)
+            if not written:
+                raise nothing_to_read(bad)
+            file.close()
+        except BaseException:  # also Ctrl-C
+            file.abandon()
+            raise
+    return Embedded(output, names, (written, *shape), tuple(bad))
+
+
+def _rows(some: FeatureBatch, source: Source, dtype: DType) -> Rows:
+    indices, labels = some.indices.tolist(), some.labels.tolist()
+    names = [source.name(index) for index in indices]
+    classes = [None if label < 0 else source.classes[label] for label in labels]
+    return Rows(as_written(some.features, dtype, names), indices, names, classes)
+
+
+def _facts(wanted: Wanted, depth: int, source: Source) -> str:
+    """Say in JSON what the features are, for files that have a place for it."""
+    layer = (depth - 1 if wanted.layer is None else wanted.layer) % depth
+    facts = {
+        "tokens": wanted.tokens,
+        "layer": layer,
+        "layers": depth,
+        "normalised": wanted.normalise,
+        "raw": wanted.raw,
+        "classes": list(source.classes),
+        "written_by": f"vitrail {__version__}",
+    }
+    return json.dumps(facts, ensure_ascii=False)

@@ -1,0 +1,191 @@
+"""What a model makes of pictures before its head: pooled vectors or tokens, of any layer, batch by batch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.batches import BadPicture, Evaluation, evaluation_batches
+from vitrail.data.sources.source import Source
+from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.evaluation import check_finite, in_use
+from vitrail.models.checks import read_layer
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+from vitrail.runtime import Precision, autocast, choose_device
+
+Kind = Literal["pooled", "class", "patches", "registers"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which features."""
+
+    tokens: Kind = "pooled"
+    """`pooled` is what the head sees; the others are tokens: that of the class, those of the patches, the registers."""
+    layer: int | None = None
+    """As if the model ended after this layer: its final norm follows, and its pooling. None: the last."""
+    normalise: bool = False
+    """Scale every vector to length 1."""
+    raw: bool = False
+    """Tokens as they leave the layer, without the final norm."""
+
+    def check(self, config: ViTConfig) -> None:
+        """Refuse what a model does not have."""
+        if self.tokens not in KINDS:
+            raise ConfigError(
+                f"no features are called {self.tokens!r}; choose {', '.join(KINDS)}{suggest(self.tokens, KINDS)}"
+            )
+        if self.layer is not None:
+            read_layer(self.layer, config.depth)
+        if self.raw and self.tokens == "pooled":
+            raise ConfigError("raw features are tokens as they leave a layer; choose class, patches or registers too")
+        lacking = _lacking(config)
+        if self.tokens in lacking:
+            others = [kind for kind in KINDS if kind not in lacking]
+            raise ConfigError(f"this model {lacking[self.tokens]}; choose {' or '.join(others)}")
+
+    def shape(self, config: ViTConfig) -> tuple[int, ...]:
+        """Return the shape of one picture's features."""
+        return {
+            "pooled": (config.pooled_width,),
+            "class": (config.width,),
+            "patches": (config.patches, config.width),
+            "registers": (config.registers, config.width),
+        }[self.tokens]
+
+    def take(self, model: ViT, x: Tensor) -> Tensor:
+        """Return the features of pictures that are ready for the model, in float32."""
+        found = self._tokens(model, x).float()
+        return F.normalize(found, dim=-1) if self.normalise else found
+
+    def _tokens(self, model: ViT, x: Tensor) -> Tensor:
+        if self.raw:
+            layer = -1 if self.layer is None else self.layer
+            tokens = model.trace(x, tokens=(layer,)).tokens[layer]
+        else:
+            features = model.features(x, layer=self.layer)
+            if self.tokens == "pooled":
+                return features.pooled
+            tokens = features.tokens
+        layout = model.config.layout
+        if self.tokens == "class" and layout.class_token is not None:
+            return tokens[:, layout.class_token]
+        return tokens[:, layout.registers if self.tokens == "registers" else layout.patches]
+
+
+def _lacking(config: ViTConfig) -> dict[Kind, str]:
+    """Return the features that a model does not have, and why."""
+    lacking: dict[Kind, str] = {}
+    if config.pool == "none":
+        lacking["pooled"] = "does not pool its tokens"
+    if config.class_token == "none":
+        lacking["class"] = "has no class token"
+    if not config.registers:
+        lacking["registers"] = "has no registers"
+    return lacking
+
+
+class FeatureBatch(NamedTuple):
+    """The features of some pictures, in the order of the source, without those that could not be read."""
+
+    features: NDArray[np.float32]
+    """(B, …)."""
+    labels: NDArray[np.int64]
+    """(B,), -1 where the class is not known."""
+    indices: NDArray[np.int64]
+    """(B,), which pictures of the source these are."""
+    bad: tuple[BadPicture, ...]
+    """The pictures that should have been here."""
+
+
+def feature_batches(
+    bundle: Bundle,
+    source: Source,
+    wanted: Wanted,
+    *,
+    device: str = "auto",
+    precision: Precision = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Iterator[FeatureBatch]:
+    """Give the features of every picture once, in order; the bundle's model goes to the device."""
+    wanted.check(bundle.model.config)
+    place = choose_device(device)
+    autocast(place, precision)  # refuses a wrong one before anything is read
+    model, done = bundle.model.to(place), 0
+    data = Evaluation(source, bundle.preprocess, batch, bad_files="skip")
+    with in_use(model):
+        for pictures in evaluation_batches(data, workers=workers, pin=place.type == "cuda"):
+            features = np.zeros((0, *wanted.shape(model.config)), np.float32)
+            if len(pictures.labels):
+                # Only here, since what the caller does between two batches is no business of ours.
+                with torch.inference_mode(), autocast(place, precision):
+                    found = wanted.take(model, bundle.preprocess.normalise(pictures.to(place).pixels))
+                    check_finite(found.flatten(1), pictures.indices, source.name, precision)
+                    features = found.cpu().numpy()
+            yield FeatureBatch(features, pictures.labels.numpy(), pictures.indices.numpy(), pictures.bad)
+            done += len(pictures.labels) + len(pictures.bad)
+            if on_progress is not None:
+                on_progress(done, len(source))
+
+
+class Features(NamedTuple):
+    """The features of all pictures of a source that could be read, in memory."""
+
+    features: NDArray[np.float32]
+    """(N, …)."""
+    labels: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    bad: tuple[BadPicture, ...]
+
+
+def gather(
+    bundle: Bundle,
+    source: Source,
+    wanted: Wanted | None = None,
+    *,
+    device: str = "auto",
+    precision: Precision = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Features:
+    """Return the features of every picture as one array; as a rule what the head sees."""
+    wanted = Wanted() if wanted is None else wanted
+    wanted.check(bundle.model.config)
+    shape = wanted.shape(bundle.model.config)
+    features = np.empty((len(source), *shape), np.float32)
+    labels, indices = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
+    bad: list[BadPicture] = []
+    rows = 0
+    for some in feature_batches(
+        bundle,
+        source,
+        wanted,
+        device=device,
+        precision=precision,
+        batch=batch,
+        workers=workers,
+        on_progress=on_progress,
+    ):
+        place = slice(rows, rows + len(some.labels))
+        features[place], labels[place], indices[place] = some.features, some.labels, some.indices
+        rows, bad = place.stop, [*bad, *some.bad]
+    if not rows:
+        raise nothing_to_read(bad)
+    return Features(features[:rows], labels[:rows], indices[:rows], tuple(bad))
+
+
+def nothing_to_read(bad: list[BadPicture]) -> DataError:
+    """Return the error for pictures of which none can be read."""
+    why = f"none of the {len(bad):,} can be read; the first, {bad[0].name}: {bad[0].reason}" if bad else "none"
+    return DataError(f"there are no pictures to compute features of: {why}")

@@ -1,0 +1,267 @@
+"""`probe`: what a model's features are worth, by three protocols that leave the model as it is."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.data.sources.choosing import recorded_split
+from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.source import Source
+from vitrail.data.sources.splits import Parts, split_indices
+from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.inference.features import Features, Wanted, gather
+from vitrail.inference.fewshot import draw_examples, fit_least_squares
+from vitrail.inference.knn import vote
+from vitrail.inference.linear import choose_linear
+from vitrail.inference.probed import METHODS, Method, Probed, Row
+from vitrail.runtime import Precision, choose_device
+
+SHOTS = (1, 5, 10, 25)
+NEIGHBOURS = (20,)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured. Shots and neighbours that are None are the usual ones, as far as there are examples enough."""
+
+    only: tuple[Method, ...] = METHODS
+    shots: tuple[int, ...] | None = None
+    seeds: int = 3
+    k: tuple[int, ...] | None = None
+    part: Literal["test", "val"] = "test"
+    """The part that accuracy is measured on."""
+
+    def __post_init__(self) -> None:
+        for method in self.only:
+            if method not in METHODS:
+                known = ", ".join(METHODS)
+                raise ConfigError(f"no probe is called {method!r}; choose {known}{suggest(method, METHODS)}")
+        for name, numbers in (("only", self.only), ("shots", self.shots), ("k", self.k)):
+            if numbers is not None and not numbers:
+                raise ConfigError(f"{name} is empty; leave it out for the usual ones")
+        for name, number in [("shots", n) for n in self.shots or ()] + [("k", n) for n in self.k or ()]:
+            if number < 1:
+                raise ConfigError(f"{name} is {number}; it should be 1 or more")
+        if self.seeds < 1:
+            raise ConfigError(f"seeds is {self.seeds}; it should be 1 or more")
+        if self.part not in ("test", "val"):
+            raise ConfigError(f"a probe is measured on the test or the val part, not on {self.part!r}")
+
+
+class Collected(NamedTuple):
+    """The features of the parts that a plan needs."""
+
+    train: Features
+    val: Features | None
+    """Pictures that choose a setting, where the data has some beside those that are measured."""
+    measured: Features
+    classes: tuple[str, ...]
+    split: str
+
+
+def probe(
+    bundle: Bundle | str | Path,
+    data: str | Path,
+    *,
+    only: Sequence[Method] = METHODS,
+    shots: Sequence[int] | None = None,
+    seeds: int = 3,
+    k: Sequence[int] | None = None,
+    part: Literal["test", "val"] = "test",
+    layer: int | None = None,
+    batch: int = 64,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: Precision = "float32",
+) -> Probed:
+    """Measure a model's frozen features: few-shot least squares, nearest neighbours, and a linear probe.
+
+    The train part gives the examples, the val part chooses the linear probe's regularisation, accuracy is measured on
+    the test part. Features are what the head sees, or would see if the model ended after `layer`.
+    """
+    plan = Plan(tuple(only), _tuple(shots), seeds, _tuple(k), part)
+    bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
+    parts = open_parts(data, plan, recorded_split(bundle.origin))
+    collected = collect(
+        bundle, parts, plan, layer=layer, batch=batch, workers=workers, device=device, precision=precision
+    )
+    return measure(collected, plan, device=device)
+
+
+def open_parts(
+    data: str | Path, plan: Plan, record: Mapping[str, Any] | None = None, *, on_progress: Progress | None = None
+) -> Parts:
+    """Open data in its parts: as the model's own run had them, if `record` is of this data, else as training would."""
+    parts = _open(data, record, on_progress)
+    if (parts.test if plan.part == "test" else parts.val) is None:
+        other = "; measure on its val part with --part val (part='val')" if parts.val is not None else ""
+        raise DataError(f"{shown(str(data))} has no {plan.part} part for accuracy to be measured on{other}")
+    _settle_shots(plan, parts.train.labels, parts.train.classes)
+    return parts
+
+
+def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progress | None) -> Parts:
+    if record is not None:
+        try:
+            parts = open_data(data, record=record, on_progress=on_progress)
+        except DataError:  # not the pictures that were split then; what cannot be opened at all fails again
+            pass
+        else:
+            return parts._replace(split={**parts.split, "method": "recorded"})
+    return open_data(data, on_progress=on_progress)
+
+
+def collect(
+    bundle: Bundle,
+    parts: Parts,
+    plan: Plan,
+    *,
+    layer: int | None = None,
+    batch: int = 64,
+    workers: int | None = None,
+    device: str = "auto",
+    precision: Precision = "float32",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Collected:
+    """Compute the features of every picture that a plan needs, once."""
+    measured, val = (parts.test, parts.val) if plan.part == "test" else (parts.val, None)
+    if measured is None:
+        raise DataError(f"there is no {plan.part} part")
+    sources = [parts.train, measured, *([val] if val is not None and "linear" in plan.only else [])]
+    total, done = sum(map(len, sources)), 0
+
+    def features(source: Source) -> Features:
+        nonlocal done
+        before = done
+        found = gather(
+            bundle,
+            source,
+            Wanted(layer=layer),
+            device=device,
+            precision=precision,
+            batch=batch,
+            workers=workers,
+            on_progress=None if on_progress is None else lambda here, _: on_progress(before + here, total),
+        )
+        done += len(source)
+        return found
+
+    found = [features(source) for source in sources]
+    val_features = found[2] if len(found) > 2 else None
+    return Collected(found[0], val_features, found[1], parts.train.classes, str(parts.split["method"]))
+
+
+def measure(
+    collected: Collected,
+    plan: Plan,
+    *,
+    device: str = "auto",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Probed:
+    """Measure features that have been computed."""
+    place = choose_device(device)
+    at_hand = _Tensors(collected, torch.device("cpu") if place.type == "mps" else place)  # which has no float64
+    notes: list[str] = []
+    rows: list[Row] = []
+    if "fewshot" in plan.only:
+        shots, left_out = _settle_shots(plan, collected.train.labels, collected.classes)
+        notes += left_out
+        rows += [_few_shot(at_hand, number, plan.seeds) for number in shots]
+    if "knn" in plan.only:
+        rows += [_nearest(at_hand, number) for number in _settle_k(plan, len(collected.train.labels), notes)]
+    if "linear" in plan.only:
+        rows.append(_linear(at_hand, on_progress))
+    bad = [*collected.train.bad, *(collected.val.bad if collected.val else ()), *collected.measured.bad]
+    return Probed(
+        rows=tuple(rows),
+        pictures=len(collected.measured.labels),
+        part=plan.part,
+        examples=len(collected.train.labels),
+        classes=collected.classes,
+        split=collected.split,
+        notes=tuple(notes),
+        bad=tuple(bad),
+    )
+
+
+class _Tensors:
+    """Collected features, as tensors where they are computed with."""
+
+    def __init__(self, collected: Collected, device: torch.device) -> None:
+        self.classes = len(collected.classes)
+        self.train_labels = collected.train.labels
+        train, test = collected.train, collected.measured
+        self.x, self.y = (torch.from_numpy(array).to(device) for array in (train.features, train.labels))
+        self.test_x, self.test_y = (torch.from_numpy(array).to(device) for array in (test.features, test.labels))
+        self.names = collected.classes
+        self.val = collected.val
+        self.device = device
+
+    def accuracy(self, scores: Tensor) -> float:
+        """Return how often the largest score is that of the right class."""
+        return float((scores.argmax(dim=1) == self.test_y).double().mean())
+
+    def chosen_on(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what a setting is fitted on and what it is chosen on; without a val part, a tenth of the examples."""
+        if self.val is not None:
+            x, y = (torch.from_numpy(array).to(self.device) for array in (self.val.features, self.val.labels))
+            return self.x, self.y, x, y
+        fit, choose, _ = split_indices(self.train_labels, seed=0, val=0.1, test=0, classes=self.names)
+        return self.x[fit], self.y[fit], self.x[choose], self.y[choose]
+
+
+def _few_shot(at_hand: _Tensors, shots: int, seeds: int) -> Row:
+    accuracies = []
+    for seed in range(seeds):
+        drawn = draw_examples(at_hand.train_labels, shots, seed)
+        fitted = fit_least_squares(at_hand.x[drawn], at_hand.y[drawn], at_hand.classes)
+        accuracies.append(at_hand.accuracy(fitted.scores(at_hand.test_x)))
+    return Row("fewshot", shots, tuple(accuracies))
+
+
+def _nearest(at_hand: _Tensors, k: int) -> Row:
+    votes = vote(at_hand.x, at_hand.y, at_hand.test_x, at_hand.classes, k=k)
+    return Row("knn", k, (at_hand.accuracy(votes),))
+
+
+def _linear(at_hand: _Tensors, on_progress: Callable[[int, int], None] | None) -> Row:
+    found = choose_linear(*at_hand.chosen_on(), at_hand.classes, on_progress=on_progress)
+    return Row("linear", found.decay, (at_hand.accuracy(found.scores(at_hand.test_x)),))
+
+
+def _settle_shots(plan: Plan, labels: NDArray[np.int64], classes: tuple[str, ...]) -> tuple[tuple[int, ...], list[str]]:
+    """Return the shots for which every class has examples enough, and notes on those for which one has not."""
+    if "fewshot" not in plan.only:
+        return (), []
+    numbers, counts = np.unique(labels, return_counts=True)
+    least = int(counts.min())
+    poor = [classes[number] for number, count in zip(numbers.tolist(), counts.tolist(), strict=True) if count == least]
+    others = f" (and {len(poor) - 1:,} more)" if len(poor) > 1 else ""
+    found = f"class {poor[0]!r}{others} has only {least:,}"
+    if plan.shots is None:
+        notes = [f"{shots} shots are left out: {found} train pictures" for shots in SHOTS if shots > least]
+        return tuple(shots for shots in SHOTS if shots <= least), notes
+    if (most := max(plan.shots)) > least:
+        raise DataError(f"{most} shots need {most} train pictures of every class, but {found}; ask for fewer shots")
+    return plan.shots, []
+
+
+def _settle_k(plan: Plan, examples: int, notes: list[str]) -> tuple[int, ...]:
+    """Return the numbers of neighbours; those that were asked for are checked where they are used."""
+    if plan.k is None and NEIGHBOURS[0] > examples:
+        notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because there are no more train pictures")
+        return (examples,)
+    return NEIGHBOURS if plan.k is None else plan.k
+
+
+def _tuple(numbers: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if numbers is None else tuple(numbers)

@@ -1,0 +1,80 @@
+"""What came of a probe: a row for each protocol and setting."""
+
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, Literal, NamedTuple, get_args
+
+from vitrail.data.batches import BadPicture
+from vitrail.metrics.intervals import Interval, wilson_interval
+
+Method = Literal["fewshot", "knn", "linear"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+class Row(NamedTuple):
+    """One protocol with one setting."""
+
+    method: Method
+    setting: float
+    """The shots, the k, or the decay that was chosen."""
+    accuracies: tuple[float, ...]
+    """One for each seed; a single one where nothing is drawn."""
+
+    @property
+    def mean(self) -> float:
+        """The average over the seeds."""
+        return fmean(self.accuracies)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation over the seeds."""
+        return stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What features are worth. Accuracies go from 0 to 1."""
+
+    rows: tuple[Row, ...]
+    pictures: int
+    """How many pictures accuracy was measured on."""
+    part: str
+    examples: int
+    """How many train pictures there were to draw from."""
+    classes: tuple[str, ...]
+    split: str
+    """Who divided the data: "recorded" (the model's own run), "given" (the data), or "stratified" (drawn here)."""
+    notes: tuple[str, ...]
+    """What was left out, and why."""
+    bad: tuple[BadPicture, ...]
+
+    def interval(self, row: Row) -> Interval | None:
+        """Return the 95% interval of an accuracy that no draw has a part in; None where the spread says more."""
+        if row.spread is not None or row.method == "fewshot":
+            return None
+        return wilson_interval(round(row.mean * self.pictures), self.pictures)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as JSON can hold it."""
+        names = {"fewshot": "shots", "knn": "k", "linear": "decay"}
+        rows = [
+            {
+                "method": row.method,
+                names[row.method]: row.setting,
+                "accuracy": row.mean,
+                "spread": row.spread,
+                "accuracies": list(row.accuracies),
+                "interval": None if (interval := self.interval(row)) is None else list(interval),
+            }
+            for row in self.rows
+        ]
+        return {
+            "probes": rows,
+            "part": self.part,
+            "pictures": self.pictures,
+            "examples": self.examples,
+            "classes": list(self.classes),
+            "split": self.split,
+            "notes": list(self.notes),
+            "bad": [picture._asdict() for picture in self.bad],
+        }

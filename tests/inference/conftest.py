@@ -1,0 +1,48 @@
+"""What the tests of the commands share."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.__main__ import main
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process: importing everything anew would take most of the time."""
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words), "--workers", "0", "--device", "cpu"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Return a folder with ten cats and ten dogs."""
+    for label in ("cat", "dog"):
+        folder = tmp_path / "photos" / label
+        folder.mkdir(parents=True)
+        for number in range(10):
+            noise = np.random.default_rng([number, ord(label[0])]).integers(0, 256, (8, 8), np.uint8)
+            Image.fromarray(noise).save(folder / f"{number}.png")
+    return tmp_path / "photos"

@@ -1,0 +1,246 @@
+"""`vitrail embed`: what is written is what the model says, in every format; memory does not grow; mistakes are told."""
+
+import io
+import json
+import os
+import resource
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from tests.inference.conftest import Run
+
+import vitrail
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.opening import open_source
+from vitrail.errors import CheckpointError, InputError
+from vitrail.inference import feature_files
+from vitrail.inference.features import Kind, Wanted, gather
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
+
+
+def bundle(**fields: Any) -> Bundle:
+    size = {"image_size": 8, "patch_size": 4, "channels": 1, "width": 16, "depth": 2, "heads": 2, "classes": 2}
+    return Bundle(ViT(ViTConfig(**{**size, **fields})), PRE)
+
+
+def read(path: Path) -> tuple[NDArray[Any], list[dict[str, Any]]]:
+    """Read a file the way its reader would, and return the features and what stands beside them."""
+    if path.suffix == ".parquet":
+        table = pq.read_table(path)
+        column, shape = table["features"].combine_chunks(), [len(table)]
+        while pa.types.is_fixed_size_list(column.type):
+            shape.append(column.type.list_size)
+            column = column.flatten()
+        return column.to_numpy().reshape(shape), table.select(["index", "name", "label"]).to_pylist()
+    array = np.load(path) if path.suffix == ".npy" else load_file(path)["features"]
+    beside = path.with_name(path.name + ".jsonl").read_text(encoding="utf-8")
+    return array, [json.loads(line) for line in beside.splitlines()]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
+@pytest.mark.parametrize("kind", ["pooled", "class", "patches", "registers"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_format_gives_back_what_was_computed(
+    suffix: str, kind: Kind, dtype: Any, photos: Path, tmp_path: Path
+) -> None:
+    model, path = bundle(registers=3), tmp_path / "out" / f"x.{suffix}"
+    done = vitrail.embed(model, photos, path, tokens=kind, dtype=dtype, batch=3, workers=0, device="cpu")
+    expected = gather(model, open_source(photos), Wanted(kind), device="cpu", workers=0, batch=3).features
+    found, rows = read(path)
+    assert found.dtype == np.dtype(dtype)
+    assert done.shape == found.shape
+    np.testing.assert_array_equal(found, expected.astype(dtype))
+    assert [row["index"] for row in rows] == list(range(20))
+    assert [row["label"] for row in rows] == ["cat"] * 10 + ["dog"] * 10
+    assert rows[0]["name"] == str(photos / "cat" / "0.png")
+    beside = set() if suffix == "parquet" else {f"x.{suffix}.jsonl"}
+    assert {file.name for file in path.parent.iterdir()} == {f"x.{suffix}"} | beside
+
+
+def test_what_the_features_are_is_written_with_them(photos: Path, tmp_path: Path) -> None:
+    expected = {"tokens": "patches", "layer": 0, "layers": 2, "normalised": True, "raw": False}
+    for name in ("x.parquet", "x.safetensors"):
+        vitrail.embed(
+            bundle(), photos, tmp_path / name, tokens="patches", layer=-2, normalise=True, workers=0, device="cpu"
+        )
+    facts = json.loads(pq.read_schema(tmp_path / "x.parquet").metadata[b"vitrail"])
+    assert facts.items() >= expected.items()
+    assert facts["classes"] == ["cat", "dog"]
+    with safe_open(tmp_path / "x.safetensors", "np") as file:
+        assert json.loads(file.metadata()["vitrail"]) == facts
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
+def test_a_picture_that_cannot_be_read_has_no_row(
+    suffix: str, run: Run, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature_files, "ROW_GROUP", 500)
+    whole = bundle().save("model")
+    assert run("embed", whole, photos, "-o", f"good.{suffix}", "--batch", 4).code == 0
+    (photos / "cat" / "00.png").write_text("no picture")
+    done = run("embed", whole, photos, "-o", f"x.{suffix}", "--batch", 4)
+    assert done.code == 0
+    assert done.out.startswith(f"20 × 16 float32 in x.{suffix}")
+    assert done.err.splitlines()[0] == "1 picture could not be read and left out:"
+    assert done.err.splitlines()[1].startswith(f"  {photos / 'cat' / '00.png'}: ")
+    (good, _), (found, rows) = read(Path(f"good.{suffix}")), read(Path(f"x.{suffix}"))
+    np.testing.assert_allclose(found, good, atol=1e-6)
+    assert [row["index"] for row in rows] == [0, *range(2, 21)]
+
+
+def test_pictures_without_classes(run: Run, photos: Path) -> None:
+    done = run("embed", bundle().save("model"), photos / "cat", "-o", "x.npy", "--normalise", "--tokens", "class")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == "10 × 16 float32 in x.npy; names and labels are in x.npy.jsonl\n"
+    features, rows = read(Path("x.npy"))
+    assert {row["label"] for row in rows} == {None}
+    np.testing.assert_allclose(np.linalg.norm(features, axis=1), 1, atol=1e-6)
+
+
+def test_parts_and_the_default_name(run: Run) -> None:
+    model = bundle().save("model")
+    assert "179 × 2 × 2" not in run("embed", model, "digits", "--part", "test", "--tokens", "patches").out
+    features, rows = read(Path("features.parquet"))
+    assert features.shape == (179, 4, 16)
+    assert {row["label"] for row in rows} == set("0123456789")
+    done = run("embed", model, "digits", "--part", "test")
+    assert (done.code, done.out) == (2, "")
+    assert "features.parquet exists already; choose another name, or replace it with --overwrite" in done.err
+    assert run("embed", model, "digits", "--part", "test", "--overwrite", "--layer", 0).code == 0
+    assert read(Path("features.parquet"))[0].shape == (179, 16)
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux says how much memory is in use")
+@pytest.mark.parametrize(
+    ("suffix", "pictures"),
+    [
+        ("parquet", 3000),
+        pytest.param("parquet", 10_000, marks=pytest.mark.slow),
+        pytest.param("npy", 10_000, marks=pytest.mark.slow),
+        pytest.param("safetensors", 10_000, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_does_not_grow_with_the_pictures(
+    suffix: str, pictures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(feature_files, "ROW_GROUP", 2**20)
+    picture = io.BytesIO()
+    Image.new("L", (4, 4), 100).save(picture, "PNG")
+    with tarfile.open(tmp_path / "pictures.tar", "w") as tar:
+        for number in range(pictures):
+            entry = tarfile.TarInfo(f"{number:06d}.png")
+            entry.size = len(picture.getvalue())
+            tar.addfile(entry, io.BytesIO(picture.getvalue()))
+    # A wide vector from a tiny model: the features of 2,000 pictures are 32 MB.
+    model = ViT(ViTConfig(image_size=4, patch_size=4, channels=1, width=8, depth=1, heads=1, representation=4096))
+    tiny = Bundle(model, PRE.replace(size=(4, 4)))
+    held: dict[int, int] = {}
+
+    def look(done: int, total: int) -> None:
+        if not done % 1000:
+            held[done] = resident()
+
+    path = tmp_path / f"x.{suffix}"
+    done = vitrail.embed(tiny, tmp_path / "pictures.tar", path, batch=50, workers=0, device="cpu", on_progress=look)
+    assert done.shape == (pictures, 4096)
+    assert max(held.values()) - held[1000] < 12_000_000, held
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_not_ours(run: Run, photos: Path) -> None:
+    Path("locked").mkdir(mode=0o555)
+    done = run("embed", bundle().save("model"), photos, "-o", "locked/x.npy")
+    assert (done.code, done.out) == (2, "")
+    assert "locked/x.npy cannot be written: you may not write to " in done.err
+
+
+def test_numbers_too_large_for_half_precision(photos: Path, tmp_path: Path) -> None:
+    model = bundle()
+    with torch.no_grad():
+        model.model.norm.bias.fill_(1e5)
+    with pytest.raises(
+        InputError, match=r"the features of .*0\.png reach 1e\+05, which float16 cannot hold; write float"
+    ):
+        vitrail.embed(model, photos, tmp_path / "x.npy", dtype="float16", workers=0, device="cpu")
+    assert not list(tmp_path.glob("*x.npy*"))
+
+
+def test_a_disk_that_is_full(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vitrail.inference.feature_files._Npy.add", refuse)
+    for name in ("x.npy", "x.safetensors"):
+        with pytest.raises(CheckpointError, match=f"{name} could not be written: No space left on device; nothing was"):
+            vitrail.embed(bundle(), photos, tmp_path / name, workers=0, device="cpu")
+    assert {file.name for file in tmp_path.iterdir()} == {"photos"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("-o", "x.csv"),
+            "features cannot be written to x.csv; give a file that ends with .parquet, .npy, .safetensors",
+        ),
+        (("-o", "file/x.npy"), "/file is a file; choose another folder"),
+        (("-o", "folder.npy"), "folder.npy is a folder, and what would be written is a file"),
+        (("-o", "beside.npy"), "beside.npy.jsonl exists already"),
+        (("--layer", "2"), "layer 2 does not exist: this model has layers 0 to 1 (or -1 for the last)"),
+        (("--layer", "-3"), "layer -3 does not exist: this model has layers 0 to 1"),
+        (("--tokens", "class"), "this model has no class token; choose pooled or patches"),
+        (
+            ("--tokens", "pooling"),
+            "no features are called 'pooling'; choose pooled, class, patches, registers; did you",
+        ),
+        (("--raw",), "raw features are tokens as they leave a layer"),
+        (("--dtype", "int8"), "features are written as float32 or float16, not as 'int8'"),
+        (("--part", "tset"), "no part is called 'tset'"),
+        (("--part", "test"), "too few"),
+        (("--precision", "int3"), "no precision is called 'int3'"),
+    ],
+)
+def test_mistakes(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
+    Path("file").write_text("")
+    Path("folder.npy").mkdir()
+    Path("beside.npy.jsonl").write_text("mine")
+    for number in range(2, 10):
+        (photos / "cat" / f"{number}.png").unlink()
+    model = bundle(class_token="none", pool="mean").save("model")
+    done = run("embed", model, photos, *options)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert len(done.err.splitlines()) == 1
+    assert Path("beside.npy.jsonl").read_text() == "mine"
+
+
+def test_what_cannot_be_opened(run: Run, photos: Path) -> None:
+    model = bundle().save("model")
+    Path("empty").mkdir()
+    for words in (("nowhere", photos), (model, "nowhere"), (model, "empty")):
+        done = run("embed", *words, "-o", "x.npy")
+        assert (done.code, done.out) == (2, "")
+        assert "nowhere" in done.err or "empty has no pictures" in done.err
+        assert len(done.err.splitlines()) == 1
+    assert not Path("x.npy").exists()

@@ -1,0 +1,200 @@
+"""Features beside timm's and transformers', on the same weights; and beside the model's own trace."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.test_peers import SMALL, timm_vit
+from tests.peers import import_peer, relative_error, scramble
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.source import Arrays
+from vitrail.data.sources.splits import part_of
+from vitrail.errors import ConfigError, DataError, Diverged, InputError
+from vitrail.inference.features import KINDS, Kind, Wanted, feature_batches, gather
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+TOLERANCE = 1e-5
+PRE = Preprocess(size=(32, 32))
+
+
+def pictures(count: int = 5, size: int = 32) -> Arrays:
+    noise = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
+    return Arrays(noise, np.arange(count) % 2, ("a", "b"))
+
+
+class Damaged(Arrays):
+    """Two pictures are none."""
+
+    def read(self, index: int) -> Any:
+        return b"no picture" if index in (2, 3) else super().read(index)
+
+
+def bundle(**fields: Any) -> Bundle:
+    model = ViT(ViTConfig(**{**SMALL, **fields}))
+    scramble(model)
+    return Bundle(model, PRE)
+
+
+def normalised(source: Arrays) -> torch.Tensor:
+    pixels = torch.from_numpy(np.stack([source.read(i) for i in range(len(source))])).permute(0, 3, 1, 2)
+    return PRE.normalise(pixels)
+
+
+def features(model: Bundle, kind: Kind = "pooled", **wanted: Any) -> torch.Tensor:
+    found = gather(model, pictures(), Wanted(kind, **wanted), device="cpu", workers=0, batch=2)
+    return torch.from_numpy(found.features)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        pytest.param({}, {}, id="cls"),
+        pytest.param({"global_pool": "avg"}, {"pool": "mean", "final_norm": "after_pool"}, id="gap"),
+        pytest.param({"global_pool": "map", "class_token": False}, {"pool": "map", "class_token": "none"}, id="map"),
+        pytest.param({"reg_tokens": 2}, {"registers": 2, "position_covers": "all"}, id="registers"),
+    ],
+)
+@torch.no_grad()
+def test_timm(options: dict[str, Any], fields: dict[str, Any]) -> None:
+    peer = timm_vit(**options)
+    ours = ViT(ViTConfig(**{**SMALL, **fields}))
+    ours.load_state_dict(peer.state_dict())
+    model, x = Bundle(ours, PRE), normalised(pictures())
+    tokens = peer.forward_features(x)
+    pooled = peer.forward_head(tokens, pre_logits=True)
+    assert relative_error(features(model), pooled) <= TOLERANCE
+    special = tokens.shape[1] - 16
+    assert relative_error(features(model, "patches"), tokens[:, special:]) <= TOLERANCE
+    if ours.config.class_token != "none":
+        assert relative_error(features(model, "class"), tokens[:, 0]) <= TOLERANCE
+    if ours.config.registers:
+        assert relative_error(features(model, "registers"), tokens[:, 1:3]) <= TOLERANCE
+
+
+@torch.no_grad()
+def test_transformers(tmp_path: Path) -> None:
+    peers = import_peer("transformers")
+    size = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3}
+    peer = scramble(peers.ViTForImageClassification(peers.ViTConfig(**size, intermediate_size=192, num_labels=7)))
+    peer.save_pretrained(tmp_path)
+    hidden = peer.vit(normalised(pictures())).last_hidden_state
+    model = Bundle(load(tmp_path).model, PRE)
+    assert relative_error(features(model, "class"), hidden[:, 0]) <= TOLERANCE
+    assert relative_error(features(model, "patches"), hidden[:, 1:]) <= TOLERANCE
+    assert relative_error(features(model), hidden[:, 0]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("class_token", ["first", "last"])
+@torch.no_grad()
+def test_every_layer_is_what_the_trace_shows(class_token: str) -> None:
+    model = bundle(class_token=class_token, registers=2)
+    vit, layout = model.model.eval(), model.model.config.layout
+    traced = vit.trace(normalised(pictures()), tokens=range(3)).tokens
+    places: dict[Kind, Any] = {
+        "class": layout.class_token,
+        "patches": layout.patches,
+        "registers": layout.registers,
+    }
+    for kind, place in places.items():
+        for layer in range(3):
+            raw = traced[layer][:, place]
+            torch.testing.assert_close(features(model, kind, layer=layer, raw=True), raw)
+            torch.testing.assert_close(features(model, kind, layer=layer - 3), vit.norm(raw))
+        torch.testing.assert_close(features(model, kind), features(model, kind, layer=2))
+        torch.testing.assert_close(features(model, kind, raw=True), traced[2][:, place])
+    for layer in range(3):
+        torch.testing.assert_close(features(model, layer=layer), features(model, "class", layer=layer))
+
+
+def test_pooled_is_what_the_head_sees() -> None:
+    model = bundle(pool="mean", representation=20)
+    pooled = features(model)
+    assert pooled.shape == (5, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(model.model.head(pooled), model.model.eval()(normalised(pictures())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_normalised(kind: Kind) -> None:
+    model = bundle(registers=2)
+    plain, unit = features(model, kind), features(model, kind, normalise=True)
+    assert plain.shape[1:] == Wanted(kind).shape(model.model.config)
+    torch.testing.assert_close(unit.norm(dim=-1), torch.ones(unit.shape[:-1]))
+    torch.testing.assert_close(unit * plain.norm(dim=-1, keepdim=True), plain)
+
+
+def test_half_precision_is_near() -> None:
+    model = bundle()
+    low = gather(model, pictures(), device="cpu", workers=0, precision="bf16").features
+    assert relative_error(torch.from_numpy(low), features(model)) < 0.05
+    assert low.dtype == np.float32
+
+
+def test_order_labels_and_bad_pictures() -> None:
+    source = pictures(7)
+    broken = Damaged(source.pictures, source.labels, source.classes)
+    model = bundle(mlp_dropout=0.5)
+    model.model.train()
+    steps: list[tuple[int, int]] = []
+    batches = list(
+        feature_batches(
+            model,
+            broken,
+            Wanted(),
+            device="cpu",
+            workers=0,
+            batch=2,
+            on_progress=lambda *step: steps.append(step),
+        )
+    )
+    assert model.model.training
+    assert not torch.is_inference_mode_enabled()
+    assert [batch.indices.tolist() for batch in batches] == [[0, 1], [], [4, 5], [6]]
+    assert [batch.features.shape for batch in batches] == [(2, 48), (0, 48), (2, 48), (1, 48)]
+    assert [picture.name for batch in batches for picture in batch.bad] == ["picture 2", "picture 3"]
+    assert steps == [(2, 7), (4, 7), (6, 7), (7, 7)]
+    whole = gather(model, broken, device="cpu", workers=0)
+    np.testing.assert_array_equal(whole.labels, source.labels[[0, 1, 4, 5, 6]])
+    expected = gather(model, source, device="cpu", workers=0).features[[0, 1, 4, 5, 6]]
+    np.testing.assert_allclose(whole.features, expected, atol=1e-5)
+    with pytest.raises(DataError, match=r"none of the 2 can be read; the first, picture 2: "):
+        gather(model, part_of(broken, np.array([2, 3])), device="cpu", workers=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted", "message"),
+    [
+        (
+            {},
+            {"tokens": "patchs"},
+            "no features are called 'patchs'; choose pooled, class, patches, registers; did you",
+        ),
+        ({"class_token": "none", "pool": "mean"}, {"tokens": "class"}, "has no class token; choose pooled or patches$"),
+        ({}, {"tokens": "registers"}, "has no registers; choose pooled or class or patches$"),
+        ({"pool": "none"}, {}, "does not pool its tokens; choose class or patches$"),
+        ({}, {"raw": True}, "raw features are tokens as they leave a layer"),
+    ],
+)
+def test_what_a_model_does_not_have(fields: dict[str, Any], wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        gather(bundle(**fields), pictures(), Wanted(**wanted), device="cpu", workers=0)
+
+
+@pytest.mark.parametrize("layer", [3, -4])
+def test_a_layer_that_is_not_there(layer: int) -> None:
+    with pytest.raises(InputError, match=f"layer {layer} does not exist: this model has layers 0 to 2"):
+        features(bundle(), layer=layer)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    model = bundle()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(Diverged, match="picture 0 is not a finite number"):
+        features(model, "patches")

@@ -1,0 +1,220 @@
+"""`vitrail probe`: the three protocols on real pictures, and what it says to data that does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.inference.conftest import Run
+
+import vitrail
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.opening import open_data
+from vitrail.errors import ConfigError
+from vitrail.inference.features import Features
+from vitrail.inference.fewshot import draw_examples, fit_least_squares
+from vitrail.inference.probe import Collected, Plan, measure
+from vitrail.inference.probed import Probed, Row
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
+
+
+def bundle(**fields: Any) -> Bundle:
+    size = {"image_size": 8, "patch_size": 2, "channels": 1, "width": 32, "depth": 1, "heads": 2, "classes": 10}
+    return Bundle(ViT(ViTConfig(**{**size, "pool": "mean", **fields})), PRE)
+
+
+def accuracy(found: Probed, method: str, setting: float | None = None) -> float:
+    rows = [row for row in found.rows if row.method == method and setting in (None, row.setting)]
+    assert len(rows) == 1
+    return rows[0].mean
+
+
+def test_a_random_model_on_the_digits() -> None:
+    found = vitrail.probe(bundle(), "digits", k=(1, 20), workers=0, device="cpu")
+    assert [(row.method, row.setting) for row in found.rows[:-1]] == [
+        *(("fewshot", shots) for shots in (1, 5, 10, 25)),
+        ("knn", 1),
+        ("knn", 20),
+    ]
+    assert (found.pictures, found.examples, found.split, found.notes) == (179, 1439, "stratified", ())
+    # Random features of a linear kind keep much of a digit: well above the 10% of chance.
+    assert accuracy(found, "fewshot", 25) > max(0.25, accuracy(found, "fewshot", 1))
+    assert accuracy(found, "knn", 20) > 0.35
+    assert accuracy(found, "linear") > 0.45
+    assert all(len(row.accuracies) == (3 if row.method == "fewshot" else 1) for row in found.rows)
+
+
+@pytest.mark.slow
+def test_training_makes_features_better(tmp_path: Path) -> None:
+    changes = [
+        "epochs=25",
+        "evaluations=2",
+        "model.width=48",
+        "model.depth=2",
+        "model.heads=2",
+        "model.patch_size=2",
+        "model.image_size=8",
+        "optimizer.lr=2e-3",
+    ]
+    run = vitrail.train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    trained = vitrail.probe(tmp_path / "run" / "best", "digits", workers=0, device="cpu")
+    assert trained.split == "recorded"
+    fresh = Bundle(ViT(run.bundle.model.config), run.bundle.preprocess)
+    random = vitrail.probe(fresh, "digits", workers=0, device="cpu")
+    for before, after in zip(random.rows, trained.rows, strict=True):
+        assert after.mean > before.mean, (before, after)
+    assert accuracy(trained, "fewshot", 25) > accuracy(random, "fewshot", 25) + 0.2
+
+
+def test_the_rows_are_the_protocols_and_nothing_else() -> None:
+    """Few-shot accuracy is that of the draws of seeds 0, 1, 2, fitted and counted by hand."""
+    random = np.random.default_rng(0)
+    labels = np.arange(120) % 4
+    features = (random.normal(size=(4, 10))[labels] + random.normal(size=(120, 10))).astype(np.float32)
+    train, test = (Features(features[part], labels[part], np.arange(60), ()) for part in (slice(0, 60), slice(60, 120)))
+    collected = Collected(train, None, test, ("a", "b", "c", "d"), "given")
+    found = measure(collected, Plan(shots=(3,), seeds=4, k=(5,)), device="cpu")
+    expected = []
+    for seed in range(4):
+        drawn = draw_examples(train.labels, 3, seed)
+        fitted = fit_least_squares(torch.from_numpy(train.features[drawn]), torch.from_numpy(train.labels[drawn]), 4)
+        answers = fitted.scores(torch.from_numpy(test.features)).argmax(dim=1).numpy()
+        expected.append((answers == test.labels).mean())
+    row = found.rows[0]
+    np.testing.assert_allclose(row.accuracies, expected)
+    assert row.mean == pytest.approx(np.mean(expected))
+    assert row.spread == pytest.approx(np.std(expected, ddof=1))
+    assert found.interval(row) is None
+    interval = found.interval(found.rows[1])
+    assert interval is not None
+    assert interval.low < found.rows[1].mean < interval.high
+    assert Row("fewshot", 1, (0.5,)).spread is None
+
+
+def test_the_command(run: Run) -> None:
+    model = bundle().save("model")
+    done = run("probe", model, "digits", "--only", "knn,fewshot", "--k", "10,20", "--shots", "2", "--seeds", 2)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0] == "179 test pictures and 1,439 train pictures of 10 classes, in parts drawn from the data."
+    assert [line.split("  ")[0] for line in lines[2:]] == ["few-shot", "k-NN", "k-NN"]
+    assert "±" in lines[2]
+    found = json.loads(run("probe", model, "digits", "--only", "fewshot", "--shots", "2", "--seeds", 2, "--json").out)
+    (row,) = found["probes"]
+    assert (row["method"], row["shots"], len(row["accuracies"]), row["interval"]) == ("fewshot", 2, 2, None)
+    assert f"{100 * row['accuracy']:.1f}%" in lines[2]
+    assert (found["pictures"], found["examples"], found["bad"]) == (179, 1439, [])
+
+
+def test_another_layer_has_other_features(run: Run) -> None:
+    model = bundle(depth=2).save("model")
+    whole, first, last = (
+        json.loads(run("probe", model, "digits", "--only", "knn", "--json", *layer).out)["probes"][0]["accuracy"]
+        for layer in ((), ("--layer", "0"), ("--layer", "-1"))
+    )
+    assert whole == last != first
+
+
+def test_few_pictures(run: Run, photos: Path) -> None:
+    """The usual shots that are not possible are left out, and so are neighbours that there are not."""
+    (photos / "cat" / "bad.png").write_text("no picture")
+    done = run("probe", bundle().save("model"), photos)
+    assert (done.code, done.err) == (0, "")
+    assert "few-shot  5 shots" in done.out
+    assert "few-shot  10 shots" not in done.out
+    assert "25 shots are left out: class 'cat' (and 1 more) has only 8 train pictures." in done.out
+    assert "K is 16 instead of 20, because there are no more train pictures." in done.out
+    assert "1 more could not be read:" in done.out
+    assert "bad.png" in done.out
+
+
+def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
+    for part in ("train", "val"):
+        Path("parted", part).mkdir(parents=True)
+    for label in ("cat", "dog"):
+        (photos / label).rename(Path("parted", "train", label))
+        Path("parted", "val", label).mkdir()
+        for number in range(3):
+            Image.new("L", (8, 8), 20 * number).save(Path("parted", "val", label, f"{number}.png"))
+    model = bundle().save("model")
+    done = run("probe", model, "parted")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == (
+        "vitrail: parted has no test part for accuracy to be measured on; measure on its val part with --part val "
+        "(part='val')\n"
+    )
+    done = run("probe", model, "parted", "--part", "val")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("6 val pictures and 20 train pictures of 2 classes, in the parts that the data names.")
+    assert "linear" in done.out
+
+
+def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
+    model = bundle().save(Path("run", "best"))
+    Path("run", "split.json").write_text(json.dumps(open_data(photos, seed=5, val=0.2, test=0.3).split))
+    done = run("probe", model, photos, "--only", "fewshot")
+    assert done.out.startswith(
+        "6 test pictures and 10 train pictures of 2 classes, in the parts of the model's own run."
+    )
+    assert "in parts drawn from the data." in run("probe", model, "digits", "--only", "knn").out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shots", "1,9"), "9 shots need 9 train pictures of every class, but class 'cat' has only 4; ask for fewer"),
+        (("--shots", "five"), "'five' should be whole numbers, such as 1,5,10"),
+        (("--shots", "0"), "shots is 0; it should be 1 or more"),
+        (("--k", "500"), "k is 500; it should be from 1 to 12, the number of examples"),
+        (("--k", "-1"), "'-1' should be whole numbers"),
+        (("--seeds", "0"), "--seeds"),
+        (
+            ("--only", "knn,fewshots"),
+            "no probe is called 'fewshots'; choose fewshot, knn, linear; did you mean 'fewshot'?",
+        ),
+        (("--only", ","), "only is empty"),
+        (("--part", "train"), "a probe is measured on the test or the val part, not on 'train'"),
+        (("--layer", "1"), "layer 1 does not exist: this model has layers 0 to 0"),
+        (("--precision", "int3"), "no precision is called 'int3'"),
+    ],
+)
+def test_mistakes(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
+    for number in range(4):
+        (photos / "cat" / f"{number}.png").unlink()
+    done = run("probe", bundle().save("model"), photos, *options)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_data_that_cannot_be_probed(run: Run, photos: Path) -> None:
+    model = bundle().save("model")
+    for words, message in (
+        (("nowhere", photos), "nowhere"),
+        ((model, "nowhere"), "there is no nowhere"),
+        ((model, photos / "cat"), "no class folders"),
+    ):
+        done = run("probe", *words)
+        assert (done.code, done.out) == (2, "")
+        assert message in done.err
+        assert len(done.err.splitlines()) == 1
+    for file in (photos / "dog").iterdir():
+        file.unlink()
+    (photos / "dog").rmdir()
+    done = run("probe", model, photos)
+    assert done.code == 2
+    assert "has only one class, 'cat'" in done.err
+
+
+def test_a_plan_says_what_is_wrong_with_it() -> None:
+    with pytest.raises(ConfigError, match="seeds is 0; it should be 1 or more"):
+        Plan(seeds=0)
+    with pytest.raises(ConfigError, match="shots is empty"):
+        Plan(shots=())
