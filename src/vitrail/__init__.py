@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import convert, create, describe, load, sweep, train
+    from vitrail.api import convert, create, describe, export, load, sweep, train
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
@@ -35,6 +35,7 @@ __all__ = [
     "convert",
     "create",
     "describe",
+    "export",
     "load",
     "sweep",
     "train",
@@ -45,6 +46,7 @@ _HOME = {
     "Bundle": "vitrail.checkpoints.bundle",
     "Preprocess": "vitrail.data.preprocess",
     "convert": "vitrail.api",
+    "export": "vitrail.api",
     "load": "vitrail.api",
     "sweep": "vitrail.api",
     "train": "vitrail.api",

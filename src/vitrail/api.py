@@ -7,6 +7,7 @@ import torch
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError
+from vitrail.exporting import Export, export
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_picture, stages
@@ -15,7 +16,20 @@ from vitrail.models.vit import ViT
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run, train
 
-__all__ = ["Conversion", "Description", "Run", "Sweep", "convert", "create", "describe", "load", "sweep", "train"]
+__all__ = [
+    "Conversion",
+    "Description",
+    "Export",
+    "Run",
+    "Sweep",
+    "convert",
+    "create",
+    "describe",
+    "export",
+    "load",
+    "sweep",
+    "train",
+]
 
 LARGE = 150_000_000
 """A model of more parameters is described without computing anything, because drawing its weights takes long."""

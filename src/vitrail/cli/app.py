@@ -5,9 +5,11 @@ from typing import Annotated
 import typer
 
 from vitrail._version import __version__
+from vitrail.cli.bench import bench
 from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.eval import eval
+from vitrail.cli.export import export
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
 from vitrail.cli.train import train
@@ -38,5 +40,5 @@ def _root(
     pass
 
 
-for command in (train, eval, check, inspect, convert, models):
+for command in (train, eval, export, bench, check, inspect, convert, models):
     app.command()(command)
