@@ -11,7 +11,7 @@ from torch import Tensor
 from vitrail._version import __version__
 from vitrail.acceleration.export.check import TOLERANCE, Check, check_answers
 from vitrail.acceleration.export.graph import BATCH, INPUT, Graph, output_name, trace
-from vitrail.acceleration.export.onnx import OPSET, OnnxFile, onnx_program, write_onnx
+from vitrail.acceleration.export.onnx import OPSET, OnnxFile, check_opset, onnx_program, write_onnx
 from vitrail.acceleration.export.openvino import Compiled, openvino_model, write_openvino
 from vitrail.acceleration.export.torch_export import Archive, write_archive
 from vitrail.acceleration.packages import require
@@ -98,13 +98,14 @@ def _check_request(target: Path, to: str, opset: int | None, overwrite: bool) ->
     """Refuse before anything is computed; return where to write."""
     if to not in get_args(Form):
         raise ConfigError(
-            f"nothing can be exported to {to!r}{suggest(to, get_args(Form))}; choose onnx, torch or openvino"
+            f"nothing can be exported to {to!r}; choose onnx, torch or openvino{suggest(to, get_args(Form))}"
         )
     form: Form = to  # type: ignore[assignment]
     if target.suffix.lower() != SUFFIXES[form]:
         raise CheckpointError(f"{to} is written as a file that ends in {SUFFIXES[form]}, and {target.name!r} does not")
     if opset is not None and to == "torch":
         raise ConfigError("an opset is ONNX's; leave --opset out for torch")
+    check_opset(OPSET if opset is None else opset)
     for file in (target, *_beside(target, form)):
         if os.path.lexists(file) and not overwrite:
             raise CheckpointError(

@@ -62,7 +62,7 @@ def _known(words: list[str] | None, valid: tuple[Word, ...], what: str) -> list[
     for word in words or ():
         if word not in valid:
             names = [str(name) for name in valid]
-            raise ConfigError(f"no {what} is called {word!r}{suggest(word, names)}; there are {', '.join(names)}")
+            raise ConfigError(f"no {what} is called {word!r}; there are {', '.join(names)}{suggest(word, names)}")
     return [word for word in valid if not words or word in words]
 
 

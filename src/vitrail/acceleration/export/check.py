@@ -14,7 +14,11 @@ from vitrail.errors import CheckpointError
 BATCHES = (1, 2, 8, 21)
 """Sizes of the batches asked; none is the one that was traced."""
 TOLERANCE = 1e-4
-"""How much the answers may differ, as a share of the largest one, before they count as wrong."""
+"""How much the answers may differ, as a share of the largest one, before they count as wrong.
+
+Rounding makes about 2e-6 with random weights; the room is for trained models, whose numbers are less even. So a wrong
+graph is found, and a weight that is doubled, but a single weight that is off by a hundredth can stay below it.
+"""
 
 
 class Check(NamedTuple):

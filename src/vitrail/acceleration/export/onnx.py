@@ -24,8 +24,7 @@ def onnx_program(
     program: ExportedProgram, output: str, opset: int = OPSET, *, extra: Extra = "onnx"
 ) -> torch.onnx.ONNXProgram:
     """Turn a traced graph into ONNX."""
-    if opset not in OPSETS:
-        raise ConfigError(f"opset is {opset}; choose one from {OPSETS.start} to {OPSETS.stop - 1}")
+    check_opset(opset)
     for package in ("onnx", "onnxscript"):
         require(package, extra)
     try:
@@ -44,6 +43,12 @@ def onnx_program(
     if made is None:
         raise CheckpointError("this model cannot be written as ONNX; torch gave no reason")
     return made
+
+
+def check_opset(opset: int) -> None:
+    """Refuse a version of the operators that torch does not write."""
+    if opset not in OPSETS:
+        raise ConfigError(f"opset is {opset}; choose one from {OPSETS.start} to {OPSETS.stop - 1}")
 
 
 def write_onnx(made: torch.onnx.ONNXProgram, path: Path, metadata: Mapping[str, str] | None = None) -> None:
