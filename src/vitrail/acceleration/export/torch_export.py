@@ -1,5 +1,6 @@
 """The graph as an archive of torch.export, which opens without this package."""
 
+import io
 from pathlib import Path
 
 import torch
@@ -10,12 +11,11 @@ from vitrail.acceleration.packages import quiet
 
 
 def write_archive(program: ExportedProgram, path: Path) -> None:
-    """Write a traced graph."""
-    try:
-        with quiet():
-            torch.export.save(program, path)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(str(error).split("\n", 1)[0]) from None
+    """Write a traced graph, by way of memory: where the disk is full, torch's own writer ends the whole process."""
+    held = io.BytesIO()
+    with quiet():
+        torch.export.save(program, held)
+    path.write_bytes(held.getbuffer())
 
 
 class Archive:
