@@ -23,6 +23,7 @@ LAYER = {
     "checkpoints": 3,
     "acceleration": 3,
     "evaluation": 4,
+    "exporting": 4,
     "training": 5,
     "inference": 5,
     "explanations": 5,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import convert, create, describe, embed, load, probe, sweep, train
+    from vitrail.api import convert, create, describe, embed, export, load, probe, sweep, train
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
@@ -36,6 +36,7 @@ __all__ = [
     "create",
     "describe",
     "embed",
+    "export",
     "load",
     "probe",
     "sweep",
@@ -48,6 +49,7 @@ _HOME = {
     "Preprocess": "vitrail.data.preprocess",
     "convert": "vitrail.api",
     "embed": "vitrail.api",
+    "export": "vitrail.api",
     "load": "vitrail.api",
     "probe": "vitrail.api",
     "sweep": "vitrail.api",

@@ -7,6 +7,7 @@ import torch
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError
+from vitrail.exporting import Export, export
 from vitrail.inference.embed import Embedded, embed
 from vitrail.inference.probe import probe
 from vitrail.inference.probed import Probed
@@ -22,6 +23,7 @@ __all__ = [
     "Conversion",
     "Description",
     "Embedded",
+    "Export",
     "Probed",
     "Run",
     "Sweep",
@@ -29,6 +31,7 @@ __all__ = [
     "create",
     "describe",
     "embed",
+    "export",
     "load",
     "probe",
     "sweep",

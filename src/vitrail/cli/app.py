@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from vitrail._version import __version__
+from vitrail.cli.bench import bench
 from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.embed import embed
 from vitrail.cli.eval import eval
+from vitrail.cli.export import export
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
 from vitrail.cli.probe import probe
@@ -40,5 +42,5 @@ def _root(
     pass
 
 
-for command in (train, eval, embed, probe, check, inspect, convert, models):
+for command in (train, eval, embed, probe, export, bench, check, inspect, convert, models):
     app.command()(command)

@@ -1,0 +1,1 @@
+"""A model as a graph that other runtimes can open: ONNX, torch.export, OpenVINO."""

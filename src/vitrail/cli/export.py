@@ -1,0 +1,46 @@
+"""`vitrail export`: a model as a file for another runtime."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    output: Annotated[Path, typer.Argument(help="The file to write: .onnx, .pt2 (torch) or .xml (openvino).")],
+    to: Annotated[str, typer.Option(help="onnx, torch (an archive of torch.export), or openvino.")] = "onnx",
+    preprocess: Annotated[
+        bool, typer.Option("--preprocess", help="Put normalisation into the graph: it takes pixels 0…255, uint8.")
+    ] = False,
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="The graph takes pictures as (batch, height, width, channels).")
+    ] = False,
+    opset: Annotated[int | None, typer.Option(help="The version of ONNX's operators.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+) -> None:
+    """Write a model as a graph for another runtime, open what was written, and compare the answers."""
+    from vitrail.exporting import export as run
+
+    done = run(
+        bundle,
+        output,
+        to=to,  # type: ignore[arg-type]
+        preprocess=preprocess,
+        channels_last=channels_last,
+        opset=opset,
+        overwrite=overwrite,
+    )
+    taken = done.metadata["input"]
+    shape = " × ".join(map(str, taken["shape"]))
+    for file in done.files:
+        typer.echo(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
+    typer.echo(f"takes {taken['name']}, {shape}, {taken['type']}; gives {done.metadata['output']}")
+    check = done.check
+    typer.echo(
+        f"checked on {check.pictures} random pictures: {done.metadata['output']} differ by at most {check.logits:.1e} "
+        f"({check.relative:.1e} of the largest), probabilities by {check.probabilities:.1e}; the first answer is the "
+        f"same for {check.same_top1} of {check.pictures}"
+    )
+    if not check.varied:
+        typer.echo("note: the model answers the same to every picture, so the check shows little; is its head trained?")

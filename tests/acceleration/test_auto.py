@@ -1,0 +1,159 @@
+"""Which precision is taken, and the sentence that says why."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.acceleration.tiny import CPU, bundle, pixels
+from torch import Tensor
+
+from vitrail.acceleration import auto
+from vitrail.acceleration.auto import settle_precision
+from vitrail.acceleration.engine import Engine, Kind, open_engine
+from vitrail.errors import ConfigError
+from vitrail.runtime import Precision
+
+
+class Fake:
+    """Answers what it was told to, as slowly as it was told to."""
+
+    kind: Kind = "torch"
+
+    def __init__(self, precision: Precision, answers: Tensor, seconds: float) -> None:
+        self.precision, self.answers, self.seconds = precision, answers, seconds
+        self.asked = 0
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        self.asked += len(pixels)
+        return self.answers[pixels[:, 0, 0, 0].long()]  # the first pixel is the picture's number
+
+
+def numbered(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
+
+
+def opener(exact: Tensor, quick: Tensor, seconds: tuple[float, float] = (0.02, 0.001)) -> Callable[[Precision], Fake]:
+    made = {"float32": Fake("float32", exact, seconds[0]), "bf16": Fake("bf16", quick, seconds[1])}
+    return lambda precision: made[precision]
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that is faster in bf16."""
+    monkeypatch.setattr(auto, "faster_in_bf16", lambda device: True)
+
+
+LOGITS = torch.randn(100, 5, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def swapped(number: int) -> Tensor:
+    """The same answers, but for one picture whose best two change places by a hair."""
+    logits = LOGITS.clone()
+    first, second = logits[number].topk(2).indices
+    logits[number, second] = logits[number, first] + 1e-3
+    return logits
+
+
+def near_tie() -> Tensor:
+    logits = LOGITS.clone()
+    logits[3] = torch.tensor([2.0, 1.9999, 0.0, 0.0, 0.0])
+    return logits
+
+
+def turned() -> Tensor:
+    logits = near_tie()
+    logits[3, 1] = 2.0001
+    return logits
+
+
+@pytest.mark.usefixtures("fast")
+def test_bf16_is_taken_where_nothing_changes() -> None:
+    engine, why = settle_precision(opener(LOGITS, LOGITS + 0.001 * torch.randn(100, 5)), numbered(100), CPU)
+    assert engine.precision == "bf16"
+    assert "times as fast here; the first 64 pictures get the same answers, probabilities within 0.00" in why
+    assert why.startswith("bf16: ")
+    assert float(why.split()[1]) > 1.1
+    assert isinstance(engine, Fake)
+    assert engine.asked == 16 + 64  # no more than the first 64, and a chunk to warm up
+
+
+@pytest.mark.usefixtures("fast")
+def test_one_answer_that_turns_is_enough() -> None:
+    engine, why = settle_precision(opener(near_tie(), turned()), numbered(64), CPU)
+    assert (engine.precision, why) == ("float32", "float32: bf16 would answer 1 of the first 64 pictures differently")
+
+
+@pytest.mark.usefixtures("fast")
+def test_what_turns_after_the_first_64_is_not_seen() -> None:
+    assert settle_precision(opener(LOGITS, swapped(64)), numbered(100), CPU)[0].precision == "bf16"
+    assert settle_precision(opener(LOGITS, swapped(63)), numbered(100), CPU)[0].precision == "float32"
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(("share", "taken"), [(0.019, "bf16"), (0.021, "float32")])
+def test_probabilities_may_change_by_two_hundredths(share: float, taken: str) -> None:
+    exact = LOGITS.softmax(dim=1).log()
+    exact[7] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.05]).log()
+    quick = exact.clone()
+    quick[7] = torch.tensor([0.5 + share, 0.3 - share, 0.1, 0.05, 0.05]).log()
+    engine, why = settle_precision(opener(exact, quick), numbered(64), CPU)
+    assert engine.precision == taken
+    if taken == "float32":
+        assert why == "float32: bf16 would change a probability of the first 64 pictures by 0.021"
+
+
+@pytest.mark.usefixtures("fast")
+def test_what_is_not_faster_is_not_taken() -> None:
+    engine, why = settle_precision(opener(LOGITS, LOGITS, (0.001, 0.02)), numbered(64), CPU)
+    assert engine.precision == "float32"
+    assert why.startswith("float32: bf16 is only 0.")
+
+
+@pytest.mark.usefixtures("fast")
+def test_numbers_that_are_none_are_refused() -> None:
+    broken = torch.full_like(LOGITS, float("nan"))
+    assert settle_precision(opener(LOGITS, broken), numbered(64), CPU)[0].precision == "float32"
+
+
+@pytest.mark.usefixtures("fast")
+def test_one_picture_and_none() -> None:
+    assert "the first picture gets the same answer" in settle_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
+    engine, why = settle_precision(opener(LOGITS, LOGITS), numbered(0), CPU)
+    assert (engine.precision, why) == ("float32", "float32: there are no pictures to try bf16 on")
+
+
+@pytest.mark.usefixtures("fast")
+def test_an_engine_that_cannot_compute_in_bf16() -> None:
+    def refuse(precision: Precision) -> Engine:
+        if precision == "bf16":
+            raise ConfigError("it cannot")
+        return Fake("float32", LOGITS, 0)
+
+    engine, why = settle_precision(refuse, numbered(4), CPU)
+    assert (engine.precision, why) == ("float32", "float32: it cannot")
+
+
+def test_a_processor_without_bf16_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
+    asked: list[str] = []
+
+    def remember(precision: Precision) -> Engine:
+        asked.append(precision)
+        return Fake(precision, LOGITS, 0)
+
+    engine, why = settle_precision(remember, numbered(4), CPU)
+    assert (engine.precision, why) == ("float32", "float32: this processor is not faster in bf16")
+    assert asked == ["float32"]
+
+
+@pytest.mark.usefixtures("fast")
+def test_with_a_real_model() -> None:
+    """What is taken depends on the processor that runs the test; the sentence says which."""
+    made = bundle()
+    engine, why = settle_precision(
+        lambda precision: open_engine(made.model, made.preprocess, precision=precision, device=CPU), pixels(20), CPU
+    )
+    assert why.startswith(f"{engine.precision}: ")
+    assert engine(pixels(3)).shape == (3, 5)

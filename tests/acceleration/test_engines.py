@@ -1,0 +1,92 @@
+"""Every engine answers as the model itself does."""
+
+import sys
+
+import openvino
+import pytest
+import torch
+from tests.acceleration.tiny import CPU, KINDS, bundle, eager, pixels
+from tests.peers import relative_error
+
+from vitrail.acceleration.engine import TorchEngine, open_engine
+from vitrail.errors import ConfigError
+from vitrail.runtime import autocast
+
+QUICK = ("openvino", "rope")  # by way of ONNX, so that both are seen
+ALL = [
+    pytest.param(engine, kind, marks=() if (engine, kind) == QUICK else pytest.mark.slow)
+    for engine in ("onnx", "openvino")
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("engine", "kind"), ALL)
+def test_the_answers_are_the_models(engine: str, kind: str) -> None:
+    made = bundle(kind, depth=1 if (engine, kind) == QUICK else 2)
+    ready = open_engine(made.model, made.preprocess, kind=engine, device=CPU)
+    assert (ready.kind, ready.precision) == (engine, "float32")
+    for count in (1, 2, 7):
+        pictures = pixels(count, made.preprocess.channels)
+        answers = ready(pictures)
+        assert (answers.dtype, answers.device) == (torch.float32, CPU)
+        assert relative_error(answers, eager(made, pictures)) < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_in_float32_is_the_model(kind: str) -> None:
+    made = bundle(kind)
+    pictures = pixels(3, made.preprocess.channels)
+    assert torch.equal(open_engine(made.model, made.preprocess, device=CPU)(pictures), eager(made, pictures))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_cast_once_give_the_bits_of_autocast(kind: str) -> None:
+    made = bundle(kind)
+    pictures = pixels(2, made.preprocess.channels)
+    with autocast(CPU, "bf16"):
+        expected = eager(made, pictures).float()
+    found = TorchEngine(made.model, made.preprocess, CPU, "bf16")(pictures)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, eager(made, pictures))
+    assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
+
+
+def test_openvino_computes_in_bf16_or_says_that_it_cannot() -> None:
+    """Which of the two depends on the processor that runs the test."""
+    made, pictures = bundle(), pixels(2)
+    if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        ready = open_engine(made.model, made.preprocess, kind="openvino", precision="bf16", device=CPU)
+        assert ready.precision == "bf16"
+        assert 1e-6 < relative_error(ready(pictures), eager(made, pictures)) < 0.1
+    else:
+        with pytest.raises(ConfigError, match="OpenVINO cannot compute in bf16 on this processor; use float32"):
+            open_engine(made.model, made.preprocess, kind="openvino", precision="bf16", device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "device", "message"),
+    [
+        ("onnx", "bf16", "cpu", "the engine onnx computes in float32 only, not in bf16"),
+        ("onnx", "float32", "cuda", "ONNX Runtime computes on the CPU here, not on cuda; use --device cpu"),
+        ("openvino", "float32", "cuda", "OpenVINO computes on the CPU here, not on cuda; use --device cpu"),
+        ("onxx", "float32", "cpu", "no engine is called 'onxx'; there are torch, onnx and openvino; did you mean"),
+        ("torch", "int8", "cpu", "no precision is called 'int8'; choose float32, bf16 or fp16"),
+    ],
+)
+def test_what_cannot_be(kind: str, precision: str, device: str, message: str) -> None:
+    made = bundle()
+    with pytest.raises(ConfigError) as error:
+        open_engine(made.model, made.preprocess, kind=kind, precision=precision, device=torch.device(device))
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"), [("onnx", "onnxruntime"), ("onnx", "onnxscript"), ("openvino", "openvino")]
+)
+def test_a_missing_package(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bundle()
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    with pytest.raises(ConfigError) as error:
+        open_engine(made.model, made.preprocess, kind=kind, device=CPU)
+    assert str(error.value) == f"{package} is not installed; get it with pip install 'vitrail[{kind}]'"

@@ -1,0 +1,65 @@
+"""Tiny models of every kind, pictures for them, and the command line without a new process."""
+
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.models.test_compile_export import KINDS as MODELS
+from tests.models.test_compile_export import TINY
+from tests.peers import scramble
+from torch import Tensor
+
+import vitrail.__main__
+from vitrail import Bundle, Preprocess, ViT, ViTConfig
+
+KINDS: dict[str, dict[str, Any]] = {
+    **MODELS,
+    "no_position": {"position": "none", "activation": "quick_gelu", "norm_before_blocks": True},
+    "mean_of_all": {"pool": "mean", "pool_over": "all", "final_norm": "after_pool", "class_token": "none"},
+    "every_token": {"pool": "none", "activation": "gelu_tanh"},
+    "no_head": {"classes": 0, "activation": "relu", "out_proj": False},
+    "grey": {"channels": 1, "head_dim": 4},
+}
+"""Every stem, token, position, place of a position, pool and activation; all of them can be exported."""
+CPU = torch.device("cpu")
+
+
+def bundle(kind: str = "plain", **changes: Any) -> Bundle:
+    """Return a tiny model whose every number is random, with an uneven preprocessing."""
+    config = ViTConfig(**{**TINY, **KINDS[kind], **changes})
+    model = scramble(ViT(config))
+    size = Preprocess(size=config.image_size, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    names = tuple("abcde") if config.classes else None
+    return Bundle(model, size.with_channels(config.channels), names)
+
+
+def pixels(count: int, channels: int = 3, seed: int = 1) -> Tensor:
+    """Return pictures as batches hold them, channels last in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, 16, 32, channels), dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)
+
+
+@torch.inference_mode()
+def eager(made: Bundle, pictures: Tensor) -> Tensor:
+    """Return what the model itself answers, in float32."""
+    answers: Tensor = made.model(made.preprocess.normalise(pictures))
+    return answers
+
+
+class Said(NamedTuple):
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> Said:
+    """Run a command as a person does, but in this process, which has torch in memory already."""
+    monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        vitrail.__main__.main()
+    said = capsys.readouterr()
+    return Said(int(left.value.code or 0), said.out, said.err)
