@@ -10,6 +10,7 @@ from vitrail.cli.convert import convert
 from vitrail.cli.eval import eval
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
+from vitrail.cli.predict import predict
 from vitrail.cli.train import train
 
 app = typer.Typer(
@@ -38,5 +39,5 @@ def _root(
     pass
 
 
-for command in (train, eval, check, inspect, convert, models):
+for command in (train, eval, predict, check, inspect, convert, models):
     app.command()(command)
