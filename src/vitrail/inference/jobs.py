@@ -11,6 +11,7 @@ listed now, so that a picture that came or went is noticed, and a line that was 
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -132,10 +133,15 @@ class Output(Sink):
     def __enter__(self) -> Self:
         with _explained(self.target):
             handle = os.open(_rows_file(self.target, self.job.format), os.O_RDWR | os.O_CREAT, 0o666)
-            self.file: BinaryIO = os.fdopen(handle, "r+b")
-            _lock(self.target, self.file)
-            if self._fresh:
-                self._begin()
+            # Not buffered: what a full disk refuses must not be tried again when the file is closed.
+            self.file = io.FileIO(handle, "r+")
+            try:
+                _lock(self.target, self.file)
+                if self._fresh:
+                    self._begin()
+            except BaseException:  # whatever happened, the file is not left open
+                self.file.close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,16 +158,21 @@ class Output(Sink):
 
     def skip_done(self, items: Iterator[Item]) -> Iterator[Item]:
         """Return the pictures that have no row yet, after comparing the others with their rows."""
-        self.file.seek(0)
-        records = whole_records(self.file, self.lines)
+        with self._reader() as reader:
+            end = self._compare(whole_records(reader, self.lines), items)
+        self.file.seek(end)
+        self.file.truncate()
+        if not end:
+            self._append(self.writer.header())
+        return items
+
+    def _compare(self, records: Iterator[tuple[bytes, int]], items: Iterator[Item]) -> int:
+        """Count the rows that are there, and return where they end."""
         end = 0
         if header := self.writer.header():
             first = next(records, None)
             if first is None or first[0] != header:
-                self.file.seek(0)
-                self.file.truncate()
-                self._append(header)
-                return items
+                return 0
             end = first[1]
         for record, after in records:
             try:
@@ -177,9 +188,7 @@ class Output(Sink):
                 )
             self.count(path, error)
             end = after
-        self.file.seek(end)
-        self.file.truncate()
-        return items
+        return end
 
     def write(self, rows: Sequence[Row]) -> None:
         """Append rows."""
@@ -191,9 +200,9 @@ class Output(Sink):
         """Make the output whole, and forget the job."""
         with _explained(self.target):
             if self.job.format == "parquet":
-                self.file.seek(0)
                 temporary = self.target.with_name(f".{self.target.name}.part")
-                write_parquet(self.file, temporary)
+                with self._reader() as reader:
+                    write_parquet(reader, temporary)
                 temporary.replace(self.target)
             else:
                 os.fsync(self.file.fileno())
@@ -202,8 +211,19 @@ class Output(Sink):
                 _rows_file(self.target, "parquet").unlink(missing_ok=True)
 
     def _append(self, text: bytes) -> None:
-        self.file.write(text)
-        self.file.flush()
+        rest = memoryview(text)
+        while rest:
+            rest = rest[self.file.write(rest) :]
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[BinaryIO]:
+        """Read the file from its start, through the handle that has the lock: closing another one would give it up."""
+        self.file.seek(0)
+        reader = io.BufferedReader(self.file)
+        try:
+            yield reader
+        finally:
+            reader.detach()
 
 
 def _job_file(target: Path) -> Path:
@@ -214,7 +234,7 @@ def _rows_file(target: Path, format: Format) -> Path:
     return target.with_name(target.name + ".rows.jsonl") if format == "parquet" else target
 
 
-def _lock(target: Path, file: BinaryIO) -> None:
+def _lock(target: Path, file: io.FileIO) -> None:
     """Keep two processes from writing rows of one job; the lock goes with the process, however it ends."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

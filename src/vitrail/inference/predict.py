@@ -184,8 +184,9 @@ def predict_files(
         sink.finish()
     if sink.bad == sink.done and sink.first_bad is not None:
         path, error = sink.first_bad
-        one = "the only picture" if sink.done == 1 else f"none of the {sink.done:,} pictures"
-        raise DataError(f"{one} can be read; {'' if sink.done == 1 else 'the first, '}{shown(path)}: {error}")
+        if sink.done == 1:
+            raise DataError(f"the only picture, {shown(path)}, cannot be read: {error}")
+        raise DataError(f"none of the {sink.done:,} pictures can be read; the first, {shown(path)}: {error}")
     return Summary(sink.done, sink.bad, earlier, time.monotonic() - started, computed)
 
 
