@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
+import torch
+
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.sources.listing import shown
 from vitrail.data.sources.source import reason_of
@@ -71,7 +73,8 @@ def digest_model(bundle: Bundle) -> str:
     words = [bundle.model.config.model_dump_json(), bundle.preprocess.model_dump_json(), json.dumps(bundle.classes)]
     digest = hashlib.sha256("\0".join(words).encode())
     for name, tensor in bundle.model.state_dict().items():
-        digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()[:32]
 
 

@@ -36,7 +36,7 @@ from vitrail.inference.classifier import (
 )
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job
 from vitrail.inference.listing import Item, is_plain_file, list_items
-from vitrail.inference.writing import Row, Screen, Sink, choose_format
+from vitrail.inference.writing import Format, Row, Screen, Sink, choose_format
 from vitrail.runtime import Precision, choose_device
 
 SAMPLE = 64
@@ -130,9 +130,9 @@ def _rows(classifier: Classifier, decoded: Decoded, top: int, first: int) -> lis
 
 def predict_files(
     bundle: Bundle | str | Path,
-    places: Sequence[str],
+    places: str | Sequence[str],
     *,
-    output: Path | None = None,
+    output: str | Path | None = None,
     format: str | None = None,
     top: int = 5,
     batch: int = BATCH,
@@ -151,14 +151,13 @@ def predict_files(
     `on_progress` is told how many rows there are, and of how many where that is known.
     """
     check_counts(top, batch)
+    places = [places] if isinstance(places, str) else places
+    output = None if output is None else Path(output)
     chosen = choose_format(format, output, watched=sys.stdout.isatty())
-    if output is not None:
-        check_target(output, chosen, places, resume=resume, overwrite=overwrite)
-    elif resume or overwrite:
-        raise ConfigError("--resume and --overwrite are about a file; give one with --output")
+    _check_output(output, chosen, places, resume, overwrite)
     check_precision(precision)
     choose_device(device)
-    items = _some(list_items(places, stdin=cast("BufferedReader", sys.stdin.buffer), null=null))
+    items = _some(list_items(places, stdin=_stdin(), null=null))
     opened = bundle if isinstance(bundle, Bundle) else load(bundle)
     top = min(top, check_head(opened))
     before = earlier_job(output) if output is not None and resume else None
@@ -166,13 +165,12 @@ def predict_files(
         computed = before.computed
     else:
         computed, items = _settled(precision, opened.preprocess, items)
-    classifier = Classifier(opened, engine=engine, precision=computed, device=device)
     if output is None:
         sink: Sink = Screen(chosen, top)
     else:
-        model = digest_model(opened)
-        job = Job(digest_places(places, null), model, top, engine, precision, chosen, computed)
-        sink = Output(output, job, resume=resume)
+        pictures, model = digest_places(places, null), digest_model(opened)
+        sink = Output(output, Job(pictures, model, top, engine, precision, chosen, computed), resume=resume)
+    classifier = Classifier(opened, engine=engine, precision=computed, device=device)
     total = len(places) if all(map(is_plain_file, places)) else None
     with sink:
         items = sink.skip_done(items)
@@ -182,12 +180,29 @@ def predict_files(
             if on_progress is not None:
                 on_progress(sink.done, total)
         sink.finish()
-    if sink.bad == sink.done and sink.first_bad is not None:
-        path, error = sink.first_bad
-        if sink.done == 1:
-            raise DataError(f"the only picture, {shown(path)}, cannot be read: {error}")
-        raise DataError(f"none of the {sink.done:,} pictures can be read; the first, {shown(path)}: {error}")
+    _check_readable(sink)
     return Summary(sink.done, sink.bad, earlier, time.monotonic() - started, computed)
+
+
+def _check_output(output: Path | None, format: Format, places: Sequence[str], resume: bool, overwrite: bool) -> None:
+    if output is not None:
+        check_target(output, format, places, resume=resume, overwrite=overwrite)
+    elif resume or overwrite:
+        raise ConfigError("--resume and --overwrite are about a file; give one with --output")
+
+
+def _check_readable(sink: Sink) -> None:
+    """See to it that not every picture was bad: then something else is wrong."""
+    if sink.first_bad is None or sink.bad < sink.done:
+        return
+    path, error = sink.first_bad
+    if sink.done == 1:
+        raise DataError(f"the only picture, {shown(path)}, cannot be read: {error}")
+    raise DataError(f"none of the {sink.done:,} pictures can be read; the first, {shown(path)}: {error}")
+
+
+def _stdin() -> BufferedReader | None:
+    return None if sys.stdin is None else cast("BufferedReader", sys.stdin.buffer)  # None: it was closed
 
 
 def _some(items: Iterator[Item]) -> Iterator[Item]:
