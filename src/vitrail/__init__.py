@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
+    from vitrail.inference.classifier import Classifier
     from vitrail.models.config import ViTConfig
     from vitrail.models.variants import variant_config
     from vitrail.models.vit import ViT
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Bundle",
     "CheckpointError",
+    "Classifier",
     "ConfigError",
     "DataError",
     "Diverged",
@@ -47,6 +49,7 @@ __all__ = [
 _HOME = {
     "Bundle": "vitrail.checkpoints.bundle",
     "Preprocess": "vitrail.data.preprocess",
+    "Classifier": "vitrail.inference.classifier",
     "convert": "vitrail.api",
     "embed": "vitrail.api",
     "export": "vitrail.api",

@@ -13,6 +13,7 @@ from vitrail.cli.eval import eval
 from vitrail.cli.export import export
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
+from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
 from vitrail.cli.train import train
 
@@ -42,5 +43,5 @@ def _root(
     pass
 
 
-for command in (train, eval, embed, probe, export, bench, check, inspect, convert, models):
+for command in (train, eval, predict, embed, probe, export, bench, check, inspect, convert, models):
     app.command()(command)

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -121,7 +121,7 @@ class Training(Dataset[Any]):
         positions = self.stream.positions(step, self.share)
         indices = self.stream.pictures_at(positions)
         mix = draw_mix(self.mixing, self.stream.seed, positions, self.preprocess.size)
-        pixels = _empty(len(positions), self.preprocess)
+        pixels = empty_pixels(len(positions), self.preprocess)
         rows, bad = pixels.numpy(), []
         for row, position in enumerate(positions):
             indices[row], failed = self._fill(rows[row], int(indices[row]), int(position))
@@ -181,7 +181,7 @@ class Evaluation(Dataset[Any]):
     def __getitem__(self, number: int) -> Batch | _Refused:
         """Make a batch by its number."""
         indices = evaluation_share(len(self.source), self.share)[number * self.batch : (number + 1) * self.batch]
-        pixels = _empty(len(indices), self.preprocess)
+        pixels = empty_pixels(len(indices), self.preprocess)
         bad: list[BadPicture] = []
         good: list[int] = []
         for index in indices:
@@ -229,13 +229,27 @@ def _batches(
     data: Training | Evaluation, numbers: range, workers: int | None, pin: bool, method: str | None
 ) -> Iterator[Batch]:
     workers = min(default_workers() if workers is None else workers, len(numbers))
+    for made in made_ahead(data, numbers, workers=workers, pin=pin, method=method):
+        if isinstance(made, _Refused):
+            raise made.kind(made.message)
+        yield made
+
+
+def made_ahead(
+    data: Dataset[Any], order: Iterable[Any], *, workers: int, pin: bool = False, method: str | None = None
+) -> Iterator[Any]:
+    """Give `data[which]` for each `which` of `order`, in that order, made ahead by `workers` processes; 0: made here.
+
+    `order` may be endless and may hold anything that travels to another process: only as much of it is read as is
+    being made, two for each worker.
+    """
     if workers < 0:
         raise ConfigError(f"workers is {workers}; it should be 0 or more")
     _check_choice("the way to start workers", method, (None, "fork", "spawn", "forkserver"))
     loader = DataLoader(
         data,
         batch_size=None,
-        sampler=numbers,
+        sampler=order,
         num_workers=workers,
         collate_fn=_as_it_is,
         pin_memory=pin,
@@ -244,10 +258,7 @@ def _batches(
         prefetch_factor=2 if workers else None,
     )
     try:
-        for made in loader:
-            if isinstance(made, _Refused):
-                raise made.kind(made.message)
-            yield made
+        yield from loader
     except (RuntimeError, ConnectionError, EOFError) as error:  # by when it died, torch or the connection notices first
         if isinstance(error, RuntimeError) and not re.match(r"DataLoader worker .*(exited|killed)", str(error)):
             raise
@@ -269,7 +280,7 @@ def default_workers() -> int:
     return max(1, min(cores // (int(siblings) if siblings.isdecimal() else 1), MOST_WORKERS))
 
 
-def _empty(count: int, preprocess: Preprocess) -> Tensor:
+def empty_pixels(count: int, preprocess: Preprocess) -> Tensor:
     """Return room for pictures (B, H, W, C); a worker takes it from memory that the caller sees too."""
     room = torch.empty(count, *preprocess.size, preprocess.channels, dtype=torch.uint8)
     return room.share_memory_() if get_worker_info() is not None else room

@@ -47,10 +47,12 @@ class Picture(Protocol):
         """
 
 
-def open_picture(stored: bytes | Pixels) -> Picture:
-    """Read the header of a picture file; pixels are taken as they are."""
+def open_picture(stored: bytes | Pixels | Image.Image) -> Picture:
+    """Read the header of a picture file; pixels, and what Pillow has opened, are taken as they are."""
     if isinstance(stored, np.ndarray):
         return _Array(stored)
+    if isinstance(stored, Image.Image):
+        return _Opened(stored)
     if not stored:
         raise DataError("the file is empty")
     if stored[:3] == b"\xff\xd8\xff":
@@ -132,26 +134,17 @@ class _Jpeg:
         )
 
 
-class _Other:
-    """Every other format, by Pillow."""
+class _Opened:
+    """What Pillow opened."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, picture: Image.Image) -> None:
+        self.picture = picture
         try:
             with quiet():
-                picture = Image.open(io.BytesIO(content))
-                turn = turn_of(picture)
-        except Image.DecompressionBombError:
-            raise DataError(
-                f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
-            ) from None
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
-            kind = next((kind for start, kind in _STARTS.items() if content.startswith(start)), None)
-            if kind is not None:
-                raise DataError(f"a damaged {kind}: its header cannot be read") from None
-            raise DataError(f"no picture: the file begins with {content[:8]!r}") from None
-        self.picture = picture
+                self.turn = turn_of(picture)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise DataError(f"a damaged {picture.format or 'picture'}: {_reason(error)}") from None
         _check_size(*picture.size)
-        self.turn = turn
         self.height, self.width = seen_size(picture.height, picture.width, self.turn)
 
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - only JPEG can shrink
@@ -166,6 +159,26 @@ class _Other:
         except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
             raise DataError(f"a damaged {self.picture.format or 'picture'}: {_reason(error)}") from None
         return array if self.turn is None else turned(array, self.turn)
+
+
+class _Other(_Opened):
+    """A file of any other format, by Pillow."""
+
+    def __init__(self, content: bytes) -> None:
+        try:
+            with quiet():
+                picture = Image.open(io.BytesIO(content))
+                turn_of(picture)
+        except Image.DecompressionBombError:
+            raise DataError(
+                f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
+            ) from None
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
+            kind = next((kind for start, kind in _STARTS.items() if content.startswith(start)), None)
+            if kind is not None:
+                raise DataError(f"a damaged {kind}: its header cannot be read") from None
+            raise DataError(f"no picture: the file begins with {content[:8]!r}") from None
+        super().__init__(picture)
 
 
 def _as_mode(picture: Image.Image, mode: str) -> Pixels:

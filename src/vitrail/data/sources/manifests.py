@@ -158,7 +158,7 @@ def manifest_of(
     folder = os.fsencode(os.path.dirname(place))
     for count, row in enumerate(rows, start=1):
         code = labels.add(row)
-        path = _path_of(row, f"{shown(place)}, {unit} {row.number}")
+        path = path_of(row, f"{shown(place)}, {unit} {row.number}")
         file = os.path.normpath(os.path.join(folder, path))
         before, its_code = first.setdefault(file, (row.number, code))
         if before != row.number:
@@ -179,7 +179,8 @@ def manifest_of(
     return Manifest(place, Names(*paths.arrays()), *labels.finish(names))
 
 
-def _path_of(row: Row, where: str) -> bytes:
+def path_of(row: Row, where: str) -> bytes:
+    """Return the path that a row names; `where` is what messages call the row."""
     value = row.picture.get("path") if isinstance(row.picture, dict) else row.picture
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where} has {value!r} where the path of a picture should be; write a path")

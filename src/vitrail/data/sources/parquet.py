@@ -122,10 +122,7 @@ def _open(
     place: str, arrow: Any, file: Any, unlabelled: bool, on_progress: Progress | None
 ) -> Manifest | ParquetPictures:
     schema = file.schema_arrow
-    # Bytes before paths: where a file has both, the paths tell where the bytes once came from.
-    binary = [name for name in schema.names if _bytes_column(arrow, file, name) is not None]
-    preferred = sorted(PICTURE_COLUMNS, key=lambda name: not any(name == found.strip().lower() for found in binary))
-    columns = choose_columns(place, schema.names, unlabelled=unlabelled, pictures=preferred)
+    columns = _columns(place, arrow, file, unlabelled)
     column = _bytes_column(arrow, file, columns.picture)
     names = _class_names(schema, columns.label)
     if names is not None:
@@ -141,6 +138,26 @@ def _open(
             on_progress(row.number)
     groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     return ParquetPictures(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
+
+
+def read_parquet(place: str) -> Iterator[Row]:
+    """Go through a file without holding its rows; `Row.picture` is a picture's bytes, its path, or both in a dict."""
+    arrow = import_pyarrow(place)
+    try:
+        with open(place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+            columns = Columns(_columns(place, arrow, file, True).picture, None, None, None)
+            at_once = 65_536 if _bytes_column(arrow, file, columns.picture) is None else 16
+            yield from _rows(file, columns, at_once)
+    except (OSError, arrow.ArrowException) as fault:
+        raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
+
+
+def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
+    # Bytes before paths: where a file has both, the paths tell where the bytes once came from.
+    names = file.schema_arrow.names
+    binary = [name for name in names if _bytes_column(arrow, file, name) is not None]
+    preferred = sorted(PICTURE_COLUMNS, key=lambda name: not any(name == found.strip().lower() for found in binary))
+    return choose_columns(place, names, unlabelled=unlabelled, pictures=preferred)
 
 
 def _bytes_column(arrow: Any, file: Any, name: str) -> str | None:
@@ -186,14 +203,14 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def _rows(file: Any, columns: Columns) -> Iterator[Row]:
+def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[Row]:
     """Go through the rows, reading the columns asked for and of a picture only its path."""
     wanted = [column for column in columns if column]
     numbers = itertools.count(1)
     if not wanted:
         yield from (Row(next(numbers), None, None, None, None) for _ in range(file.metadata.num_rows))
         return
-    for batch in file.iter_batches(batch_size=65_536, columns=wanted, use_threads=False):
+    for batch in file.iter_batches(batch_size=at_once, columns=wanted, use_threads=False):
         cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
         for picture, label, name, split in zip(*cells, strict=False):
             yield Row(next(numbers), picture, label, name, split)

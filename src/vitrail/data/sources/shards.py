@@ -34,7 +34,7 @@ LABEL_SUFFIXES = (b"cls", b"json", b"txt")
 _PICTURES = frozenset(suffix.encode() for suffix in SUFFIXES)
 _INDEX = ("stamps", "shard_of", "starts", "sizes", "names", "name_ends", "codes", "found")
 _WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Shards:
         size = int(self.index.sizes[index])
         try:
             with open(self._path(index), "rb", buffering=0) as file:
-                content = _read_at(file.fileno(), size, int(self.index.starts[index]))
+                content = read_at(file.fileno(), size, int(self.index.starts[index]))
         except OSError as fault:
             raise DataError(f"{self.name(index)} cannot be read: {reason_of(fault)}") from None
         if len(content) < size:
@@ -100,7 +100,7 @@ class Shards:
         return ((start // 512) << 31 | size & (2**31 - 1)) & (2**63 - 1), changed
 
 
-def _read_at(file: int, size: int, start: int) -> bytes:
+def read_at(file: int, size: int, start: int) -> bytes:
     """Read from a place of a file; the system may give less at once than asked for."""
     content = os.pread(file, size, start)
     while len(content) < size and (more := os.pread(file, size - len(content), start + len(content))):
@@ -143,12 +143,12 @@ def _read_classes(shard: str) -> list[str] | None:
 
 def is_pattern(place: str) -> bool:
     """Tell whether a name stands for several files."""
-    return glob.has_magic(place) or _RANGE.search(place) is not None
+    return glob.has_magic(place) or RANGE.search(place) is not None
 
 
 def expand_pattern(pattern: str) -> list[str]:
     """Return the tar files that a pattern such as "train-{000..127}.tar" or "train-*.tar" stands for, in order."""
-    pieces = _RANGE.split(pattern)  # text, first, last, text, first, last, text
+    pieces = RANGE.split(pattern)  # text, first, last, text, first, last, text
     ranges = [_numbers(first, last) for first, last in zip(pieces[1::3], pieces[2::3], strict=True)]
     paths: list[str] = []
     for numbers in product(*ranges):
@@ -275,7 +275,7 @@ def _label(path: str, file: int, group: _Group) -> str | None:
         member = group.labels.get(suffix)
         if member is None:
             continue
-        content = _read_at(file, member.size, member.start)
+        content = read_at(file, member.size, member.start)
         if suffix == b"cls" and _WHOLE_NUMBER.fullmatch(content):
             return str(int(content))
         where = _inside(path, member)

@@ -1,0 +1,184 @@
+"""How fast photographs are classified: ours beside the obvious script with timm and transformers' pipeline.
+
+    python benchmarks/predict.py photos/ --workers 2
+
+One run, in turns, the same weights (a S/16 at 224 with random numbers) and the same files. The obvious script opens
+each file with Pillow, applies timm's own transform in a DataLoader with as many workers, and calls the model eagerly.
+The ratios compare passes of one turn. Rows in which timm is given the same precision stand beside ours for honesty;
+bf16 is measured where the processor is faster with it, other engines where they are installed.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.peers import import_peer, scramble
+
+from vitrail import Bundle, Classifier, VitrailError, convert, load
+from vitrail.inference.listing import list_items
+from vitrail.inference.predict import predict_items
+from vitrail.runtime import faster_in_bf16
+
+Answers = dict[str, tuple[int, float]]
+"""By path, the likeliest class and how likely it is."""
+Pass = Callable[[Sequence[str]], Answers]
+CLASSES = 1000
+
+
+class Files(Dataset[Any]):
+    """What everybody writes around timm."""
+
+    def __init__(self, paths: Sequence[str], transform: Any) -> None:
+        self.paths, self.transform = paths, transform
+
+    def __len__(self) -> int:
+        """Return the number of files."""
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return what the model takes."""
+        return self.transform(Image.open(self.paths[index]).convert("RGB"))
+
+
+def with_timm(model: Any, transform: Any, batch: int, workers: int, bf16: bool) -> Pass:
+    def run(paths: Sequence[str]) -> Answers:
+        found: list[tuple[int, float]] = []
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+            for pixels in DataLoader(Files(paths, transform), batch, num_workers=workers if len(paths) > 1 else 0):
+                values, indices = model(pixels).float().softmax(dim=1).topk(5)
+                found += zip(indices[:, 0].tolist(), values[:, 0].tolist(), strict=True)
+        return dict(zip(paths, found, strict=True))
+
+    return run
+
+
+def with_transformers(folder: Path, batch: int, workers: int) -> Pass:
+    module = import_peer("transformers")
+    pipeline = module.pipeline("image-classification", model=str(folder), device="cpu")
+
+    def run(paths: Sequence[str]) -> Answers:
+        size, helpers = (batch, workers) if len(paths) > 1 else (1, 0)
+        rows = pipeline(list(paths), batch_size=size, num_workers=helpers, top_k=5)
+        return {
+            path: (int(row[0]["label"].split("_")[-1]), row[0]["score"]) for path, row in zip(paths, rows, strict=True)
+        }
+
+    return run
+
+
+def with_vitrail(classifier: Classifier, batch: int, workers: int) -> Pass:
+    def run(paths: Sequence[str]) -> Answers:
+        if len(paths) == 1:
+            answer = classifier(paths[0])
+            return {paths[0]: (int(answer.name), answer.probability)}
+        rows = [
+            row for rows in predict_items(classifier, list_items(paths), batch=batch, workers=workers) for row in rows
+        ]
+        return {os.fsdecode(row.path): (int(row.classes[0]), row.probabilities[0]) for row in rows}
+
+    return run
+
+
+def contenders(folder: Path, batch: int, workers: int) -> dict[str, Pass]:
+    timm = import_peer("timm")
+    peer = scramble(timm.create_model("vit_small_patch16_224", num_classes=CLASSES))
+    timm.models.save_for_hf(peer, folder / "timm")
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(peer), is_training=False)
+    bundle = load(folder / "timm")
+    bundle = Bundle(bundle.model, bundle.preprocess, tuple(map(str, range(CLASSES))))
+    convert(Bundle(bundle.model, bundle.preprocess), folder / "hf", to="transformers")
+    found = {
+        "timm, eager, float32": with_timm(peer, transform, batch, workers, bf16=False),
+        "transformers' pipeline, float32": with_transformers(folder / "hf", batch, workers),
+    }
+    precisions = ("float32", "bf16") if faster_in_bf16(torch.device("cpu")) else ("float32",)
+    if "bf16" in precisions:
+        found["timm, eager, bf16"] = with_timm(peer, transform, batch, workers, bf16=True)
+    for engine in ("torch", "onnx", "openvino"):
+        for precision in precisions:
+            try:
+                classifier = Classifier(bundle, engine=engine, precision=precision, device="cpu")  # type: ignore[arg-type]
+            except (VitrailError, ImportError) as error:
+                print(f"left out: {engine}, {precision}: {error}")
+                continue
+            found[f"vitrail, {engine}, {precision}"] = with_vitrail(classifier, batch, workers)
+    return found
+
+
+def in_turns(passes: dict[str, Pass], work: Callable[[Pass], int], repeats: int) -> dict[str, list[float]]:
+    """Run everybody once to warm up, then in turns; return the seconds a picture of every turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for turn in range(repeats + 1):
+        for name, run in passes.items():
+            start = time.perf_counter()
+            count = work(run)
+            if turn:
+                seconds[name].append((time.perf_counter() - start) / count)
+    return seconds
+
+
+def report(title: str, seconds: dict[str, list[float]], show: Callable[[float], str]) -> None:
+    first, second = list(seconds)[:2]
+    print(f"\n| {title} | {show.__name__} | × timm float32 | × transformers |\n|---|---|---|---|")
+    for name, own in seconds.items():
+        ratios = [statistics.median(o / m for o, m in zip(seconds[base], own, strict=True)) for base in (first, second)]
+        print(f"| {name} | {show(statistics.median(own))} | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
+
+
+def images_a_second(seconds: float) -> str:
+    return f"{1 / seconds:.1f}"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"
+
+
+def agreement(passes: dict[str, Pass], paths: Sequence[str]) -> None:
+    """Say how far everybody's answers are from timm's."""
+    answers = {name: run(paths) for name, run in passes.items()}
+    expected = next(iter(answers.values()))
+    print(f"\n| on {len(paths)} photographs | top-1 as timm's | largest difference of its probability |\n|---|---|---|")
+    for name, found in answers.items():
+        same = [found[path][0] == expected[path][0] for path in paths]
+        apart = [abs(found[path][1] - expected[path][1]) for path, equal in zip(paths, same, strict=True) if equal]
+        print(f"| {name} | {100 * sum(same) / len(same):.1f}% | {max(apart):.1e} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("photos", help="a folder of photographs")
+    parser.add_argument("--pictures", type=int, default=256, help="how many of them a pass takes")
+    parser.add_argument("--single", type=int, default=30, help="how many one at a time")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    paths = [os.fsdecode(item.name) for item in islice(list_items([options.photos]), options.pictures)]
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.workers} workers, {len(paths)} photos"
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        passes = contenders(Path(temporary), options.batch, options.workers)
+        agreement(passes, paths)
+        together = in_turns(passes, lambda run: len(run(paths)), options.repeats)
+        report(f"a folder, batches of {options.batch}", together, images_a_second)
+        single = paths[: options.single]
+        alone = in_turns(passes, lambda run: sum(len(run([path])) for path in single), options.repeats)
+        report("one at a time", alone, milliseconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""`vitrail predict`: what is in pictures."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitrail.cli.tables import progress
+
+if TYPE_CHECKING:
+    from vitrail.inference.predict import Summary
+
+
+def predict(
+    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files, folders, patterns, manifests (.csv, .jsonl, .parquet), tar shards; - reads paths from stdin."
+        ),
+    ],
+    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 5,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file instead of stdout.")] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(help="table, jsonl, csv or parquet; as a rule by the output's name, a table on a terminal."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    engine: Annotated[str, typer.Option(help="torch, onnx or openvino.")] = "torch",
+    precision: Annotated[str, typer.Option(help="float32, bf16, fp16 or auto.")] = "float32",
+    null: Annotated[bool, typer.Option("--null", "-0", help="Paths on stdin end in NUL, not in a new line.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted job, if there is one.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary on stderr.")] = False,
+) -> None:
+    """Say what is in pictures: the likeliest classes of each, in the order in which they are given."""
+    from vitrail.inference.predict import predict_files
+
+    # Where the rows themselves are watched, a bar would stand in their way.
+    hidden = quiet or (output is None and sys.stdout.isatty())
+    try:
+        with progress("predicting") as on_predicted:
+            done = predict_files(
+                bundle,
+                paths,
+                output=output,
+                format=format,
+                top=top,
+                batch=batch,
+                workers=workers,
+                device=device,
+                engine=engine,
+                precision=precision,
+                null=null,
+                resume=resume,
+                overwrite=overwrite,
+                on_progress=None if hidden else on_predicted,
+            )
+    except BrokenPipeError:  # whoever reads the rows has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
+    except KeyboardInterrupt:
+        if output is not None and not quiet:
+            typer.echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
+        raise
+    if not quiet:
+        typer.echo(_said(done, output), err=True)
+
+
+def _said(done: "Summary", output: Path | None) -> str:
+    """Say in one line how it went."""
+    new = done.pictures - done.earlier
+    words = [f"{done.pictures:,} {'picture' if done.pictures == 1 else 'pictures'}"]
+    if done.earlier:
+        words.append(f"{done.earlier:,} of them from before")
+    if done.bad:
+        words.append(f"{done.bad:,} could not be read")
+    words.append(f"{new / max(done.seconds, 1e-9):,.1f} a second, {done.precision}")
+    return "; ".join(words) + ("" if output is None else f"; written to {output}")

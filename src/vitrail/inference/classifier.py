@@ -1,0 +1,257 @@
+"""`Classifier`: a bundle made ready to say what is in pictures."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, get_args, overload
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrail.acceleration.engine import Engine, open_engine
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.data.batches import default_workers
+from vitrail.data.decode import PIXEL_LIMIT, open_picture
+from vitrail.data.preprocess import Preprocess, resized_size
+from vitrail.data.sources.listing import shown
+from vitrail.data.sources.source import Pixels
+from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
+from vitrail.evaluation import percent
+from vitrail.inference.listing import A_URL, Item, is_url
+from vitrail.runtime import Precision, autocast, choose_device
+
+Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
+"""A path, the content of a file, a picture of Pillow, an array (height, width[, channels]) or a tensor ([channels,]
+height, width)."""
+Errors = Literal["raise", "keep"]
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model says of one picture: the likeliest classes, the likeliest first."""
+
+    names: tuple[str, ...] = ()
+    """The numbers of the classes, as text, where the bundle has no names."""
+    probabilities: tuple[float, ...] = ()
+    error: str | None = None
+    """Why there is no answer, where the picture could not be read and errors are kept."""
+
+    @property
+    def name(self) -> str:
+        """The likeliest class."""
+        self._check()
+        return self.names[0]
+
+    @property
+    def probability(self) -> float:
+        """How likely it is, from 0 to 1."""
+        self._check()
+        return self.probabilities[0]
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise DataError(f"there is no answer: {self.error}")
+
+    def __iter__(self) -> Iterator[tuple[str, float]]:
+        """Give every class with its probability."""
+        return zip(self.names, self.probabilities, strict=True)
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"Answer(error: {self.error})"
+        return "Answer(" + ", ".join(f"{name} {percent(likely)}%" for name, likely in self) + ")"
+
+
+class Classifier:
+    """A model that says what is in pictures: `Classifier("runs/pets/best")("cat.jpg")`.
+
+    `bundle` is one that is open, or whatever `vitrail.load` opens; its model goes to the device. `engine` says what
+    computes, or is an open engine; `precision` says in which numbers; float32 gives what the library gives that the weights come from.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | str | Path,
+        *,
+        engine: str | Engine = "torch",
+        precision: Precision = "float32",
+        device: str = "auto",
+    ) -> None:
+        place = choose_device(device)
+        autocast(place, precision)  # refuses a wrong one before anything is read
+        opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+        outputs = check_head(opened)
+        self.preprocess: Preprocess = opened.preprocess
+        self.names: tuple[str, ...] = opened.classes or tuple(map(str, range(outputs)))
+        self.device = place
+        self.engine: Engine = (
+            open_engine(opened.model, opened.preprocess, kind=engine, precision=precision, device=place)
+            if isinstance(engine, str)
+            else engine
+        )
+
+    @overload
+    def predict(  # type: ignore[overload-overlap]  # a text is a path, not several letters
+        self, pictures: Picture, *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
+    ) -> Answer: ...
+
+    @overload
+    def predict(
+        self, pictures: Iterable[Picture], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
+    ) -> list[Answer]: ...
+
+    def predict(
+        self, pictures: Picture | Iterable[Picture], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
+    ) -> Answer | list[Answer]:
+        """Return the answer for one picture, or the list of answers for many.
+
+        `top` is how many classes an answer has, if there are so many. What cannot be read raises an error that says
+        which picture it is; with `errors="keep"` the error is in its answer.
+        """
+        check_counts(top, batch)
+        if errors not in get_args(Errors):
+            raise ConfigError(f"errors is {errors!r}; choose 'raise' or 'keep'")
+        if _is_one(pictures):
+            return self._answer([pictures], [_name(pictures, None)], top, errors, map)[0]
+        if not isinstance(pictures, Iterable):
+            raise _no_picture(pictures)
+        answers: list[Answer] = []
+        given = iter(pictures)
+        with ThreadPoolExecutor(default_workers()) as pool:
+            while some := list(islice(given, batch)):
+                names = [_name(picture, len(answers) + number) for number, picture in enumerate(some)]
+                answers += self._answer(some, names, top, errors, pool.map)
+        return answers
+
+    __call__ = predict
+
+    def answers(self, pixels: Tensor, top: int, name: Callable[[int], str] = "picture {}".format) -> list[Answer]:
+        """Return the answers for pixels (B, C, H, W) as `fitted` makes them; `name` is for messages."""
+        if not len(pixels):
+            return []
+        logits = self.engine(pixels)
+        wrong = ~logits.isfinite().all(dim=1)
+        if wrong.any():
+            help = "its weights are damaged" if self.engine.precision == "float32" else "use float32"
+            raise Diverged(f"the model's answer to {name(int(wrong.int().argmax()))} is not a finite number; {help}")
+        likely = logits.softmax(dim=1).topk(min(top, len(self.names)), dim=1)
+        found = zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
+        return [
+            Answer(tuple(self.names[index] for index in indices), tuple(float(f"{p:.6g}") for p in values))
+            for values, indices in found
+        ]
+
+    def _answer(
+        self, pictures: Sequence[object], names: Sequence[str], top: int, errors: Errors, run: Callable[..., Any]
+    ) -> list[Answer]:
+        ready: list[Pixels | VitrailError] = list(run(self._ready, pictures))
+        good: list[Pixels] = []
+        readable: list[str] = []
+        for name, made in zip(names, ready, strict=True):
+            if not isinstance(made, VitrailError):
+                good.append(made)
+                readable.append(name)
+            elif errors == "raise":
+                raise type(made)(f"{name}: {made}")
+        pixels = torch.from_numpy(np.stack(good)).permute(0, 3, 1, 2) if good else torch.empty(0)
+        found = iter(self.answers(pixels, top, readable.__getitem__))
+        return [Answer(error=str(made)) if isinstance(made, VitrailError) else next(found) for made in ready]
+
+    def _ready(self, picture: object) -> Pixels | VitrailError:
+        try:
+            return fitted(_item(picture, self.preprocess.channels), self.preprocess)
+        except VitrailError as error:
+            return error
+
+
+def fitted(item: Item, preprocess: Preprocess) -> Pixels:
+    """Read a picture and make of it what an engine takes: (height, width, channels), uint8."""
+    try:
+        picture = open_picture(item.read())
+        size = resized_size((picture.width, picture.height), preprocess.resize_to or preprocess.size, preprocess.resize)
+        if size[0] * size[1] > PIXEL_LIMIT:
+            raise DataError(f"a picture of {picture.height:,}×{picture.width:,} pixels is too narrow to be resized")
+        return preprocess.fit(picture.pixels(preprocess.channels))
+    except VitrailError:
+        raise
+    except Exception as error:  # Pillow's readers of rare formats fail on damaged files in any way
+        raise DataError(f"it cannot be decoded: {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def check_counts(top: int, batch: int) -> None:
+    """Refuse numbers that mean nothing."""
+    for what, number in (("top", top), ("batch", batch)):
+        if number < 1:
+            raise ConfigError(f"{what} is {number}; it should be 1 or more")
+
+
+def check_head(bundle: Bundle) -> int:
+    """See to it that a model can tell classes apart, and return how many."""
+    outputs = bundle.model.config.classes
+    if not outputs:
+        raise CheckpointError("the model has no head, so it knows no classes; train one on it first")
+    return outputs
+
+
+def check_precision(wanted: str) -> Precision:
+    """Refuse what is no precision; "auto", which is settled later, is float32 until then."""
+    if wanted not in (*get_args(Precision), "auto"):
+        raise ConfigError(f"no precision is called {wanted!r}; choose float32, bf16, fp16 or auto")
+    return "float32" if wanted == "auto" else wanted  # type: ignore[return-value]
+
+
+# ── what a person gives as a picture ──
+
+
+def _is_one(given: object) -> bool:
+    if isinstance(given, np.ndarray | Tensor):
+        return given.ndim < 4
+    return isinstance(given, str | os.PathLike | bytes | Image.Image)
+
+
+def _name(picture: object, number: int | None) -> str:
+    """Return what a message calls a picture, given alone or as one of many."""
+    if isinstance(picture, str | os.PathLike):
+        return shown(os.fspath(picture))
+    return "the picture" if number is None else f"picture {number}"
+
+
+def _item(picture: object, channels: int) -> Item:
+    match picture:
+        case str() | os.PathLike():
+            path = os.fsencode(picture)
+            if is_url(path):
+                raise InputError(A_URL)
+            if os.path.isdir(path):
+                raise InputError("a folder; give its files, or use vitrail predict")
+            return Item(path, path)
+        case bytes() | Image.Image():
+            return Item(b"", content=picture)
+        case np.ndarray():
+            _check_axes(picture.shape, channels, last=True)
+            return Item(b"", content=picture)
+        case Tensor():
+            _check_axes(tuple(picture.shape), channels, last=False)
+            array = picture.detach().cpu().numpy()
+            return Item(b"", content=array.transpose(1, 2, 0) if array.ndim == 3 else array)
+    raise _no_picture(picture)
+
+
+def _check_axes(shape: Sequence[int], channels: int, *, last: bool) -> None:
+    """Refuse a picture whose channels stand at the other end."""
+    likely = (1, 3, 4, channels)
+    if len(shape) == 3 and shape[-1 if last else 0] not in likely and shape[0 if last else -1] in likely:
+        what, axes = ("an array", "(height, width, channels)") if last else ("a tensor", "(channels, height, width)")
+        raise InputError(f"{what} is taken as {axes}, and this is {tuple(shape)}; turn its axes")
+
+
+def _no_picture(found: object) -> InputError:
+    kinds = "a path, the bytes of a file, a picture of Pillow, an array or a tensor, or several of them"
+    return InputError(f"expected {kinds}, found {type(found).__name__}")

@@ -1,0 +1,235 @@
+"""Predicting any number of pictures: worker processes decode while the engine computes, and rows come in input order.
+
+The workers are those of `torch.utils.data.DataLoader`, as everywhere here: pixels come back in shared memory and not
+through a pipe, a worker that dies is noticed, and what is asked of them is bounded, two batches for each. What they
+are to decode is read from the list as they go, so that memory does not grow with the list.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from vitrail.acceleration.auto import settle_precision
+from vitrail.acceleration.engine import Engine, open_engine
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.data.batches import default_workers, empty_pixels, made_ahead
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.listing import shown
+from vitrail.data.sources.source import SUFFIXES
+from vitrail.errors import ConfigError, DataError, VitrailError
+from vitrail.inference.classifier import (
+    BATCH,
+    Answer,
+    Classifier,
+    check_counts,
+    check_head,
+    check_precision,
+    fitted,
+)
+from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job
+from vitrail.inference.listing import Item, is_plain_file, list_items
+from vitrail.inference.writing import Format, Row, Screen, Sink, choose_format
+from vitrail.runtime import Precision, choose_device
+
+SAMPLE = 64
+"""How many pictures are looked at where the precision is to be settled."""
+
+
+class Decoded(NamedTuple):
+    """A batch as it comes from a worker."""
+
+    pixels: Tensor
+    """(B, C, H, W), uint8, of the pictures that could be read."""
+    names: tuple[bytes, ...]
+    errors: tuple[str | None, ...]
+    """Of every picture; None for those whose pixels are there."""
+
+
+@dataclass(frozen=True)
+class Decoding(Dataset[Any]):
+    """What a worker does: pictures in, pixels out."""
+
+    preprocess: Preprocess
+
+    def __getitem__(self, items: Sequence[Item]) -> Decoded:
+        """Decode some pictures."""
+        pixels = empty_pixels(len(items), self.preprocess)
+        errors: list[str | None] = []
+        good = 0
+        for item in items:
+            try:
+                pixels.numpy()[good] = fitted(item, self.preprocess)
+            except VitrailError as error:
+                errors.append(str(error))
+            else:
+                errors.append(None)
+                good += 1
+        return Decoded(pixels[:good].permute(0, 3, 1, 2), tuple(item.name for item in items), tuple(errors))
+
+
+class Summary(NamedTuple):
+    """How a job went."""
+
+    pictures: int
+    """Rows in the output."""
+    bad: int
+    """Those with an error."""
+    earlier: int
+    """Rows that were there already."""
+    seconds: float
+    """What the others took, the opening of the model not counted."""
+    precision: str
+    """In which numbers it was computed; where that was to be settled, with the reason."""
+
+
+def predict_items(
+    classifier: Classifier,
+    items: Iterator[Item],
+    *,
+    top: int = 5,
+    batch: int = BATCH,
+    workers: int | None = None,
+    first: int = 1,
+) -> Iterator[list[Row]]:
+    """Give the rows of pictures, in their order, a batch at a time; they are numbered from `first` on."""
+    check_counts(top, batch)
+    batches = _batches(items, batch)
+    begun = list(islice(batches, 1))
+    if workers is None:  # starting processes for a few pictures takes longer than decoding them
+        workers = default_workers() if begun and len(begun[0]) == batch else 0
+    pin = classifier.device.type == "cuda"
+    for decoded in made_ahead(
+        Decoding(classifier.preprocess), chain(begun, batches), workers=workers, pin=pin and workers > 0
+    ):
+        rows = _rows(classifier, decoded, top, first)
+        first += len(rows)
+        yield rows
+
+
+def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
+    while some := list(islice(items, size)):
+        yield some
+
+
+def _rows(classifier: Classifier, decoded: Decoded, top: int, first: int) -> list[Row]:
+    readable = [name for name, error in zip(decoded.names, decoded.errors, strict=True) if error is None]
+    answers = iter(classifier.answers(decoded.pixels, top, lambda index: shown(readable[index])))
+    rows = []
+    for number, (name, error) in enumerate(zip(decoded.names, decoded.errors, strict=True), start=first):
+        answer = next(answers) if error is None else Answer(error=error)
+        rows.append(Row(number, name, answer.error, answer.names, answer.probabilities))
+    return rows
+
+
+def predict_files(
+    bundle: Bundle | str | Path,
+    places: str | Sequence[str],
+    *,
+    output: str | Path | None = None,
+    format: str | None = None,
+    top: int = 5,
+    batch: int = BATCH,
+    workers: int | None = None,
+    device: str = "auto",
+    engine: str = "torch",
+    precision: str = "float32",
+    null: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_progress: Callable[[int, int | None], None] | None = None,
+) -> Summary:
+    """Predict what lies at some places and write a row for each picture, to a file or to stdout.
+
+    What cannot be read is a row with an error; where that is all there is, a `DataError` says so at the end.
+    `on_progress` is told how many rows there are, and of how many where that is known.
+    """
+    check_counts(top, batch)
+    places = [places] if isinstance(places, str) else places
+    output = None if output is None else Path(output)
+    chosen = choose_format(format, output, watched=sys.stdout.isatty())
+    _check_output(output, chosen, places, resume, overwrite)
+    check_precision(precision)
+    choose_device(device)
+    items = _some(list_items(places, stdin=_stdin(), null=null))
+    opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+    top = min(top, check_head(opened))
+    before = earlier_job(output) if output is not None and resume else None
+    settled: Precision | Engine
+    why = None
+    if before is not None and before.precision == precision:
+        settled = computed = before.computed
+    else:
+        settled, items, why = _settled(precision, opened, engine, choose_device(device), items)
+        computed = settled if isinstance(settled, str) else settled.precision
+    if output is None:
+        sink: Sink = Screen(chosen, top)
+    else:
+        pictures, model = digest_places(places, null), digest_model(opened)
+        sink = Output(output, Job(pictures, model, top, engine, precision, chosen, computed), resume=resume)
+    ready = engine if isinstance(settled, str) else settled
+    classifier = Classifier(opened, engine=ready, precision=computed, device=device)
+    total = len(places) if all(map(is_plain_file, places)) else None
+    with sink:
+        items = sink.skip_done(items)
+        earlier, started = sink.done, time.monotonic()
+        for rows in predict_items(classifier, items, top=top, batch=batch, workers=workers, first=earlier + 1):
+            sink.write(rows)
+            if on_progress is not None:
+                on_progress(sink.done, total)
+        sink.finish()
+    _check_readable(sink)
+    return Summary(sink.done, sink.bad, earlier, time.monotonic() - started, why or computed)
+
+
+def _check_output(output: Path | None, format: Format, places: Sequence[str], resume: bool, overwrite: bool) -> None:
+    if output is not None:
+        check_target(output, format, places, resume=resume, overwrite=overwrite)
+    elif resume or overwrite:
+        raise ConfigError("--resume and --overwrite are about a file; give one with --output")
+
+
+def _check_readable(sink: Sink) -> None:
+    """See to it that not every picture was bad: then something else is wrong."""
+    if sink.first_bad is None or sink.bad < sink.done:
+        return
+    path, error = sink.first_bad
+    if sink.done == 1:
+        raise DataError(f"the only picture, {shown(path)}, cannot be read: {error}")
+    raise DataError(f"none of the {sink.done:,} pictures can be read; the first, {shown(path)}: {error}")
+
+
+def _stdin() -> BufferedReader | None:
+    return None if sys.stdin is None else cast("BufferedReader", sys.stdin.buffer)  # None: it was closed
+
+
+def _some(items: Iterator[Item]) -> Iterator[Item]:
+    """See to it that there is a picture at all."""
+    first = next(items, None)
+    if first is None:
+        raise DataError("no pictures were found; a picture's name ends in " + ", ".join(sorted(SUFFIXES)))
+    return chain([first], items)
+
+
+def _settled(
+    precision: str, bundle: Bundle, kind: str, device: torch.device, items: Iterator[Item]
+) -> tuple[Precision | Engine, Iterator[Item], str | None]:
+    """Settle the precision on the first pictures, which are given back with the others; say why."""
+    if precision != "auto":
+        return check_precision(precision), items, None
+    first = list(islice(items, SAMPLE))
+
+    def engine_for(tried: Precision) -> Engine:
+        return open_engine(bundle.model, bundle.preprocess, kind=kind, precision=tried, device=device)
+
+    engine, why = settle_precision(engine_for, Decoding(bundle.preprocess)[first].pixels, device)
+    return engine, chain(first, items), why

@@ -1,0 +1,179 @@
+"""`vitrail.Classifier`: every kind of picture, one and many, and what is none."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.inference.tiny import tiny_bundle, tiny_pictures, tiny_pixels
+
+import vitrail
+from vitrail import CheckpointError, Classifier, ConfigError, DataError, Diverged, InputError
+from vitrail.inference.classifier import Answer
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Classifier:
+    return Classifier(tiny_bundle(), device="cpu")
+
+
+def test_an_answer_is_the_softmax_of_the_model(classifier: Classifier) -> None:
+    bundle = tiny_bundle()
+    with torch.no_grad():
+        shares = bundle.model(bundle.preprocess(Image.fromarray(tiny_pixels(3)))[None]).softmax(dim=1)[0]
+    answer = classifier.predict(tiny_pixels(3))
+    order = shares.argsort(descending=True).tolist()
+    assert answer.names == tuple(("cat", "dog", "fox")[index] for index in order)
+    assert answer.probabilities == pytest.approx(shares[order].tolist(), abs=1e-5)
+    assert (answer.name, answer.probability) == next(iter(answer))
+    assert repr(answer).startswith(f"Answer({answer.name} ")
+    assert repr(answer).count("%") == 3
+
+
+def test_every_kind_of_picture_gives_the_same_answer(classifier: Classifier, tmp_path: Path) -> None:
+    (path,) = tiny_pictures(tmp_path, 1)
+    pixels = tiny_pixels(0)
+    grey = np.array(Image.fromarray(pixels).convert("L"))
+    expected = classifier(str(path))
+    kinds: list[Any] = [
+        path,
+        path.read_bytes(),
+        Image.open(path),
+        Image.fromarray(pixels),
+        pixels,
+        torch.from_numpy(pixels).permute(2, 0, 1),
+        torch.from_numpy(pixels).permute(2, 0, 1).float() / 255,
+    ]
+    assert [classifier(kind) for kind in kinds] == [expected] * len(kinds)
+    assert [answer.names for answer in classifier.predict(kinds)] == [expected.names] * len(kinds)
+    of_grey = classifier(grey)
+    assert of_grey != expected
+    assert [classifier(kind) for kind in (grey[:, :, None], torch.from_numpy(grey), Image.fromarray(grey))] == [
+        of_grey
+    ] * 3
+
+
+def test_a_picture_of_pillows_is_treated_as_its_file(tmp_path: Path) -> None:
+    """Turned upright, white where transparent, palettes made colours: as a file with the same content."""
+    classifier = Classifier(tiny_bundle(), device="cpu")
+    tags = Image.Exif()
+    tags[0x0112] = 6
+    upright = Image.fromarray(tiny_pixels(1))
+    upright.save(tmp_path / "turned.jpg", exif=tags)
+    upright.convert("RGBA").convert("P").save(tmp_path / "palette.png")
+    clear = upright.convert("RGBA")
+    clear.putalpha(90)
+    clear.save(tmp_path / "clear.png")
+    for name in ("turned.jpg", "palette.png", "clear.png"):
+        with Image.open(tmp_path / name) as opened:
+            assert classifier(opened) == classifier(tmp_path / name), name
+    upright.save(tmp_path / "plain.jpg")
+    assert classifier(tmp_path / "plain.jpg") != classifier(tmp_path / "turned.jpg")
+
+
+def test_many_in_one_list_out(classifier: Classifier, tmp_path: Path) -> None:
+    paths = tiny_pictures(tmp_path, 7)
+    alone = [classifier(path) for path in paths]
+    for many in (paths, tuple(paths), (path for path in paths), np.stack([tiny_pixels(n) for n in range(7)])):
+        found = classifier.predict(many, batch=3)
+        assert [answer.names for answer in found] == [answer.names for answer in alone]
+        for answer, same in zip(found, alone, strict=True):
+            assert answer.probabilities == pytest.approx(same.probabilities, abs=1e-5)
+    assert classifier.predict(paths[:1]) == alone[:1]
+    assert classifier.predict([]) == []
+
+
+def test_top(classifier: Classifier) -> None:
+    assert len(classifier(tiny_pixels(0), top=1).names) == 1
+    assert len(classifier(tiny_pixels(0), top=50).names) == 3
+    with pytest.raises(ConfigError, match="top is 0; it should be 1 or more"):
+        classifier.predict(tiny_pixels(0), top=0)
+    with pytest.raises(ConfigError, match="batch is 0; it should be 1 or more"):
+        classifier.predict(tiny_pixels(0), batch=0)
+
+
+def test_numbers_where_nobody_knows_the_names() -> None:
+    assert set(Classifier(tiny_bundle(None), device="cpu")(tiny_pixels(0)).names) == {"0", "1", "2"}
+
+
+def test_bad_pictures_are_errors_or_answers(classifier: Classifier, tmp_path: Path) -> None:
+    good, *_ = tiny_pictures(tmp_path, 1)
+    (tmp_path / "text.jpg").write_text("no picture")
+    bad = tmp_path / "text.jpg"
+    with pytest.raises(DataError, match=r"text\.jpg: no picture: the file begins with"):
+        classifier([good, bad])
+    with pytest.raises(DataError, match=r"^picture 1: the file is empty"):
+        classifier([good.read_bytes(), b""])
+    first, second, third = classifier([bad, good, tmp_path / "gone.png"], errors="keep")
+    assert (first.names, first.probabilities) == ((), ())
+    assert first.error is not None
+    assert repr(first) == f"Answer(error: {first.error})"
+    assert second == classifier(good)
+    assert third.error == "it cannot be read: No such file or directory"
+    with pytest.raises(DataError, match="there is no answer: no picture"):
+        _ = first.name
+    with pytest.raises(ConfigError, match="choose 'raise' or 'keep'"):
+        classifier(good, errors="ignore")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (17, "expected a path, the bytes of a file, .* found int"),
+        (None, "found NoneType"),
+        ([3.5], "picture 0: expected a path, .* found float"),
+        ("https://example.org/cat.jpg", "https://example.org/cat.jpg: a URL, .* download it first"),
+        (".", "a folder; give its files, or use vitrail predict"),
+        (np.zeros((3, 20, 30), np.uint8), r"an array is taken as \(height, width, channels\), and this is \(3, 20, 30"),
+        (torch.zeros(20, 30, 3), r"a tensor is taken as \(channels, height, width\), and this is \(20, 30, 3\)"),
+    ],
+)
+def test_what_is_no_picture(classifier: Classifier, given: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        classifier(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (np.zeros((5, 5, 2), np.uint8), "a picture of 2 channels, where 3 are wanted"),
+        (torch.full((3, 5, 5), -1.0), "go from -1 to -1; whole numbers"),
+        (np.zeros(5, np.uint8), "is no picture; it needs"),
+    ],
+)
+def test_arrays_that_are_no_pictures(classifier: Classifier, given: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        classifier(given)
+
+
+def test_a_picture_as_narrow_as_a_hair() -> None:
+    bundle = tiny_bundle()
+    bundle.preprocess = bundle.preprocess.replace(resize="cover", size=(256, 256), resize_to=(256, 256))
+    file = io.BytesIO()
+    Image.new("RGB", (1, 40_000)).save(file, "PNG")
+    with pytest.raises(DataError, match=r"40,000×1 pixels is too narrow to be resized"):
+        Classifier(bundle, device="cpu")(file.getvalue())
+
+
+def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the model has no head"):
+        Classifier(tiny_bundle(None, classes=0))
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Classifier(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="no engine is called 'tortch'; did you mean 'torch'"):
+        Classifier(tiny_bundle(), engine="tortch")
+    with pytest.raises(ConfigError, match="no precision is called 'int3'"):
+        Classifier(tiny_bundle(), precision="int3")
+    broken = tiny_bundle()
+    torch.nn.init.constant_(broken.model.head.bias, float("nan"))
+    with pytest.raises(Diverged, match="the model's answer to the picture is not a finite number; its weights are"):
+        Classifier(broken, device="cpu")(tiny_pixels(0))
+
+
+def test_it_opens_what_load_opens(tmp_path: Path) -> None:
+    folder = tiny_bundle().save(tmp_path / "bundle")
+    assert isinstance(vitrail.Classifier(folder).predict(tiny_pixels(0)), Answer)
+    assert Classifier(str(folder), precision="bf16", device="cpu")(tiny_pixels(0)).names

@@ -1,0 +1,269 @@
+"""`vitrail predict`, run as a person runs it."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+from tests.inference.test_predict_jobs import read_rows
+from tests.inference.tiny import tiny_bundle, tiny_pictures
+
+from vitrail.__main__ import main
+from vitrail.inference.classifier import Classifier
+from vitrail.inference.listing import Item, list_items
+from vitrail.inference.predict import predict_items
+
+ROOT = Path(__file__).parents[2]
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process, in a folder with a bundle and pictures."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    tiny_bundle().save("bundle")
+    tiny_pictures(Path("p"), 9)
+
+    def command(*words: object, stdin: bytes = b"") -> Done:
+        monkeypatch.setattr(sys, "argv", ["vitrail", "predict", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return command
+
+
+def test_a_folder_as_jsonl(run: Run) -> None:
+    done = run("bundle", "p")
+    assert done.code == 0
+    assert done.err.startswith("9 pictures; ")
+    assert done.err.endswith(" a second, float32\n")
+    assert len(done.rows) == 9
+    first = done.rows[0]
+    assert list(first) == ["number", "path", "error", "classes", "probabilities"]
+    assert (first["number"], first["path"], first["error"]) == (1, "p/00000.png", None)
+    assert set(first["classes"]) == {"cat", "dog", "fox"}
+    assert sum(first["probabilities"]) == pytest.approx(1, abs=1e-5)
+    assert run("bundle", "p", "--quiet") == (0, done.out, "")
+
+
+def test_a_table_for_people(run: Run) -> None:
+    Path("p/00004.png").write_bytes(b"")
+    done = run("bundle", "p/0000[345].png", "--format", "table", "--top", 2, "-q")
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["picture", "class", "sure", "then"]
+    assert lines[1].startswith("p/00003.png  ")
+    assert lines[1].count("%") == 2
+    assert lines[2].split("  ")[0] == "p/00004.png"
+    assert lines[2].endswith("the file is empty")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_every_format_says_the_same(run: Run, suffix: str) -> None:
+    Path("p/00004.png").write_bytes(b"no picture")
+    expected = run("bundle", "p", "--batch", 2, "--workers", 0).rows
+    done = run("bundle", "p", "--output", f"out{suffix}", "--batch", 2, "--workers", 0)
+    assert (done.code, done.out) == (0, "")
+    assert done.err.startswith("9 pictures; 1 could not be read; ")
+    assert done.err.endswith(f"; written to out{suffix}\n")
+    assert read_rows(Path(f"out{suffix}")) == expected
+    assert [row["number"] for row in expected if row["error"]] == [5]
+    run("bundle", "p", "-o", "other", "--format", suffix[1:], "--batch", 2, "--workers", 0)
+    assert Path("other").read_bytes() == Path(f"out{suffix}").read_bytes()
+
+
+def test_lists_from_stdin_have_a_row_for_each_line(run: Run) -> None:
+    lines = b"p/00003.png\np\np/gone.png\np/00003.png\nhttp://x.org/1.jpg\np/00001.png\n"
+    rows = run("bundle", "-", stdin=lines).rows
+    assert [row["path"] for row in rows] == lines.decode().splitlines()
+    assert [row["error"] for row in rows] == [
+        None,
+        "a folder; name it on the command line to have the pictures in it predicted",
+        "it cannot be read: No such file or directory",
+        None,
+        "a URL, and nothing is fetched from there; download it first",
+        None,
+    ]
+    assert rows[0]["classes"] == rows[3]["classes"]
+    Path("p/new\nline.png").write_bytes(Path("p/00000.png").read_bytes())
+    (row,) = run("bundle", "-", "-0", stdin=b"p/new\nline.png\0").rows
+    assert (row["path"], row["error"]) == ("p/new\nline.png", None)
+
+
+def test_the_digits_and_a_model_without_names(run: Run) -> None:
+    tiny_bundle(None, channels=1).save("grey")
+    done = run("grey", "digits", "--top", 1, "--batch", 500, "--workers", 0)
+    assert len(done.rows) == 1797
+    assert {name for row in done.rows for name in row["classes"]} <= {"0", "1", "2"}
+
+
+def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
+    assert run("bundle", "p", "-o", "o.csv", "--resume").code == 0
+    assert run("bundle", "p", "-o", "o.csv", "--overwrite").code == 0
+    assert run("bundle", "p", "-o", "o.csv", "--resume").code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere", "p"), "nowhere does not exist"),
+        (("headless", "p"), "the model has no head, so it knows no classes"),
+        (("bundle", "gone.png"), "there is no gone.png; give files, folders"),
+        (("bundle", "https://example.org/cat.jpg"), "is a URL, and nothing is fetched from there; download it first"),
+        (("bundle", "empty"), "no pictures were found; a picture's name ends in bmp, gif, "),
+        (("bundle", "-"), "no pictures were found"),
+        (("bundle", "text.jpg"), "the only picture, text.jpg, cannot be read: no picture: "),
+        (("bundle", "p", "-o", "there.csv"), "there.csv exists already; choose another name, or replace it with --ov"),
+        (("bundle", "p", "-o", "p"), "p does not say what to write"),
+        (("bundle", "p", "-o", "p", "--format", "csv"), "p is a folder; give the name of a file to write"),
+        (("bundle", "p", "-o", "no/o.csv"), "no/o.csv is in a folder that is not there"),
+        (("bundle", "p", "-o", "o.xml"), "the name o.xml does not say what to write; let it end in .jsonl, .csv or"),
+        (("bundle", "p", "-o", "/dev/null", "--format", "csv"), "/dev/null is no ordinary file"),
+        (("bundle", "p", "--format", "cvs"), "no format is called 'cvs'; did you mean 'csv'?"),
+        (("bundle", "p", "--format", "parquet"), "Parquet is written to a file; give one with --output"),
+        (("bundle", "p", "--resume"), "--resume and --overwrite are about a file; give one with --output"),
+        (("bundle", "p", "--precision", "int3"), "no precision is called 'int3'"),
+        (("bundle", "p", "--engine", "abacus"), "no engine is called 'abacus'"),
+        (("bundle", "p", "--device", "abacus"), "no device is called 'abacus'"),
+        (("bundle", "p", "--top", "0"), "--top"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_2(run: Run, words: tuple[str, ...], message: str) -> None:
+    tiny_bundle(None, classes=0).save("headless")
+    os.mkdir("empty")
+    Path("there.csv").write_text("mine")
+    Path("text.jpg").write_text("no picture")
+    done = run(*words)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.startswith("vitrail: ")
+    assert len(done.err.splitlines()) == 1
+    assert Path("there.csv").read_text() == "mine"
+    assert not Path("o.csv").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder in which not even root may write")
+def test_an_output_that_may_not_be_written(run: Run) -> None:
+    done = run("bundle", "p", "-o", "/sys/o.csv")
+    assert done.code == 2
+    assert done.err.startswith("vitrail: /sys/o.csv cannot be written: ")
+
+
+def test_only_bad_pictures_are_rows_and_an_error(run: Run) -> None:
+    Path("bad").mkdir()
+    for name in ("a.jpg", "b.png"):
+        Path("bad", name).write_text("no picture")
+    done = run("bundle", "bad")
+    assert (done.code, len(done.rows)) == (2, 2)
+    assert done.err.startswith("vitrail: none of the 2 pictures can be read; the first, bad/a.jpg: no picture: ")
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_early_is_no_fault(tmp_path: Path) -> None:
+    tiny_bundle().save(tmp_path / "bundle")
+    (picture,) = tiny_pictures(tmp_path / "p", 1)
+    program = f"'{sys.executable}' -m vitrail predict -q '{tmp_path / 'bundle'}' - | head -n 1"
+    done = subprocess.run(
+        program, shell=True, input=f"{picture}\n" * 3000, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert json.loads(done.stdout)["number"] == 1
+    assert done.stderr == ""
+
+
+# ── the pipeline ──
+
+
+def test_order_is_kept_by_several_workers(tmp_path: Path) -> None:
+    paths = tiny_pictures(tmp_path, 12)
+    Image.new("RGB", (4000, 3000)).save(tmp_path / "slow.png")
+    (tmp_path / "bad.png").write_text("no picture")
+    places = [str(path) for path in (tmp_path / "slow.png", *paths[:5], tmp_path / "bad.png", *paths[5:])]
+    classifier = Classifier(tiny_bundle(), device="cpu")
+    alone = list(chain(*predict_items(classifier, list_items(places), batch=2, workers=0)))
+    assert [os.fsdecode(row.path) for row in alone] == places
+    assert [row.number for row in alone] == list(range(1, 15))
+    for workers in (1, 2):
+        assert list(chain(*predict_items(classifier, list_items(places), batch=2, workers=workers))) == alone
+
+
+MEMORY = """
+import os, sys
+from itertools import chain
+import torch
+from tests.inference.tiny import tiny_bundle
+from vitrail.inference.classifier import Classifier
+from vitrail.inference.listing import list_items
+from vitrail.inference.predict import predict_items
+
+def resident():
+    # This process and its workers; what they share is counted for each, and does not grow either.
+    pids = [os.getpid(), *map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())]
+    return sum(int(open(f"/proc/{pid}/statm").read().split()[1]) for pid in pids) * os.sysconf("SC_PAGE_SIZE")
+
+torch.set_num_threads(1)
+done, seen = 0, {}
+classifier = Classifier(tiny_bundle(), device="cpu")
+for rows in predict_items(classifier, list_items(["-"], stdin=sys.stdin.buffer), workers=2):
+    done += len(rows)
+    for mark in (2_048, int(sys.argv[1])):
+        if done >= mark:
+            seen.setdefault(mark, resident())
+first, last = seen.values()
+print(done, last - first)
+"""
+
+
+def grown(tmp_path: Path, rows: int) -> int:
+    """Return by how many bytes the memory grows after the first 2,000 rows."""
+    paths = tiny_pictures(tmp_path, 5)
+    lines = "".join(f"{paths[number % 5]}\n" for number in range(rows))
+    command = [sys.executable, "-c", MEMORY, str(rows)]
+    done = subprocess.run(command, input=lines, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    total, growth = map(int, done.stdout.split())
+    assert total == rows
+    return growth
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read as Linux shows it")
+def test_memory_does_not_grow_with_the_list(tmp_path: Path) -> None:
+    assert grown(tmp_path, 20_000) < 8e6
+
+
+def test_a_list_is_read_only_as_far_as_it_is_needed() -> None:
+    """Two batches for each worker, the one that is being computed, and the one that told how many there are."""
+    asked = 0
+
+    def endless() -> Any:
+        nonlocal asked
+        for item in repeat(Item(b"bad", error="bad")):
+            asked += 1
+            yield item
+
+    rows = predict_items(Classifier(tiny_bundle(), device="cpu"), endless(), batch=10, workers=2)
+    for step in range(20):
+        assert len(next(rows)) == 10
+        assert asked <= 10 * (step + 1 + 2 * 2 + 1)
+    rows.close()  # type: ignore[attr-defined]

@@ -1,0 +1,243 @@
+"""Jobs that are interrupted: every row once, whatever happens, and never rows of two jobs in one file."""
+
+import csv
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from tests.inference.tiny import tiny_bundle, tiny_pictures
+
+from vitrail.errors import ConfigError, DataError
+from vitrail.inference import jobs
+from vitrail.inference.predict import Summary, predict_files
+
+ROOT = Path(__file__).parents[2]
+BUNDLE = tiny_bundle()
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Read an output back, every format as the same rows."""
+    if file.suffix == ".parquet":
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+        return [{**row, "probabilities": [float(f"{p:.6g}") for p in row["probabilities"]]} for row in rows]
+    if file.suffix == ".jsonl":
+        return [json.loads(line) for line in file.read_text().splitlines()]
+    with open(file, newline="", encoding="utf-8", errors="surrogateescape") as lines:
+        return [_from_csv(row) for row in csv.DictReader(lines)]
+
+
+def _from_csv(row: dict[str, str]) -> dict[str, Any]:
+    places = [place for place in range(1, 4) if row[f"class_{place}"]]
+    return {
+        "number": int(row["number"]),
+        "path": row["path"],
+        "error": row["error"] or None,
+        "classes": [row[f"class_{place}"] for place in places],
+        "probabilities": [float(row[f"probability_{place}"]) for place in places],
+    }
+
+
+def run(output: Path, places: list[Path] | list[str], **options: Any) -> Summary:
+    given: dict[str, Any] = {"batch": 4, "workers": 0, "device": "cpu", **options}
+    return predict_files(given.pop("bundle", BUNDLE), list(map(str, places)), output=output, **given)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = tiny_pictures(folder, 20)
+    (folder / "bad.png").write_text("no picture")
+    odd = folder / os.fsdecode(b'caf\xe9 "new\nline", \r.png')
+    shutil.copy(paths[0], odd)
+    return [*paths[:9], folder / "bad.png", odd, *paths[9:]]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
+def test_a_file_cut_anywhere_is_gone_on_with(
+    format: str, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, target = tmp_path / f"straight.{format}", tmp_path / f"cut.{format}"
+    assert run(straight, pictures)[:3] == (22, 1, 0)
+    assert {path.name for path in tmp_path.iterdir()} == {straight.name}
+    expected = read_rows(straight)
+    monkeypatch.setattr(jobs.Output, "finish", lambda self: None)
+    run(target, pictures)  # as if it had been stopped after the last row
+    monkeypatch.undo()
+    lines = target.with_name(target.name + ".rows.jsonl") if format == "parquet" else target
+    whole, job = lines.read_bytes(), target.with_name(target.name + ".job.json").read_bytes()
+    for length in [0, 1, *range(7, len(whole), 97), len(whole) - 1, len(whole)]:
+        lines.write_bytes(whole[:length])
+        target.with_name(target.name + ".job.json").write_bytes(job)
+        done = run(target, pictures, resume=True)
+        assert done.pictures == 22
+        assert done.bad == 1
+        found = read_rows(target)
+        assert [row["number"] for row in found] == list(range(1, 23))
+        for row, same in zip(found, expected, strict=True):
+            # A batch is cut elsewhere now, which changes the last digits.
+            assert row["probabilities"] == pytest.approx(same["probabilities"], abs=1e-5)
+            assert {**row, "probabilities": 0} == {**same, "probabilities": 0}
+        assert {path.name for path in tmp_path.iterdir()} == {straight.name, target.name}
+
+
+def test_names_of_any_bytes_survive(pictures: list[Path], tmp_path: Path) -> None:
+    odd = pictures[10]
+    for format in ("jsonl", "csv"):
+        run(tmp_path / f"rows.{format}", pictures)
+        path = read_rows(tmp_path / f"rows.{format}")[10]["path"]
+        assert os.fsencode(path) == os.fsencode(odd)
+        assert Path(path).is_file()
+    assert b"caf\\udce9" in (tmp_path / "rows.jsonl").read_bytes()
+    run(tmp_path / "rows.parquet", pictures)
+    assert read_rows(tmp_path / "rows.parquet")[10]["path"] == os.fsencode(odd).decode("utf-8", "backslashreplace")
+    # The rows are a manifest: another model can be asked about the same pictures.
+    run(tmp_path / "again.jsonl", [tmp_path / "rows.jsonl"])
+    assert [row["path"] for row in read_rows(tmp_path / "again.jsonl")] == list(map(str, pictures))
+
+
+@pytest.fixture
+def interrupted(pictures: list[Path], tmp_path: Path) -> Path:
+    """A job that was stopped after some rows."""
+    target = tmp_path / "rows.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.Output, "finish", lambda self: None)
+        run(target, pictures)
+    target.write_bytes(b"".join(target.read_bytes().splitlines(keepends=True)[:6]))
+    return target
+
+
+def test_another_job_is_refused(interrupted: Path, pictures: list[Path], tmp_path: Path) -> None:
+    before = interrupted.read_bytes()
+    for options, words in (
+        ({"top": 1}, r"another number of classes \(--top\)"),
+        ({"bundle": tiny_bundle(seed=1)}, "another model"),
+        ({"bundle": tiny_bundle(("a", "b", "c"))}, "another model"),
+        ({"precision": "bf16"}, "another precision"),
+        ({"format": "csv"}, "another format"),
+        ({"top": 2, "precision": "bf16"}, r"another number of classes \(--top\) and another precision"),
+    ):
+        with pytest.raises(DataError, match=f"was begun with {words}; give the same as then, or start again with"):
+            run(interrupted, pictures, resume=True, **options)
+    with pytest.raises(DataError, match="was begun with other pictures"):
+        run(interrupted, pictures[:-1], resume=True)
+    assert interrupted.read_bytes() == before
+    assert run(interrupted, pictures, resume=True, batch=9, workers=2).earlier == 6
+
+
+def test_pictures_that_came_or_went_are_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    pictures = tiny_pictures(folder, 12)
+    target = tmp_path / "rows.csv"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.Output, "finish", lambda self: None)
+        run(target, [folder])
+    target.write_bytes(b"".join(target.read_bytes().splitlines(keepends=True)[:7]))
+    shutil.copy(pictures[0], folder / "00002a.png")
+    with pytest.raises(DataError, match=r"row 4 of .*00003\.png, and now .*00002a\.png would be there: the pictures"):
+        run(target, [folder], resume=True)
+    (folder / "00002a.png").unlink()
+    shutil.copy(pictures[0], folder / "99999.png")  # after what is done: nothing is lost and nothing repeated
+    assert run(target, [folder], resume=True).pictures == 13
+    assert [Path(row["path"]).name for row in read_rows(target)] == [*(p.name for p in pictures), "99999.png"]
+
+
+def test_what_exists_is_not_lost(interrupted: Path, pictures: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is of a job that was interrupted; go on with it with --resume, or start ag"):
+        run(interrupted, pictures)
+    assert run(interrupted, pictures, overwrite=True).earlier == 0
+    with pytest.raises(DataError, match="exists already; choose another name, or replace it with --overwrite"):
+        run(interrupted, pictures)
+    with pytest.raises(DataError, match="is there and nothing is left to do for it"):
+        run(interrupted, pictures, resume=True)
+    with pytest.raises(ConfigError, match="give one of them"):
+        run(interrupted, pictures, resume=True, overwrite=True)
+    with pytest.raises(ConfigError, match="a table is for reading and cannot be gone on with"):
+        run(tmp_path / "rows.txt", pictures, resume=True)
+    (tmp_path / "list.csv").write_text(f"path\n{pictures[0]}\n")
+    with pytest.raises(DataError, match=r"list\.csv is among what is to be predicted; write to another file"):
+        run(tmp_path / "list.csv", [tmp_path / "list.csv"], overwrite=True)
+    assert (tmp_path / "list.csv").read_text() == f"path\n{pictures[0]}\n"
+    interrupted.with_name(interrupted.name + ".job.json").write_text("{")
+    with pytest.raises(DataError, match="cannot be read, so it is not known what was begun"):
+        run(interrupted, pictures, resume=True)
+
+
+def test_an_overwritten_parquet_stays_until_the_new_one_is_whole(pictures: list[Path], tmp_path: Path) -> None:
+    target = tmp_path / "rows.parquet"
+    run(target, pictures[:3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs.Output, "finish", lambda self: None)
+        run(target, pictures, overwrite=True)
+    assert len(read_rows(target)) == 3
+    assert run(target, pictures, resume=True).earlier == 22
+    assert len(read_rows(target)) == 22
+
+
+def test_two_processes_do_not_write_one_file(pictures: list[Path], tmp_path: Path) -> None:
+    target = tmp_path / "rows.jsonl"
+    code = (
+        "import fcntl, os, sys; f = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); fcntl.lockf(f, fcntl.LOCK_EX);"
+        "print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(target)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(DataError, match="is being written by another process; wait for it"):
+            run(target, pictures)
+        other.communicate()
+    assert run(target, pictures, resume=True).pictures == 22
+
+
+def test_a_disk_that_is_full(pictures: list[Path], tmp_path: Path) -> None:
+    target = tmp_path / "rows.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # no file may grow larger
+    try:
+        with pytest.raises(DataError, match=r"rows\.jsonl cannot be written: File too large"):
+            run(target, pictures)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert target.stat().st_size == 2000
+    done = run(target, pictures, resume=True)
+    assert 0 < done.earlier < done.pictures == 22
+    assert [row["number"] for row in read_rows(target)] == list(range(1, 23))
+
+
+def killed(tmp_path: Path, rows: int, kills: int, suffix: str) -> list[dict[str, Any]]:
+    BUNDLE.save(tmp_path / "bundle")
+    some = list(map(str, tiny_pictures(tmp_path / "pictures", 25)))
+    places = [some[number % 25] for number in range(rows)]
+    target = tmp_path / f"rows{suffix}"
+    command = [sys.executable, "-m", "tests.inference.killing", str(tmp_path / "bundle"), str(target), str(kills), "5"]
+    # To a file: workers whose caller was killed live some seconds longer, and would hold a pipe open.
+    with open(tmp_path / "said", "w+") as said:
+        code = subprocess.run([*command, *places], cwd=ROOT, stdout=said, stderr=said, timeout=600, check=False)
+        said.seek(0)
+        assert (code.returncode, said.read()) == (0, f"{kills}\n")
+    (tmp_path / "said").unlink()
+    found = read_rows(target)
+    assert [(row["number"], row["path"]) for row in found] == list(enumerate(places, start=1))
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "pictures", target.name}
+    return found
+
+
+def test_killed_three_times(tmp_path: Path) -> None:
+    found = killed(tmp_path, 300, 3, ".jsonl")
+    for row in found[25:]:
+        same = found[(row["number"] - 1) % 25]
+        assert row["classes"] == same["classes"]
+        assert row["probabilities"] == pytest.approx(same["probabilities"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_killed_ten_times(tmp_path: Path, suffix: str) -> None:
+    killed(tmp_path, 5_000, 10, suffix)

@@ -1,0 +1,239 @@
+"""What is listed to be predicted: every kind of place, in a fixed order, without growing."""
+
+import io
+import json
+import os
+import sys
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from tests.inference.tiny import tiny_pictures, tiny_pixels
+
+from vitrail.data.decode import decode
+from vitrail.errors import DataError
+from vitrail.inference import listing
+from vitrail.inference.listing import Item, list_items
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+
+
+def names(items: Iterable[Item]) -> list[str]:
+    return [os.fsdecode(item.name) for item in items]
+
+
+def touch(*paths: str | bytes) -> None:
+    for path in paths:
+        os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
+        with open(path, "wb"):
+            pass
+
+
+def stdin(content: bytes) -> io.BufferedReader:
+    return io.BufferedReader(io.BytesIO(content))
+
+
+def test_files_as_they_are_given() -> None:
+    touch("b.png", "a.png", "scan")
+    assert names(list_items(["b.png", "scan", "a.png", "b.png"])) == ["b.png", "scan", "a.png", "b.png"]
+
+
+def test_folders_in_the_order_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["f/2.JPG", "f/10.png", "f/b/1.webp", "f/b/deep/er/0.gif", "f/a/9.tif", "f/c.d/x.y.jpeg"]
+    touch(*files, "f/notes.txt", "f/.hidden.png", "f/.git/1.png", "f/__MACOSX/1.png", "f/png")
+    expected = ["f/10.png", "f/2.JPG", "f/a/9.tif", "f/b/1.webp", "f/b/deep/er/0.gif", "f/c.d/x.y.jpeg"]
+    assert names(list_items(["f"])) == expected
+    touch(*(f"many/{number:03d}.png" for number in range(23)))
+    whole = names(list_items(["many", "f"]))
+    monkeypatch.setattr(listing, "AT_ONCE", 5)
+    assert names(list_items(["many", "f"])) == whole
+    assert len(whole) == 23 + len(expected)
+
+
+def test_links_in_folders() -> None:
+    touch("f/a.png", "elsewhere/b.png")
+    os.symlink("../elsewhere", "f/linked")
+    os.symlink("..", "f/loop")
+    os.symlink("nothing", "f/gone.png")
+    items = list(list_items(["f"]))
+    assert names(items[:3]) == ["f/a.png", "f/gone.png", "f/linked/b.png"]
+    with pytest.raises(DataError, match="it cannot be read: No such file"):
+        items[1].read()
+    loops = [item for item in items if item.error is not None]
+    assert len(loops) == 1
+    assert loops[0].error == "a link to a folder that it lies in; remove the link"
+
+
+def test_patterns() -> None:
+    touch("p/a1.jpg", "p/b1.jpg", "p/b2.png", "p/q/b3.jpg", "p/q/r/b4.jpg", "p/b.txt", "p/.b5.jpg", "p/[x].jpg")
+    assert names(list_items(["p/b*"])) == ["p/b1.jpg", "p/b2.png"]
+    assert names(list_items(["p/?1.jpg"])) == ["p/a1.jpg", "p/b1.jpg"]
+    assert names(list_items(["p/**/b*.jpg"])) == ["p/b1.jpg", "p/q/b3.jpg", "p/q/r/b4.jpg"]
+    assert names(list_items(["p/**"])) == [
+        "p/[x].jpg",
+        "p/a1.jpg",
+        "p/b1.jpg",
+        "p/b2.png",
+        "p/q/b3.jpg",
+        "p/q/r/b4.jpg",
+    ]
+    assert names(list_items(["p/*/b[0-9].jpg"])) == ["p/q/b3.jpg"]
+    assert names(list_items([str(Path("p").absolute()) + "/a*"])) == [str(Path("p/a1.jpg").absolute())]
+    assert names(list_items(["p/[x].jpg"])) == ["p/[x].jpg"]  # a file of that name comes first
+    with pytest.raises(DataError, match=r"no picture that p/\*\.tiff stands for; correct the pattern"):
+        list_items(["p/*.tiff"])
+
+
+def test_manifests_keep_every_row() -> None:
+    tiny_pictures(Path("m/pictures"), 2)
+    rows = ["pictures/00001.png", "pictures/gone.png", "pictures/00000.png", "pictures/00001.png", "http://x.org/1.jpg"]
+    Path("m/list.csv").write_text("label,path\n" + "".join(f"7,{row}\n" for row in rows) + "3, \n")
+    items = list(list_items(["m/list.csv"]))
+    assert names(items) == [*(f"m/{row}" for row in rows[:4]), rows[4], "m/list.csv, line 7"]
+    assert np.array_equal(decode(items[2].read()), tiny_pixels(0))
+    assert items[4].error == listing.A_URL
+    assert "where the path of a picture should be" in str(items[5].error)
+    Path("m/list.jsonl").write_text("".join(json.dumps({"file": row}) + "\n" for row in rows))
+    assert names(list_items(["m/list.jsonl"])) == names(items[:5])
+    arrow.parquet.write_table(arrow.table({"image": rows}), "m/list.parquet")
+    assert names(list_items(["m/list.parquet"])) == names(items[:5])
+
+
+def test_pictures_inside_parquet() -> None:
+    paths = tiny_pictures(Path("pictures"), 40)
+    rows = [{"bytes": path.read_bytes(), "path": path.name} for path in paths]
+    arrow.parquet.write_table(arrow.table({"image": [*rows, None]}), "data.parquet")
+    items = list(list_items(["data.parquet"]))
+    assert names(items)[::40] == ["data.parquet, row 1", "data.parquet, row 41"]
+    assert np.array_equal(decode(items[39].read()), tiny_pixels(39))
+    assert items[40].error is not None
+
+
+def test_broken_manifests() -> None:
+    for name, content, words in (
+        ("a.csv", b"what,label\n1,2\n", "has no column for the pictures"),
+        ("b.csv", b"path\n\xe9.png\n", "is not UTF-8"),
+        ("c.jsonl", b"[1]\n", "is not a JSON object"),
+        ("d.parquet", b"PAR2", "cannot be read as Parquet"),
+    ):
+        Path(name).write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            list(list_items([name]))
+
+
+def packed(path: str, pictures: list[Path]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for picture in pictures:
+            tar.add(picture, arcname=f"set/{picture.name}")
+
+
+def test_tars() -> None:
+    pictures = tiny_pictures(Path("pictures"), 4)
+    Path("pictures/00000.cls").write_text("no number")  # labels are passed over
+    for number in range(2):
+        packed(f"s-{number}.tar", [*pictures[2 * number : 2 * number + 2], Path("pictures/00000.cls")])
+    expected = [f"s-{number // 2}.tar/set/{number:05d}.png" for number in range(4)]
+    for places in (["s-0.tar", "s-1.tar"], ["s-{0..1}.tar"], ["s-*.tar"]):
+        items = list(list_items(places))
+        assert names(items) == expected
+        assert np.array_equal(decode(items[3].read()), tiny_pixels(3))
+    os.makedirs("shards")
+    os.rename("s-0.tar", "shards/s-0.tar")
+    assert names(list_items(["shards"])) == ["shards/s-0.tar/set/00000.png", "shards/s-0.tar/set/00001.png"]
+    os.truncate("s-1.tar", 2000)
+    cut = list(list_items(["s-1.tar"]))
+    assert names(cut) == ["s-1.tar/set/00002.png", "s-1.tar"]
+    assert "is cut short" in str(cut[-1].error)
+    os.truncate("s-1.tar", 600)
+    with pytest.raises(DataError, match="the tar has become shorter while it was read"):
+        cut[0].read()
+
+
+def test_lists_from_stdin() -> None:
+    touch("a.png", "folder/x.png")
+    content = b"a.png\r\n\nfolder\nhttps://x.org/1.png\na.png\ncaf\xe9.png"
+    items = list(list_items(["-"], stdin=stdin(content)))
+    assert [item.name for item in items] == [b"a.png", b"folder", b"https://x.org/1.png", b"a.png", b"caf\xe9.png"]
+    with pytest.raises(DataError, match=r"^a folder; name it on the command line"):
+        items[1].read()
+    assert items[2].error == listing.A_URL
+    null = list(list_items(["-", "a.png"], stdin=stdin(b"new\nline.png\0b.png\0"), null=True))
+    assert [item.name for item in null] == [b"new\nline.png", b"b.png", b"a.png"]
+    with pytest.raises(DataError, match=r"NUL bytes in the list of paths; .* add -0"):
+        list(list_items(["-"], stdin=stdin(b"a.png\0b.png\0")))
+
+
+def test_digits() -> None:
+    items = list(list_items(["digits"]))
+    assert (len(items), names(items[:1])) == (1797, ["digits/0"])
+    assert decode(items[0].read(), 1).shape == (8, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("gone.png", r"there is no gone\.png; give files, folders, patterns, manifests .* or - to read paths"),
+        ("https://example.org/a.png", r"https://example\.org/a\.png is a URL, and nothing is fetched .* download it"),
+        ("s3://bucket/a.png", "download it first"),
+        ("all.tar.gz", r"all\.tar\.gz is compressed; unpack it"),
+    ],
+)
+def test_places_that_are_refused_at_once(place: str, words: str) -> None:
+    touch("all.tar.gz")
+    with pytest.raises(DataError, match=words):
+        list_items([place])
+
+
+def test_what_is_neither_file_nor_folder() -> None:
+    os.mkfifo("pipe.png")
+    (item,) = list_items(["pipe.png"])
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        item.read()
+
+
+def resident() -> int:
+    """Return the memory that this process has, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Endless(io.RawIOBase):
+    """A list of paths that is made while it is read."""
+
+    def __init__(self, paths: int) -> None:
+        self.left = paths
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: "memoryview") -> int:  # type: ignore[override]
+        lines = min(self.left, len(room) // 12)
+        text = b"".join(b"%07d.png\n" % (self.left - line) for line in range(lines))
+        self.left -= lines
+        room[: len(text)] = text
+        return len(text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read as Linux shows it")
+def test_a_million_paths_take_no_memory() -> None:
+    items = list_items(["-"], stdin=io.BufferedReader(Endless(1_000_000)))
+    for _ in range(10_000):
+        next(items)
+    before = resident()
+    assert sum(1 for _ in items) == 990_000
+    assert resident() - before < 4e6
+
+
+def test_items_travel_light() -> None:
+    Image.fromarray(tiny_pixels(0)).save("a.png")
+    (item,) = list_items(["a.png"])
+    assert item == Item(b"a.png", b"a.png")
+    assert item.content is None

@@ -1,0 +1,100 @@
+"""Predictions beside those of the library that the weights come from, on the same pictures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.peers import import_peer, scramble
+from torch import Tensor
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.inference.predict import predict_files
+
+SIZES = [(100, 75), (75, 100), (32, 32), (20, 16), (203, 61), (17, 133), (256, 257), (64, 48)]
+CLASSES = 7
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Photographs made on the spot: waves, edges and noise, in several sizes, modes and formats."""
+    folder = tmp_path_factory.mktemp("pictures")
+    paths = []
+    for number in range(24):
+        size = SIZES[number % len(SIZES)]
+        x, y = np.meshgrid(np.linspace(0, 6, size[0]), np.linspace(0, 4, size[1]))
+        waves = np.stack([np.sin(x * y + number), np.cos(x + number * y), np.sin(3 * x) * np.cos(y)], axis=-1)
+        noise = np.random.default_rng(number).normal(0, 15, waves.shape)
+        picture = Image.fromarray((127 + 90 * waves + noise).clip(0, 255).astype(np.uint8))
+        mode, suffix = (("RGB", "jpg"), ("RGB", "png"), ("L", "jpg"))[number // len(SIZES)]
+        paths.append(folder / f"{number:02d}.{suffix}")
+        picture.convert(mode).save(paths[-1])
+    return paths
+
+
+def compare(bundle: Bundle, pictures: list[Path], expected: Tensor, output: Path) -> None:
+    """See to it that every row says what the peer says."""
+    predict_files(bundle, list(map(str, pictures)), output=output, top=CLASSES, batch=5, workers=0, device="cpu")
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["path"] for row in rows] == list(map(str, pictures))
+    names = bundle.classes or tuple(map(str, range(CLASSES)))
+    worst = 0.0
+    for row, shares in zip(rows, expected.softmax(dim=1), strict=True):
+        assert row["classes"][0] == names[int(shares.argmax())]
+        found = dict(zip(row["classes"], row["probabilities"], strict=True))
+        worst = max(worst, *(abs(found[name] - float(share)) for name, share in zip(names, shares, strict=True)))
+    assert worst <= 1e-4
+    assert len({row["classes"][0] for row in rows}) > 1, "the same answer for all proves little"
+
+
+def through(peer: Any, transform: Any, pictures: list[Path]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([peer(transform(Image.open(path).convert("RGB"))[None]) for path in pictures])
+
+
+def test_timm(pictures: list[Path], tmp_path: Path) -> None:
+    timm = import_peer("timm")
+    given = {"img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 2, "num_classes": CLASSES}
+    peer = scramble(timm.create_model("vit_base_patch16_224", **given))
+    timm.models.save_for_hf(peer, tmp_path / "timm", model_args=given)
+    config = timm.data.resolve_data_config({"input_size": (3, 32, 32)}, model=peer)
+    transform = timm.data.create_transform(**config, is_training=False)
+    compare(load(tmp_path / "timm"), pictures, through(peer, transform, pictures), tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("size", [224, 32])
+def test_torchvision(size: int, pictures: list[Path], tmp_path: Path) -> None:
+    vision_transformer = import_peer("torchvision.models.vision_transformer").VisionTransformer
+    peer = scramble(vision_transformer(size, size // 4, 2, 2, 128, 192, num_classes=CLASSES))
+    torch.save(peer.state_dict(), tmp_path / "vit.pth")
+    preset = import_peer("torchvision.transforms._presets").ImageClassification
+    bicubic = import_peer("torchvision.transforms").InterpolationMode.BICUBIC
+    # Torchvision's own models of other sizes than 224 come from SWAG, which resizes so.
+    transform = preset(crop_size=224) if size == 224 else preset(crop_size=32, resize_size=32, interpolation=bicubic)
+    compare(load(tmp_path / "vit.pth"), pictures, through(peer, transform, pictures), tmp_path / "rows.jsonl")
+
+
+def test_transformers(pictures: list[Path], tmp_path: Path) -> None:
+    module = import_peer("transformers")
+    labels = {number: f"kind {number}" for number in range(CLASSES)}
+    config = module.ViTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8,
+        id2label=labels, label2id={name: number for number, name in labels.items()},
+    )  # fmt: skip
+    peer = scramble(module.ViTForImageClassification(config))
+    peer.save_pretrained(tmp_path / "hf")
+    # The one that resizes with Pillow; the one that resizes with torch differs by a step of 1/255 here and there.
+    processor = import_peer("transformers.models.vit.image_processing_pil_vit").ViTImageProcessorPil(
+        size={"height": 32, "width": 32}
+    )
+    processor.save_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        inputs = [processor(Image.open(path).convert("RGB"), return_tensors="pt") for path in pictures]
+        expected = torch.cat([peer(**given).logits for given in inputs])
+    bundle = load(tmp_path / "hf")
+    assert bundle.classes == tuple(labels.values())
+    compare(bundle, pictures, expected, tmp_path / "rows.jsonl")
