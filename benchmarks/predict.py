@@ -122,7 +122,8 @@ def in_turns(passes: dict[str, Pass], work: Callable[[Pass], int], repeats: int)
     """Run everybody once to warm up, then in turns; return the seconds a picture of every turn."""
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for turn in range(repeats + 1):
-        for name, run in passes.items():
+        order = list(passes.items())
+        for name, run in order if turn % 2 else reversed(order):
             start = time.perf_counter()
             count = work(run)
             if turn:
