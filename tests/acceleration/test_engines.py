@@ -70,7 +70,7 @@ def test_openvino_computes_in_bf16_or_says_that_it_cannot() -> None:
         ("onnx", "bf16", "cpu", "the engine onnx computes in float32 only, not in bf16"),
         ("onnx", "float32", "cuda", "ONNX Runtime computes on the CPU here, not on cuda; use --device cpu"),
         ("openvino", "float32", "cuda", "OpenVINO computes on the CPU here, not on cuda; use --device cpu"),
-        ("onxx", "float32", "cpu", "no engine is called 'onxx'; there are torch, onnx and openvino; did you mean"),
+        ("onxx", "float32", "cpu", "no engine is called 'onxx'; did you mean 'onnx'"),
         ("torch", "int8", "cpu", "no precision is called 'int8'; choose float32, bf16 or fp16"),
     ],
 )

@@ -66,7 +66,7 @@ def open_engine(
             return OpenVinoEngine(model, preprocess, device, precision)
         case _:
             raise ConfigError(
-                f"no engine is called {kind!r}; there are torch, onnx and openvino{suggest(kind, get_args(Kind))}"
+                f"no engine is called {kind!r}{suggest(kind, get_args(Kind)) or '; there are torch, onnx and openvino'}"
             )
 
 

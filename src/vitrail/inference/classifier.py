@@ -73,7 +73,8 @@ class Classifier:
     """A model that says what is in pictures: `Classifier("runs/pets/best")("cat.jpg")`.
 
     `bundle` is one that is open, or whatever `vitrail.load` opens; its model goes to the device. `engine` says what
-    computes, or is an open engine; `precision` says in which numbers; float32 gives what the library gives that the weights come from.
+    computes, or is an open engine; `precision` says in which numbers: float32 gives what the library gives that the
+    weights come from.
     """
 
     def __init__(
