@@ -82,6 +82,7 @@ def run_example(path: Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
 def test_the_example_runs(path: Path, tmp_path: Path) -> None:
     printed = run_example(path, tmp_path)

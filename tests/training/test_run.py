@@ -102,7 +102,7 @@ def test_a_finished_run_changes_nothing(straight: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (straight / "state").rglob("*")} == before
 
 
-@pytest.mark.parametrize("workers", ["1", "3"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("3", marks=pytest.mark.slow)])
 def test_workers_change_nothing(workers: str, straight: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "run", "--workers", workers).returncode == 0
     assert same(weights(tmp_path / "run"), weights(straight))
@@ -257,6 +257,7 @@ def limited(limit: str, folder: Path, *more: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_a_run(straight: Path, tmp_path: Path) -> None:
     """Files may not grow beyond some kB: the state cannot be written, and the one before is what goes on."""
     folder, often = tmp_path / "run", ("--workers", "0", "--set", "save_minutes=0")
@@ -406,6 +407,7 @@ def test_one_wrong_bit_is_noticed(straight: Path, tmp_path: Path) -> None:
     assert same(weights(folder), weights(straight))
 
 
+@pytest.mark.slow
 def test_when_all_states_are_damaged_the_run_begins_again(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)

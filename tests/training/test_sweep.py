@@ -100,6 +100,7 @@ def test_finished_candidates_are_not_repeated(straight: Sweep) -> None:
     assert record(straight.folder) == known
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(straight: Sweep, tmp_path: Path) -> None:
     folder, second = tmp_path / "sweep", tmp_path / "sweep" / "lr=0.1"
     changes = ["--device", "cpu", "--workers", "0", *(word for change in TINY for word in ("--set", change))]

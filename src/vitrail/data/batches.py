@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -33,8 +34,6 @@ BadFiles = Literal["skip", "refuse"]
 TRIES = 32
 """How many pictures in a row may be unreadable before the data as a whole counts as broken."""
 MOST_WORKERS = 16
-GRACE = 60.0
-"""Seconds that a process which reads pictures stays after it was asked to end, if the caller does not end it before."""
 
 
 class BadPicture(NamedTuple):
@@ -293,16 +292,15 @@ def _as_it_is(made: Any) -> Any:
 def _leave_the_end_to_the_caller(_: int) -> None:
     """A request to stop reaches every process; the caller ends the workers, when it has saved what it wants to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave_later)
-    signal.signal(signal.SIGALRM, _leave_now)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_the_caller_says_so, daemon=True).start()
     sys.excepthook = _print_unless_the_caller_left
 
 
-def _leave_later(*_: object) -> None:
-    signal.setitimer(signal.ITIMER_REAL, GRACE)
-
-
-def _leave_now(*_: object) -> None:
+def _end_when_the_caller_says_so() -> None:
+    """Take SIGTERM from the caller alone; what others send to all processes is the caller's to answer."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
     os._exit(0)
 
 

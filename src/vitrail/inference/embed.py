@@ -84,17 +84,25 @@ def embed(
     )
 
 
+def _is_there(folder: Path) -> bool:
+    """Say whether something is there, also where we may not look."""
+    try:
+        return folder.exists()
+    except PermissionError:
+        return True
+
+
 def check_output(output: str | Path, *, overwrite: bool) -> Path:
     """Refuse a file that cannot be written or should not be, before anything is computed."""
     target = Path(output)
     check_suffix(target)
     for file in (target, sidecar(target)) if has_sidecar(target) else (target,):
         check_target(file, overwrite=overwrite, folder=False)
-    around = next(folder for folder in target.absolute().parents if folder.exists())
-    if not around.is_dir():
-        raise CheckpointError(f"{target} cannot be written, because {around} is a file; choose another folder")
+    around = next(folder for folder in target.absolute().parents if _is_there(folder))
     if not os.access(around, os.W_OK):
         raise CheckpointError(f"{target} cannot be written: you may not write to {around}; choose another folder")
+    if not around.is_dir():
+        raise CheckpointError(f"{target} cannot be written, because {around} is a file; choose another folder")
     return target
 
 
