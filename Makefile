@@ -45,7 +45,7 @@ test: $(VENV)/.installed-all ## the tests, under ten minutes on two cores
 	$(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed-all ## what is too slow for `make test`: full-size models, compilation
-	$(BIN)/pytest -q -m "slow and not gpu"
+	$(BIN)/pytest -q -n $(WORKERS) -m "slow and not gpu"
 
 test-gpu: $(VENV)/.installed-all ## the tests that need a CUDA device
 	$(BIN)/pytest -q -m gpu
