@@ -57,7 +57,7 @@ def test_good_data(run: Run, data: Path) -> None:
     lines = done.out.splitlines()
     assert lines[0] == "20 pictures in 2 classes; nothing wrong was found."
     assert "Findings" not in done.out
-    assert "cat        8    1     1" in lines
+    assert "cat        7    1     2" in lines
     assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
     assert "all JPEG; all colour" in done.out
     assert "images/s for each worker" in done.out

@@ -108,7 +108,7 @@ def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
     names = (*(str(digit) for digit in range(10)), *(f"other {number}" for number in range(15)))
     done = run(saved(tmp_path / "b", names), "digits", "--part", "test", "--precision", "bf16", "--device", "cpu")
     assert (done.code, done.err) == (0, "")
-    assert "% on 179 pictures, " in done.out
+    assert "% on 359 pictures, " in done.out
     assert "top-5" in done.out
     assert "The model has 15 other classes, without pictures here." in done.out
 

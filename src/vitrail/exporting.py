@@ -102,7 +102,11 @@ def _check_request(target: Path, to: str, opset: int | None, overwrite: bool) ->
         )
     form: Form = to  # type: ignore[assignment]
     if target.suffix.lower() != SUFFIXES[form]:
-        raise CheckpointError(f"{to} is written as a file that ends in {SUFFIXES[form]}, and {target.name!r} does not")
+        other = next((name for name, suffix in SUFFIXES.items() if suffix == target.suffix.lower()), None)
+        help = f"; say --to {other}" if other else ""
+        raise CheckpointError(
+            f"{to} is written as a file that ends in {SUFFIXES[form]}, and {target.name!r} does not{help}"
+        )
     if opset is not None and to == "torch":
         raise ConfigError("an opset is ONNX's; leave --opset out for torch")
     check_opset(OPSET if opset is None else opset)

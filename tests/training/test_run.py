@@ -199,7 +199,8 @@ def test_another_recipe_in_the_same_folder(straight: Path) -> None:
     done = run(straight, "--set", "optimizer.lr=0.5")
     assert done.returncode == 2
     assert (
-        "holds a run with another recipe; it had lr = 0.002, this one has lr = 0.5: choose another --run" in done.stderr
+        "holds a run with another recipe (optimizer.lr is 0.002 there and 0.5 here); choose another --run"
+        in done.stderr
     )
 
 
@@ -483,3 +484,33 @@ def test_stopped_as_it_was_about_to_end_early(tmp_path: Path) -> None:
     newest.write_text(json.dumps({**content, "finished": False}))  # as it is when the last save did not happen
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert journal(tmp_path / "run") == ended
+
+
+@pytest.mark.parametrize("inside", ["", "best"])
+def test_a_run_folder_that_holds_something_else(inside: str, straight: Path, tmp_path: Path) -> None:
+    """A folder of somebody's files is no place for a run, and a model least of all."""
+    folder = tmp_path / "mine"
+    (folder / inside).mkdir(parents=True, exist_ok=True)
+    (folder / inside / "thesis.txt").write_text("important")
+    with pytest.raises(ConfigError, match="exists and is no run; choose another --run"):
+        train("digits", changes=TINY, folder=folder, device="cpu", workers=0, quiet=True)
+    assert [path.name for path in folder.rglob("*.txt")] == ["thesis.txt"]
+    assert not (folder / ".lock").exists()
+
+
+def test_a_run_among_its_own_pictures(tmp_path: Path) -> None:
+    (tmp_path / "photos" / "cat").mkdir(parents=True)
+    (tmp_path / "photos" / "dog").mkdir()
+    for label in ("cat", "dog"):
+        for number in range(10):
+            Image.new("RGB", (12, 12), (number, 0, 0)).save(tmp_path / "photos" / label / f"{number}.png")
+    for folder in (tmp_path / "photos", tmp_path / "photos" / "runs" / "first"):
+        with pytest.raises(ConfigError, match="lies in the data"):
+            train(tmp_path / "photos", changes=TINY, folder=folder, device="cpu", workers=0, quiet=True)
+    assert sorted(path.name for path in (tmp_path / "photos").iterdir()) == ["cat", "dog"]
+
+
+def test_a_run_is_no_model(straight: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        vitrail.load(straight)
+    assert str(caught.value) == f"{straight} is a run; its best model is {straight / 'best'}"

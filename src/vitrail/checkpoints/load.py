@@ -259,6 +259,8 @@ def _find(path: Path) -> _Source:
     if index := sorted(path.glob("*.index.json")):
         return _Source(_shards(index[0]), known_from_folder(path))
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    if not files and (path / "best").is_dir():
+        raise CheckpointError(f"{path} is a run; its best model is {path / 'best'}")
     if not files:
         raise CheckpointError(f"{path} holds no weight file ({', '.join(SUFFIXES)})")
     preferred = [file for name in _PREFERRED for file in files if file.name == name]

@@ -19,7 +19,7 @@ from vitrail.cli.train import train
 
 app = typer.Typer(
     name="vitrail",
-    help="Vision Transformers: train and measure them; check data; open and convert checkpoints of every library.",
+    help="Vision Transformers: train, measure and use them; check data; open, convert and export checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -44,7 +44,9 @@ def train(
         typer.Option(help="Try each of some values, and keep the best on the val part: optimizer.lr=.003,.01,.03."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto.")] = "auto",
-    workers: Annotated[int | None, typer.Option(help="Processes that read pictures.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that read pictures; on a CPU one for each four cores.")
+    ] = None,
 ) -> None:
     """Train a classifier; the same command goes on with a run that was stopped."""
     from vitrail.training.signals import Stopped
@@ -62,9 +64,17 @@ def train(
         if is_main:
             typer.echo("stopped; the run is saved, and the same command goes on with it", err=True)
         raise typer.Exit(128 + stopped.number) from None
-    if is_main and not (sys.stdout.isatty() and sys.stderr.isatty()):  # else it was shown a moment ago
+    if is_main and not _shown_together():  # else it was shown a moment ago
         typer.echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
         typer.echo(done.verdict)
+
+
+def _shown_together() -> bool:
+    """Say whether what is printed and what is reported go to the same place."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except OSError:
+        return False
 
 
 def _sweep(

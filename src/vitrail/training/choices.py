@@ -221,9 +221,14 @@ def _batch(recipe: Recipe, facts: Facts, choices: list[Choice]) -> int:
     needed = 2 * recipe.data.repeats * recipe.micro_batches
     batch = -(-power // needed) * needed
     if recipe.batch is None:
-        why = f"about 24 steps for each time the {facts.pictures:,} pictures are shown"
-        choices.append(Choice("batch", batch, why))
+        choices.append(Choice("batch", batch, steps_said(facts.pictures, batch)))
     return batch
+
+
+def steps_said(pictures: int, batch: int) -> str:
+    """Say how many steps it takes to show every picture."""
+    steps = max(1, round(pictures / batch))
+    return f"about {steps:,} {'step' if steps == 1 else 'steps'} for each time the {pictures:,} pictures are shown"
 
 
 def _epochs(facts: Facts, start: Bundle | None, choices: list[Choice]) -> float:

@@ -9,12 +9,14 @@ import torch
 import torch.distributed
 
 from vitrail.errors import ConfigError
-from vitrail.training.choices import Plan, with_batch
+from vitrail.training.choices import Plan, steps_said, with_batch
 from vitrail.training.folder import RECIPE
 from vitrail.training.memory import Forecast, Job, fits_really, forecast
 from vitrail.training.recipe import read_recipe
 from vitrail.training.room import Room, room
 
+HOPELESS = 3
+"""How many times the memory there is a forecast must be for a run not to be begun at all."""
 FILLED = 0.85
 """How much of the memory a batch that is chosen may fill: kernels, pieces and other programs need some, too."""
 
@@ -46,7 +48,7 @@ def settle_batch(job: Job, folder: Path, pictures: int, there: Room) -> Plan:
         batch = _next_smaller(batch, unit)
         while batch > unit and known.with_pictures(_at_once(job, batch), known.parts) > FILLED * there.free:
             batch = _next_smaller(batch, unit)
-    why = f"about 24 steps for each time the {pictures:,} pictures are shown, which fits into {_size(there.free)}"
+    why = f"{steps_said(pictures, batch)}, which fits into {_size(there.free)}"
     if batch < usual:
         why = f"{usual} would need about {_size(needed)}, and {there.place} has {_size(there.free)} for this run"
     return with_batch(job.plan, batch, pictures, why)
@@ -59,6 +61,8 @@ def within_memory(job: Job, folder: Path, note: Callable[[str], None]) -> Iterat
     # The model and its average exist by now; only on a GPU does torch itself know what is held.
     there = room(job.device, held=known.weights + known.average)
     note(shown(known, there))
+    if known.total > HOPELESS * there.free:
+        raise ConfigError(_out_of_memory(job, known, there))
     if known.total > there.free:
         note(f"memory: that is more than there is; use {_remedies(job, known, there)}")
     try:
@@ -67,11 +71,15 @@ def within_memory(job: Job, folder: Path, note: Callable[[str], None]) -> Iterat
         if not is_lack_of_memory(error):
             raise
         saved = "; the last saved state is kept" if any((folder / "state").glob("[0-9]*")) else ""
-        needs = f"about {_size(known.total)}" if known.total > there.free else "more"
-        raise ConfigError(
-            f"out of memory: {there.place} has {_size(there.free)} for this run, and a batch of {job.plan.batch} needs "
-            f"{needs}; use {_remedies(job, known, there)}{saved}"
-        ) from None
+        raise ConfigError(f"{_out_of_memory(job, known, there)}{saved}") from None
+
+
+def _out_of_memory(job: Job, known: Forecast, there: Room) -> str:
+    needs = f"about {_size(known.total)}" if known.total > there.free else "more"
+    return (
+        f"out of memory: {there.place} has {_size(there.free)} for this run, and a batch of {job.plan.batch} needs "
+        f"{needs}; use {_remedies(job, known, there)}"
+    )
 
 
 def is_lack_of_memory(error: Exception) -> bool:

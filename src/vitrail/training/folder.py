@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from vitrail.training.recipe import Recipe, write_toml
 RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
 VERDICT, ORIGIN = "verdict.json", "origin.json"
 BUILT_IN = "digits"
+MOST_DIFFERENCES = 4
+LOCK = ".lock"
+"""Every run folder has it, from its first moment on."""
 SWEEP = "sweep.json"
 """What a folder of several runs has instead."""
 CURVES, EVENTS, HELD_OUT = "curves.png", "tensorboard", "held_out.parquet"
@@ -71,12 +75,21 @@ def keep_origin(folder: Path, origin: Origin) -> str | None:
     )
 
 
+def check_apart(folder: Path, origin: Origin) -> None:
+    """Refuse a run among the pictures it is trained on: its own folders would be taken for classes."""
+    data = Path(origin.data)
+    if data.is_dir() and folder.resolve().is_relative_to(data):
+        raise ConfigError(f"the run folder {folder} lies in the data, {data}; choose another --run")
+
+
 @contextlib.contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """Keep a run folder for this process; another process that wants it is refused."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        if not (folder / LOCK).exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} exists and is no run; choose another --run")
+        lock = (folder / LOCK).open("w")
     except OSError as error:
         raise CheckpointError(f"the run folder {folder} cannot be written: {error.strerror or error}") from None
     with lock:
@@ -98,12 +111,28 @@ def keep_recipe(folder: Path, recipe: Recipe) -> None:
         return
     old = path.read_text(encoding="utf-8")
     if old != text:
-        changed = [line for line in text.splitlines() if line and line not in old.splitlines()]
-        gone = [line for line in old.splitlines() if line and line not in text.splitlines()]
         raise ConfigError(
-            f"{folder} holds a run with another recipe; it had {', '.join(gone) or 'nothing more'}, this one has "
-            f"{', '.join(changed) or 'nothing more'}: choose another --run"
+            f"{folder} holds a run with another recipe ({_differences(old, text)}); choose another --run, or the same "
+            f"settings"
         )
+
+
+def _differences(old: str, new: str) -> str:
+    """Say which settings of two recipes differ, the first few of them."""
+    there, here = _settings(tomllib.loads(old)), _settings(tomllib.loads(new))
+    names = [name for name in {**here, **there} if there.get(name) != here.get(name)]
+    said = [f"{name} is {there.get(name, 'not set')} there and {here.get(name, 'not set')} here" for name in names]
+    return ", ".join(said[:MOST_DIFFERENCES]) + (
+        f" and {len(said) - MOST_DIFFERENCES} more" if len(said) > MOST_DIFFERENCES else ""
+    )
+
+
+def _settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return every value of a TOML table by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= _settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
+    return found
 
 
 @contextlib.contextmanager

@@ -188,7 +188,8 @@ class _Run:
         measured = measure(answers, source, kind=kind)
         if final and self.records is not None:
             self.records.held_out(answers, source)
-            write_json(self.folder / VERDICT, measured.as_dict())
+            if not (self.folder / VERDICT).exists():
+                write_json(self.folder / VERDICT, measured.as_dict())
         return best, measured
 
     def _best(self) -> Bundle:

@@ -25,6 +25,7 @@ from vitrail.training.folder import (
     CHECK,
     SPLIT,
     Origin,
+    check_apart,
     claimed,
     default_folder,
     keep_origin,
@@ -80,6 +81,7 @@ def train(
             plan = choose(first, look_at(parts.train, chosen.type), bundle)
             origin = origin_of(data, bundle)
             place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
+            check_apart(place, origin)
         _check_alike(team, plan, parts)
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
         job = Job(plan, chosen, where.precision, processes.size, where.workers)
@@ -170,8 +172,9 @@ def _workers(asked: int | None, team: Team) -> int:
     return default_workers() if team.device.type != "cpu" else max(1, default_workers() // 4)
 
 
-def _verdict(measured: Evaluation, parts: Parts, bad: list[str], waited: float) -> str:
+def _verdict(measured: Evaluation, parts: Parts, bad: list[str], waited: float | None) -> str:
     chosen_by = "" if parts.test is not None else "; selected on these pictures"
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     left_out = f"; left out of training: {', '.join(bad[:3])}{more}" if bad else ""
-    return f"{measured.verdict}{chosen_by}{left_out}; waiting for data {waited:.0%}"
+    waiting = "" if waited is None else f"; waiting for data {waited:.0%}"
+    return f"{measured.verdict}{chosen_by}{left_out}{waiting}"

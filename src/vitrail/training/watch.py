@@ -75,9 +75,9 @@ class Screen:
         self.note(f"step {row['step']:,}: {row['val_top1']:.1%} on the val part, loss {row['val_loss']:.3f}{star}")
 
     @property
-    def waited_share(self) -> float:
-        """The share of the time that was spent waiting for pictures."""
-        return self.status.waited_share
+    def waited_share(self) -> float | None:
+        """The share of the time that was spent waiting for pictures; None where nothing was trained."""
+        return self.status.waited_share if self.status.row else None
 
     def _say(self, plain: str, fine: RenderableType, *, wrap: bool = True) -> None:
         self.log.write(f"{plain}\n")
@@ -91,7 +91,7 @@ class Screen:
 class Silence:
     """Shows nothing: what a process has that is not the main one."""
 
-    waited_share = 0.0
+    waited_share = None
 
     def note(self, text: str) -> None:
         """Say nothing."""

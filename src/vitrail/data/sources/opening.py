@@ -66,7 +66,7 @@ def open_data(
     *,
     seed: int = 0,
     val: float = 0.1,
-    test: float = 0.1,
+    test: float = 0.2,
     record: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Parts:

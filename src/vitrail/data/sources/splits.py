@@ -82,7 +82,7 @@ def _counts(count: int, val: float, test: float, name: str) -> tuple[int, int]:
     return given[0], given[1]
 
 
-def split_source(source: Source, *, seed: int = 0, val: float = 0.1, test: float = 0.1) -> Parts:
+def split_source(source: Source, *, seed: int = 0, val: float = 0.1, test: float = 0.2) -> Parts:
     """Divide a source into its parts."""
     indices = split_indices(source.labels, seed=seed, val=val, test=test, classes=source.classes)
     train_part, val_part, test_part = (part_of(source, part) if len(part) else None for part in indices)
