@@ -1,11 +1,14 @@
 """What every test shares."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+# A shell starts what runs in its background with Ctrl-C switched off, also for the commands that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Several pytest processes share the machine; one thread each is faster than all of them for all.
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
