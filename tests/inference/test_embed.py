@@ -115,15 +115,15 @@ def test_pictures_without_classes(run: Run, photos: Path) -> None:
 
 def test_parts_and_the_default_name(run: Run) -> None:
     model = bundle().save("model")
-    assert "179 × 2 × 2" not in run("embed", model, "digits", "--part", "test", "--tokens", "patches").out
+    assert "359 × 2 × 2" not in run("embed", model, "digits", "--part", "test", "--tokens", "patches").out
     features, rows = read(Path("features.parquet"))
-    assert features.shape == (179, 4, 16)
+    assert features.shape == (359, 4, 16)
     assert {row["label"] for row in rows} == set("0123456789")
     done = run("embed", model, "digits", "--part", "test")
     assert (done.code, done.out) == (2, "")
     assert "features.parquet exists already; choose another name, or replace it with --overwrite" in done.err
     assert run("embed", model, "digits", "--part", "test", "--overwrite", "--layer", 0).code == 0
-    assert read(Path("features.parquet"))[0].shape == (179, 16)
+    assert read(Path("features.parquet"))[0].shape == (359, 16)
 
 
 def resident() -> int:

@@ -43,7 +43,7 @@ def test_a_random_model_on_the_digits() -> None:
         ("knn", 1),
         ("knn", 20),
     ]
-    assert (found.pictures, found.examples, found.split, found.notes) == (179, 1439, "stratified", ())
+    assert (found.pictures, found.examples, found.split, found.notes) == (359, 1259, "stratified", ())
     # Random features of a linear kind keep much of a digit: well above the 10% of chance.
     assert accuracy(found, "fewshot", 25) > max(0.25, accuracy(found, "fewshot", 1))
     assert accuracy(found, "knn", 20) > 0.35
@@ -103,14 +103,14 @@ def test_the_command(run: Run) -> None:
     done = run("probe", model, "digits", "--only", "knn,fewshot", "--k", "10,20", "--shots", "2", "--seeds", 2)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
-    assert lines[0] == "179 test pictures and 1,439 train pictures of 10 classes, in parts drawn from the data."
+    assert lines[0] == "359 test pictures and 1,259 train pictures of 10 classes, in parts drawn from the data."
     assert [line.split("  ")[0] for line in lines[2:]] == ["few-shot", "k-NN", "k-NN"]
     assert "±" in lines[2]
     found = json.loads(run("probe", model, "digits", "--only", "fewshot", "--shots", "2", "--seeds", 2, "--json").out)
     (row,) = found["probes"]
     assert (row["method"], row["shots"], len(row["accuracies"]), row["interval"]) == ("fewshot", 2, 2, None)
     assert f"{100 * row['accuracy']:.1f}%" in lines[2]
-    assert (found["pictures"], found["examples"], found["bad"]) == (179, 1439, [])
+    assert (found["pictures"], found["examples"], found["bad"]) == (359, 1259, [])
 
 
 def test_another_layer_has_other_features(run: Run) -> None:
@@ -129,8 +129,8 @@ def test_few_pictures(run: Run, photos: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert "few-shot  5 shots" in done.out
     assert "few-shot  10 shots" not in done.out
-    assert "25 shots are left out: class 'cat' (and 1 more) has only 8 train pictures." in done.out
-    assert "K is 16 instead of 20, because there are no more train pictures." in done.out
+    assert "25 shots are left out: class 'cat' (and 1 more) has only 7 train pictures." in done.out
+    assert "K is 14 instead of 20, because there are no more train pictures." in done.out
     assert "1 more could not be read:" in done.out
     assert "bad.png" in done.out
 
@@ -172,7 +172,7 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
         (("--shots", "1,9"), "9 shots need 9 train pictures of every class, but class 'cat' has only 4; ask for fewer"),
         (("--shots", "five"), "'five' should be whole numbers, such as 1,5,10"),
         (("--shots", "0"), "shots is 0; it should be 1 or more"),
-        (("--k", "500"), "k is 500; it should be from 1 to 12, the number of examples"),
+        (("--k", "500"), "k is 500; it should be from 1 to 11, the number of examples"),
         (("--k", "-1"), "'-1' should be whole numbers"),
         (("--seeds", "0"), "--seeds"),
         (
