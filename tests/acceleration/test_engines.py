@@ -8,7 +8,8 @@ import torch
 from tests.acceleration.tiny import CPU, KINDS, bundle, eager, pixels
 from tests.peers import relative_error
 
-from vitrail.acceleration.engine import TorchEngine, open_engine
+from vitrail import Bundle
+from vitrail.acceleration.engine import cast_once, open_engine
 from vitrail.errors import ConfigError
 from vitrail.runtime import autocast
 
@@ -45,8 +46,8 @@ def test_matrices_cast_once_give_the_bits_of_autocast(kind: str) -> None:
     pictures = pixels(2, made.preprocess.channels)
     with autocast(CPU, "bf16"):
         expected = eager(made, pictures).float()
-    found = TorchEngine(made.model, made.preprocess, CPU, "bf16")(pictures)
-    assert found.dtype == torch.float32
+    with autocast(CPU, "bf16"):
+        found = eager(Bundle(cast_once(made.model, "bf16"), made.preprocess), pictures).float()
     assert torch.equal(found, expected)
     assert not torch.equal(found, eager(made, pictures))
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}

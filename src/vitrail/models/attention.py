@@ -36,14 +36,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        query, key, value, bias = self._project(x, places)
+        query, key, value, bias = self.project(x, places)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
         return self._merge(x)
 
     def traced(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Return what `forward` returns, and the attention weights (B, H, T, T) whose rows sum to 1."""
-        query, key, value, bias = self._project(x, places)
+        query, key, value, bias = self.project(x, places)
         logits = (query * self.head_width**-0.5) @ key.transpose(-2, -1)
         if bias is not None:
             logits = logits + bias
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         x = F.dropout(weights, self.dropout, self.training).to(value.dtype) @ value
         return self._merge(x), weights
 
-    def _project(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def project(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys and values, each (B, H, T, d), and what is added to the logits."""
         B, T, _ = x.shape
         qkv = self.qkv(x).reshape(B, T, 3, self.heads, self.head_width)

@@ -99,7 +99,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        x = self._place(x, places)
+        x = self.place(x, places)
         if self.config.norm_order == "pre":
             x = x + self._attended(self.attn(self.norm1(x), places))
             return x + self._thought(self.norm2(x))
@@ -108,7 +108,7 @@ class Block(nn.Module):
 
     def traced(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
         """Return what `forward` returns, and this block's attention weights (B, H, T, T)."""
-        x = self._place(x, places)
+        x = self.place(x, places)
         if self.config.norm_order == "pre":
             y, weights = self.attn.traced(self.norm1(x), places)
             x = x + self._attended(y)
@@ -117,7 +117,7 @@ class Block(nn.Module):
         x = self.norm1(x + self._attended(y))
         return self.norm2(x + self._thought(x)), weights
 
-    def _place(self, x: Tensor, places: Places) -> Tensor:
+    def place(self, x: Tensor, places: Places) -> Tensor:
         """Add the position, where the config wants it in every block."""
         if self.config.table_owner == "blocks":
             x = x + pick(read_table(self, self.config), places.kept)

@@ -233,7 +233,7 @@ def steps_said(pictures: int, batch: int) -> str:
 
 def _epochs(facts: Facts, start: Bundle | None, choices: list[Choice]) -> float:
     if facts.device != "cpu":
-        shown, most = (300_000, 50) if start is not None else (4_500_000, 300)
+        shown, most = (300_000, 50) if start is not None else (6_000_000, 300)
     elif start is not None:
         shown, most = 30_000, 50
     else:
@@ -267,7 +267,7 @@ def _augmentation(facts: Facts, choices: list[Choice]) -> Augmentation:
         found = Augmentation(crop="padded", flip=0.0, erasing=0.25)
         why = "small grey pictures: shifted by a few pixels, a part erased; not mirrored, because they may be letters"
     elif facts.side <= SMALL_SIDE:
-        found = Augmentation(crop="padded", randaugment=RandAugment(layers=1, magnitude=9))
+        found = Augmentation(crop="padded", randaugment=RandAugment(layers=2, magnitude=9))
         why = "small pictures: shifted by a few pixels, mirrored, changed by RandAugment"
     else:
         found = Augmentation(crop_area=(0.6, 1.0), randaugment=RandAugment(layers=2, magnitude=7))
@@ -281,4 +281,5 @@ def _mixing(facts: Facts, choices: list[Choice]) -> Mixing:
         choices.append(Choice("mixing", "off", "the model is small and the run short, so little is learned by heart"))
         return Mixing()
     choices.append(Choice("mixing", "mixup and CutMix", "keeps a model from learning by heart"))
-    return Mixing(mixup=0.2, cutmix=1.0, chance=0.5)
+    often = facts.side <= SMALL_SIDE and not facts.grey
+    return Mixing(mixup=0.2, cutmix=1.0, chance=0.7 if often else 0.5)

@@ -1,0 +1,122 @@
+"""The encoder's layers as oneDNN computes them best: matrices in its own layout, what follows a product done with it.
+
+torch hands oneDNN a matrix as it lies in memory, and each product first puts it into blocks; here that is done once.
+The activation, and the addition of a branch to its residual, happen while the product's result is still at hand, and
+the residual stream stays in the low precision. The model's definition is not touched: a copy's blocks are replaced.
+
+The operators are those that torch's own compiler calls, so they are there wherever torch is built with oneDNN.
+"""
+
+import copy
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.models.blocks import Block, LayerScale, Mlp, gelu_tanh
+from vitrail.models.position import Places
+from vitrail.models.vit import ViT
+
+_FUSED = {F.gelu: ("gelu", "none"), gelu_tanh: ("gelu", "tanh"), F.relu: ("relu", "")}
+"""The activations that oneDNN applies to a product while it makes it, by its names."""
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose matrix lies in oneDNN's blocks, with what follows it: an activation, or a residual."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+        super().__init__()
+        weight: Tensor = linear.weight.detach()
+        bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
+        if scale is not None:  # LayerScale's factor of each output
+            weight, bias = weight * scale[:, None], None if bias is None else bias * scale
+        # A buffer that is not saved: its layout means something to oneDNN alone.
+        blocks = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), None)
+        self.register_buffer("weight", blocks, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
+
+    def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
+        """Return the product, activated."""
+        op = torch.ops.mkldnn._linear_pointwise.default
+        return cast("Tensor", op(x, self.weight, self.bias, activation, [], algorithm))
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return the product, added to the residual."""
+        op = torch.ops.mkldnn._linear_pointwise.binary
+        return cast("Tensor", op(x, residual, self.weight, self.bias, "add"))
+
+
+class PackedBlock(nn.Module):
+    """A block of the encoder for answering, not for training: the same sums, in fewer passes over memory."""
+
+    def __init__(self, block: Block, dtype: torch.dtype, *, last: bool) -> None:
+        super().__init__()
+        self.block, self.dtype, self.last = block, dtype, last
+        attention, mlp = block.attn, block.mlp
+        self.proj = _packed(attention.proj, dtype, block.ls1)
+        self.fc2 = _packed(mlp.fc2, dtype, block.ls2)
+        self.fc1 = PackedLinear(mlp.fc1, dtype)
+        attention.qkv = PackedLinear(attention.qkv, dtype)  # type: ignore[assignment]
+        block.to(dtype)
+        del attention.proj, mlp.fc1, mlp.fc2
+
+    def forward(self, x: Tensor, places: Places) -> Tensor:
+        """Map (B, T, D) to (B, T, D)."""
+        block = self.block
+        x = block.place(x, places).to(self.dtype)
+        if block.config.norm_order == "pre":
+            x = self._attended(x, block.norm1(x), places)
+            x = self._thought(x, block.norm2(x))
+        else:
+            x = block.norm1(self._attended(x, x, places))
+            x = block.norm2(self._thought(x, x))
+        return x.float() if self.last else x
+
+    def _attended(self, residual: Tensor, x: Tensor, places: Places) -> Tensor:
+        query, key, value, _ = self.block.attn.project(x, places)
+        heads = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return self.proj.added_to(residual, heads)
+
+    def _thought(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.fc2.added_to(residual, _activated(self.fc1, self.block.mlp, x))
+
+
+def can_pack(model: ViT, dtype: torch.dtype) -> bool:
+    """Say whether the encoder can be computed so here.
+
+    Rotated and relative positions are left to the plain way: their tables need more than bf16.
+    """
+    config = model.config
+    known = config.out_proj and config.position not in ("rope_2d", "relative")
+    # A private name; one that is gone means that nothing is known.
+    has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    able = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16 is not None and bool(has_bf16()))
+    return known and there and able
+
+
+def pack(model: ViT, dtype: torch.dtype) -> ViT:
+    """Return a copy of a model on the CPU whose blocks compute in `dtype`: to answer, not to train or to save."""
+    packed = copy.deepcopy(model).eval().requires_grad_(False)
+    blocks = [cast("Block", block) for block in packed.blocks]
+    packed.blocks = nn.ModuleList(
+        PackedBlock(block, dtype, last=number == len(blocks) - 1) for number, block in enumerate(blocks)
+    )
+    return packed
+
+
+def _packed(linear: nn.Module, dtype: torch.dtype, scale: nn.Module) -> PackedLinear:
+    gamma = scale.gamma.detach() if isinstance(scale, LayerScale) else None
+    return PackedLinear(cast("nn.Linear", linear), dtype, gamma)
+
+
+def _activated(fc1: PackedLinear, mlp: Mlp, x: Tensor) -> Tensor:
+    if mlp.activation is None:
+        gate, x = fc1(x).chunk(2, dim=-1)
+        return F.silu(gate) * x
+    fused = _FUSED.get(mlp.activation)
+    return fc1(x, *fused) if fused else mlp.activation(fc1(x))

@@ -1,0 +1,116 @@
+"""Packed blocks, and batches computed in lanes, give the model's own answers."""
+
+import threading
+
+import pytest
+import torch
+from tests.acceleration.tiny import CPU, KINDS, bundle, eager, pixels
+from tests.peers import relative_error
+from torch import Tensor
+
+from vitrail import Bundle
+from vitrail.acceleration.engine import made_ready, open_engine
+from vitrail.acceleration.lanes import LARGEST, SMALLEST, Lanes
+from vitrail.acceleration.packed import PackedBlock, can_pack, pack
+from vitrail.runtime import autocast
+
+PACKED = [kind for kind in KINDS if can_pack(bundle(kind).model, torch.float32)]
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("changes", [{}, {"layer_scale": 0.5}, {"norm_order": "post"}], ids=["", "scaled", "post"])
+def test_packed_blocks_compute_the_same(kind: str, changes: dict[str, object]) -> None:
+    made, pictures = bundle(kind, **changes), pixels(3, bundle(kind).preprocess.channels)
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    packed = pack(made.model, torch.float32)
+    assert all(isinstance(block, PackedBlock) for block in packed.blocks)
+    assert relative_error(eager(Bundle(packed, made.preprocess), pictures), eager(made, pictures)) < 1e-5
+    assert all(torch.equal(before[name], value) for name, value in made.model.state_dict().items())
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"])
+def test_every_activation(activation: str) -> None:
+    """The two kinds of GELU differ by more than the tolerance, so a mix-up would be seen."""
+    made, pictures = bundle("plain", activation=activation), pixels(3)
+    packed = Bundle(pack(made.model, torch.float32), made.preprocess)
+    assert relative_error(eager(packed, pictures), eager(made, pictures)) < 1e-5
+
+
+def test_most_kinds_are_packed_and_the_others_are_not() -> None:
+    assert {"plain", "no_position", "every_token", "grey"} <= set(PACKED)
+    assert not {kind for kind in PACKED if bundle(kind).model.config.position in ("rope_2d", "relative")}
+    assert not can_pack(bundle("no_head").model, torch.float32)  # it has no projection that a residual could join
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_stays_near_float32(kind: str) -> None:
+    """Packed where this processor can, by autocast elsewhere."""
+    made, pictures = bundle(kind), pixels(12, bundle(kind).preprocess.channels)
+    engine = open_engine(made.model, made.preprocess, precision="bf16", device=CPU)
+    found = engine(pictures)
+    packed = any(isinstance(block, PackedBlock) for block in made_ready(made.model, "bf16").blocks)
+    assert packed == can_pack(made.model, torch.bfloat16)
+    assert found.dtype == torch.float32
+    assert 1e-6 < relative_error(found, eager(made, pictures)) < 0.1
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bf16")
+def test_packed_bf16_is_as_near_as_autocast_is() -> None:
+    made, pictures = bundle("plain", depth=6), pixels(8)
+    with autocast(CPU, "bf16"):
+        usual = relative_error(eager(made, pictures).float(), eager(made, pictures))
+        packed = relative_error(
+            eager(Bundle(made_ready(made.model, "bf16"), made.preprocess), pictures).float(), eager(made, pictures)
+        )
+    assert packed < 3 * usual
+
+
+# ── lanes ──
+
+
+@pytest.fixture
+def _four_threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_four_threads")
+@pytest.mark.parametrize("count", [1, 2 * SMALLEST - 1, 2 * SMALLEST, 17, 40, 100])
+def test_lanes_keep_the_order(count: int) -> None:
+    seen: list[tuple[int, str, int]] = []
+
+    def answer(pictures: Tensor) -> Tensor:
+        seen.append((len(pictures), threading.current_thread().name, torch.get_num_threads()))
+        return pictures[:, 0, 0, 0].float() * 2
+
+    pictures = torch.arange(count).view(-1, 1, 1, 1)
+    lanes = Lanes()
+    assert torch.equal(lanes(answer, pictures), torch.arange(count).float() * 2)
+    if count < 2 * SMALLEST:
+        assert seen == [(count, threading.current_thread().name, 4)]
+    else:
+        assert all(size <= LARGEST and name.startswith("lane") and share == 1 for size, name, share in seen)
+        assert len(seen) > 1
+    assert torch.get_num_threads() == 4
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [4]
+
+
+@pytest.mark.usefixtures("_four_threads")
+def test_an_error_in_a_lane_is_the_callers() -> None:
+    def answer(pictures: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        Lanes()(answer, torch.zeros(32, 1, 1, 1))
+
+
+@pytest.mark.usefixtures("_four_threads")
+def test_an_engine_in_lanes_answers_as_the_model() -> None:
+    made, pictures = bundle(), pixels(37)
+    assert relative_error(open_engine(made.model, made.preprocess, device=CPU)(pictures), eager(made, pictures)) < 1e-5
