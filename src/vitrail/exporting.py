@@ -121,10 +121,10 @@ def _check_request(target: Path, to: str, opset: int | None, overwrite: bool) ->
 
 
 def _beside(target: Path, form: Form) -> list[Path]:
-    """Return the files that are written beside the one that is named."""
+    """Return the files that are written, or may be, beside the one that is named."""
     match form:
         case "onnx":
-            return []
+            return [target.with_name(f"{target.name}.data")]
         case "torch":
             return [target.with_name(f"{target.name}.json")]
         case "openvino":

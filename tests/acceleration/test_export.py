@@ -249,6 +249,8 @@ def test_the_command(
     assert "exists already; choose another name, or replace it with --overwrite" in again.err
     (tmp_path / "new" / "model.pt2").unlink()
     assert "model.pt2.json exists already" in run(monkeypatch, capsys, *words).err
+    (tmp_path / "model.onnx.data").write_text("somebody's")  # where a large model's weights would go
+    assert "model.onnx.data exists already" in run(monkeypatch, capsys, "export", folder, tmp_path / "model.onnx").err
 
 
 @pytest.mark.slow

@@ -66,6 +66,39 @@ def test_what_is_not_there_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.left_out[2].reason == "openvino is not installed; get it with pip install 'vitrail[openvino]'"
 
 
+def test_a_batch_beyond_memory_is_not_made() -> None:
+    made = bundle()
+    found = measure(
+        made.model,
+        made.preprocess,
+        device=CPU,
+        engines=("torch",),
+        precisions=("float32",),
+        batches=(10**12,),
+        seconds=0.1,
+    )
+    assert not found.cells
+    assert found.left_out[0].batch == 10**12
+    assert "a batch of 1,000,000,000,000 would take about" in found.left_out[0].reason
+
+
+def test_an_engine_whose_numbers_overflow_is_left_out() -> None:
+    made = bundle()
+    made.model.head.weight.data.mul_(1e6)
+    found = measure(
+        made.model,
+        made.preprocess,
+        device=CPU,
+        engines=("torch",),
+        precisions=("float32", "fp16"),
+        batches=(1,),
+        seconds=0.01,
+    )
+    assert [cell.precision for cell in found.cells] == ["float32"]
+    (left,) = found.left_out
+    assert (left.precision, left.batch, left.reason) == ("fp16", None, "its answers are not finite numbers")
+
+
 def test_what_would_take_too_long_is_left_out() -> None:
     made = bundle()
     found = measure(
@@ -79,7 +112,7 @@ def test_what_would_take_too_long_is_left_out() -> None:
     )
     assert [cell.batch for cell in found.cells] == [1]
     assert found.left_out[0].batch == 4096
-    assert found.left_out[0].reason.startswith("a batch of 4096 would take about ")
+    assert found.left_out[0].reason.startswith("a batch of 4,096 would take about ")
 
 
 def test_the_model_is_left_as_it_was() -> None:

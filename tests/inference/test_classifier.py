@@ -177,3 +177,18 @@ def test_it_opens_what_load_opens(tmp_path: Path) -> None:
     folder = tiny_bundle().save(tmp_path / "bundle")
     assert isinstance(vitrail.Classifier(folder).predict(tiny_pixels(0)), Answer)
     assert Classifier(str(folder), precision="bf16", device="cpu")(tiny_pixels(0)).names
+
+
+def test_a_picture_of_pillows_may_be_given_many_times(classifier: Classifier, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "large.png", compress_level=1)
+    expected = classifier(tmp_path / "large.png")
+    for _ in range(3):  # threads that decode one picture together fail on most of the tries
+        with Image.open(tmp_path / "large.png") as picture:
+            assert classifier([picture] * 8) == [expected] * 8
+
+
+def test_a_tensor_of_half_precision_is_a_picture(classifier: Classifier) -> None:
+    pixels = torch.zeros(3, 9, 12)
+    pixels[:, :4] = 1
+    assert classifier(pixels.bfloat16()) == classifier(pixels.half()) == classifier(pixels)

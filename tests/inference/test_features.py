@@ -15,11 +15,12 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import part_of
 from vitrail.errors import ConfigError, DataError, Diverged, InputError
-from vitrail.inference.features import KINDS, Kind, Wanted, feature_batches, gather
+from vitrail.inference.features import KINDS, Computing, Kind, Wanted, feature_batches, gather
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
 TOLERANCE = 1e-5
+HERE = Computing("cpu", workers=0)
 PRE = Preprocess(size=(32, 32))
 
 
@@ -47,7 +48,7 @@ def normalised(source: Arrays) -> torch.Tensor:
 
 
 def features(model: Bundle, kind: Kind = "pooled", **wanted: Any) -> torch.Tensor:
-    found = gather(model, pictures(), Wanted(kind, **wanted), device="cpu", workers=0, batch=2)
+    found = gather(model, pictures(), Wanted(kind, **wanted), Computing("cpu", batch=2, workers=0))
     return torch.from_numpy(found.features)
 
 
@@ -131,7 +132,7 @@ def test_normalised(kind: Kind) -> None:
 
 def test_half_precision_is_near() -> None:
     model = bundle()
-    low = gather(model, pictures(), device="cpu", workers=0, precision="bf16").features
+    low = gather(model, pictures(), how=Computing("cpu", "bf16", workers=0)).features
     assert relative_error(torch.from_numpy(low), features(model)) < 0.05
     assert low.dtype == np.float32
 
@@ -147,10 +148,7 @@ def test_order_labels_and_bad_pictures() -> None:
             model,
             broken,
             Wanted(),
-            device="cpu",
-            workers=0,
-            batch=2,
-            on_progress=lambda *step: steps.append(step),
+            Computing("cpu", batch=2, workers=0, on_progress=lambda *step: steps.append(step)),
         )
     )
     assert model.model.training
@@ -159,12 +157,12 @@ def test_order_labels_and_bad_pictures() -> None:
     assert [batch.features.shape for batch in batches] == [(2, 48), (0, 48), (2, 48), (1, 48)]
     assert [picture.name for batch in batches for picture in batch.bad] == ["picture 2", "picture 3"]
     assert steps == [(2, 7), (4, 7), (6, 7), (7, 7)]
-    whole = gather(model, broken, device="cpu", workers=0)
+    whole = gather(model, broken, how=HERE)
     np.testing.assert_array_equal(whole.labels, source.labels[[0, 1, 4, 5, 6]])
-    expected = gather(model, source, device="cpu", workers=0).features[[0, 1, 4, 5, 6]]
+    expected = gather(model, source, how=HERE).features[[0, 1, 4, 5, 6]]
     np.testing.assert_allclose(whole.features, expected, atol=1e-5)
     with pytest.raises(DataError, match=r"none of the 2 can be read; the first, picture 2: "):
-        gather(model, part_of(broken, np.array([2, 3])), device="cpu", workers=0)
+        gather(model, part_of(broken, np.array([2, 3])), how=HERE)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +181,7 @@ def test_order_labels_and_bad_pictures() -> None:
 )
 def test_what_a_model_does_not_have(fields: dict[str, Any], wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gather(bundle(**fields), pictures(), Wanted(**wanted), device="cpu", workers=0)
+        gather(bundle(**fields), pictures(), Wanted(**wanted), HERE)
 
 
 @pytest.mark.parametrize("layer", [3, -4])

@@ -17,6 +17,7 @@ from tests.inference.tiny import tiny_bundle, tiny_pictures
 
 from vitrail.__main__ import main
 from vitrail.inference.classifier import Classifier
+from vitrail.inference.jobs import Output
 from vitrail.inference.listing import Item, list_items
 from vitrail.inference.predict import predict_items
 
@@ -118,10 +119,24 @@ def test_the_digits_and_a_model_without_names(run: Run) -> None:
     assert {name for row in done.rows for name in row["classes"]} <= {"0", "1", "2"}
 
 
+def test_ctrl_c_says_how_to_go_on_where_that_is_possible(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Output, "write", interrupt)
+    said = "vitrail: stopped; the same command with --resume goes on with o.csv"
+    done = run("bundle", "p", "-o", "o.csv")
+    assert done.code != 0
+    assert said in done.err
+    assert "--resume" not in run("bundle", "p", "-o", "o.txt").err  # a table cannot be gone on with
+
+
 def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
     assert run("bundle", "p", "-o", "o.csv", "--resume").code == 0
     assert run("bundle", "p", "-o", "o.csv", "--overwrite").code == 0
-    assert run("bundle", "p", "-o", "o.csv", "--resume").code == 2
+    done = run("bundle", "p", "-o", "o.csv", "--resume")
+    assert done.code == 0
+    assert "all of them from before; nothing was left to do (with --overwrite it is all done again)" in done.err
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.inference.tiny import tiny_bundle, tiny_pictures
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference import jobs
 from vitrail.inference.predict import Summary, predict_files
+from vitrail.inference.writing import Row
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = tiny_bundle()
@@ -154,8 +155,6 @@ def test_what_exists_is_not_lost(interrupted: Path, pictures: list[Path], tmp_pa
     assert run(interrupted, pictures, overwrite=True).earlier == 0
     with pytest.raises(DataError, match="exists already; choose another name, or replace it with --overwrite"):
         run(interrupted, pictures)
-    with pytest.raises(DataError, match="is there and nothing is left to do for it"):
-        run(interrupted, pictures, resume=True)
     with pytest.raises(ConfigError, match="give one of them"):
         run(interrupted, pictures, resume=True, overwrite=True)
     with pytest.raises(ConfigError, match="a table is for reading and cannot be gone on with"):
@@ -178,6 +177,64 @@ def test_an_overwritten_parquet_stays_until_the_new_one_is_whole(pictures: list[
     assert len(read_rows(target)) == 3
     assert run(target, pictures, resume=True).earlier == 22
     assert len(read_rows(target)) == 22
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
+def test_a_finished_file_is_gone_on_with_by_leaving_it_alone(format: str, pictures: list[Path], tmp_path: Path) -> None:
+    target = tmp_path / f"rows.{format}"
+    run(target, pictures)
+    before = target.read_bytes()
+    assert run(target, pictures, resume=True)[:3] == (22, 1, 22)
+    for others, row, there, now in (
+        (pictures[:-1], 22, "00019.png", "nothing"),
+        ([*pictures, pictures[0]], 23, "nothing", "00000.png"),
+        ([pictures[1], pictures[0], *pictures[2:]], 1, "00000.png", "00001.png"),
+    ):
+        words = rf"row {row} of .*, which is finished, is .*{there}, and now .*{now} would be there"
+        with pytest.raises(DataError, match=words):
+            run(target, others, resume=True)
+    assert target.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+def test_somebody_elses_file_is_not_taken_for_finished(pictures: list[Path], tmp_path: Path) -> None:
+    for name, content in (
+        ("a.jsonl", b"[1]\n"),
+        ("b.csv", b"path\n1\n"),
+        ("c.parquet", b"PAR1"),
+        ("d.jsonl", b"no line end"),
+        ("e.csv", b"number,path,error\n1"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match="exists already and has no rows of predict; choose another name, or repl"):
+            run(tmp_path / name, pictures, resume=True)
+        assert (tmp_path / name).read_bytes() == content
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "f.parquet")
+    with pytest.raises(DataError, match="exists already and has no rows of predict"):
+        run(tmp_path / "f.parquet", pictures, resume=True)
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_what_another_process_finished_meanwhile_is_kept(format: str, tmp_path: Path) -> None:
+    target = tmp_path / f"rows.{format}"
+    job = jobs.Job("", "", 1, "torch", "float32", format, "float32")
+
+    def opened(resume: bool = False, overwrite: bool = False) -> jobs.Output:
+        return jobs.Output(target, job, resume=resume, overwrite=overwrite)
+
+    first, second, third = opened(), opened(), opened(overwrite=True)
+    with first:
+        first.write([Row(1, b"a.png", None, ("cat",), (1.0,))])
+        going_on = opened(resume=True)
+        first.finish()
+    for late in (second, going_on):
+        with pytest.raises(DataError, match="was written by another process meanwhile; give the command again"), late:
+            pass
+        assert [row["path"] for row in read_rows(target)] == ["a.png"]
+        assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    with third:
+        third.finish()
+    assert read_rows(target) == []
 
 
 def test_two_processes_do_not_write_one_file(pictures: list[Path], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from vitrail.data.sources.opening import open_data
 from vitrail.errors import ConfigError
 from vitrail.inference.features import Features
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
-from vitrail.inference.probe import Collected, Plan, measure
+from vitrail.inference.probe import Collected, Plan, measure, open_parts
 from vitrail.inference.probed import Probed, Row
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -133,6 +133,22 @@ def test_few_pictures(run: Run, photos: Path) -> None:
     assert "K is 14 instead of 20, because there are no more train pictures." in done.out
     assert "1 more could not be read:" in done.out
     assert "bad.png" in done.out
+
+
+def test_more_neighbours_than_examples_are_refused_before_features_are_computed(photos: Path) -> None:
+    with pytest.raises(ConfigError, match="k is 500; it should be from 1 to 14, the number of examples"):
+        open_parts(photos, Plan(("knn",), k=(1, 500)))
+    assert open_parts(photos, Plan(("linear",), k=(1, 500))).train.classes == ("cat", "dog")  # nobody asks for them
+
+
+def test_a_class_of_which_nothing_can_be_read_is_not_passed_over(run: Run, photos: Path) -> None:
+    for file in (photos / "dog").iterdir():
+        file.write_text("no picture")
+    done = run("probe", bundle().save("model"), photos, "--only", "fewshot,knn", "--part", "val")
+    assert "1 shots are left out: class 'dog' has only 0 train pictures." in done.out
+    done = run("probe", bundle().save("other"), photos, "--only", "fewshot", "--shots", "1", "--part", "val")
+    assert done.code == 2
+    assert "1 shots need 1 train pictures of every class, but class 'dog' has only 0" in done.err
 
 
 def test_parts_that_the_data_names(run: Run, photos: Path) -> None:

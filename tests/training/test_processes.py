@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 SMALL = [
@@ -159,50 +160,27 @@ def test_what_cannot_be_is_said_once(changes: tuple[str, ...], words: str, tmp_p
     assert "Traceback (most recent call last)" not in done.stderr.split("ChildFailedError")[0].split("elastic")[0]
 
 
-STATISTICS = """
-import torch
-from torch import nn
-from vitrail.errors import DataError
-from vitrail.runtime import process_group, seed_torch
-from vitrail.training.team import Team
-
-with process_group(torch.device("cpu")) as processes:
-    team = Team(processes, torch.device("cpu"))
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    forward = team.wrapped(model)
-    seed_torch(processes.rank)
-    forward(torch.randn(4, 1, 8, 8)).sum().backward()
-    before = team.gathered(model[1].running_mean.clone())
-    team.average_buffers(model)
-    after = team.gathered(model[1].running_mean.clone())
-    assert not torch.equal(*before)
-    assert torch.equal(*after)
-    torch.testing.assert_close(after[0], (before[0] + before[1]) / 2)
-    received = team.tensors_from_main({"a": torch.arange(3), "b": torch.tensor(2.5)} if team.is_main else None)
-    assert received["a"].tolist() == [0, 1, 2] and float(received["b"]) == 2.5
-    try:
-        with team.together():
-            if processes.rank == 1:
-                raise DataError("only here")
-    except DataError as error:
-        assert str(error) == "only here" and error.everywhere
-    else:
-        raise SystemExit("the other process did not fail")
-    if team.is_main:
-        print("well")
-"""
-
-
 def test_what_processes_tell_each_other(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(STATISTICS)
+    """Everything in one pair of processes, since starting them takes long."""
+    for part, each in (("train", 100), ("val", 4)):
+        for label in ("cat", "dog"):
+            folder = tmp_path / "data" / part / label
+            folder.mkdir(parents=True)
+            for number in range(each):
+                if part == "train" and number % 8 == 0:
+                    (folder / f"{number:02d}-bad.png").write_text("no picture")
+                else:
+                    Image.new("L", (8, 8), number + 100 * (label == "dog")).save(folder / f"{number:02d}.png")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
-        [*torchrun, str(tmp_path / "script.py")],
+        [*torchrun, "-m", "tests.training.two_processes", str(tmp_path)],
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
         env=environment(),
+        cwd=root,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "well"
+    assert done.stdout.split() == ["well", "well"]

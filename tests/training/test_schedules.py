@@ -84,6 +84,17 @@ def test_share_and_steps_are_the_same_warmup() -> None:
 
 
 @pytest.mark.parametrize(
+    ("share", "total", "warmup"),
+    [(0.1, 14, 1), (0.1, 16, 2), (0.1, 4, 0), (0.99, 10, 9), (0.5, 1, 0), (0.9, 2, 1)],
+)
+def test_a_share_is_rounded_to_steps_and_leaves_one_at_the_peak(share: float, total: int, warmup: int) -> None:
+    assert warmup_of(Schedule(warmup_share=share), total) == warmup
+    found = rates(Schedule(warmup_share=share), total, 1.0)
+    assert found[warmup] == 1.0
+    assert all(rate == pytest.approx((step + 1) / warmup) for step, rate in enumerate(found[:warmup]))
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"warmup_steps": 5, "warmup_share": 0.1}, "warmup_steps is 5 and warmup_share is 0.1"),

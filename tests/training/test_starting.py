@@ -104,6 +104,12 @@ def test_another_structure_is_refused() -> None:
         fit(old_bundle(), Start(), depth=3, mlp_width=7)
 
 
+def test_another_structure_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.width cannot be changed in a model that training starts from"):
+        train("digits", start=old_bundle(), changes=["model.width=48"], folder=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_half_precision_is_trained_in_single() -> None:
     start = old_bundle()
     start.model.to(torch.bfloat16)

@@ -1,5 +1,6 @@
 """How fast a model answers on this machine: every engine, precision and size of batch, in turns."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,11 +79,8 @@ class _Running:
         """Ask for so long, at least once."""
         end = time.perf_counter() + seconds
         while True:
-            start = time.perf_counter()
-            self.engine(self.pixels)
-            now = time.perf_counter()
-            self.times.append(now - start)
-            if now >= end:
+            self.times.append(_timed(self.engine, self.pixels))
+            if time.perf_counter() >= end:
                 return
 
     def result(self) -> Cell:
@@ -121,15 +119,15 @@ def measure(
     told = on_progress or _tell_nobody
     with quiet():  # bf16 on a processor without it warns at length
         opened, left_out = _open_all(model, preprocess, device, engines, precisions or usual)
-        pictures = _pictures(model, max(batches))
-        running, too_slow = _start_all(opened, pictures, batches, seconds, model, preprocess, device)
+        exact = open_engine(model, preprocess, device=device)
+        running, not_run = _start_all(opened, exact, model, batches, seconds)
         for number in range(ROUNDS):
             for place, cell in enumerate(running):
                 # A call may take longer than its share of a round; the cell then sits out until its time has come.
                 if sum(cell.times) <= seconds * number / ROUNDS:
                     cell.spend(seconds / ROUNDS)
                 told(number * len(running) + place + 1, ROUNDS * len(running))
-    return Bench([cell.result() for cell in running], [*left_out, *too_slow])
+    return Bench([cell.result() for cell in running], [*left_out, *not_run])
 
 
 def _check(batches: Sequence[int], seconds: float) -> None:
@@ -166,31 +164,41 @@ def _joined(left_out: list[LeftOut]) -> list[LeftOut]:
 
 
 def _start_all(
-    opened: list[Engine],
-    pictures: Tensor,
-    batches: Sequence[int],
-    seconds: float,
-    model: ViT,
-    preprocess: Preprocess,
-    device: torch.device,
+    opened: list[Engine], exact: Engine, model: ViT, batches: Sequence[int], seconds: float
 ) -> tuple[list[_Running], list[LeftOut]]:
-    """Call every cell once, which prepares memory and kernels; leave out what would take too long."""
-    exact = open_engine(model, preprocess, device=device)(pictures[:4]).softmax(dim=-1)
+    """Call every cell once, which prepares memory and kernels; leave out what would take too long, or answers nothing.
+
+    A batch is made only when it is known to be worth it, since one that is too slow may be too large for memory, too.
+    """
+    few = _pictures(model, 4)
+    wanted = exact(few).softmax(dim=-1)
+    made: dict[int, Tensor] = {}
     running: list[_Running] = []
-    too_slow: list[LeftOut] = []
+    not_run: list[LeftOut] = []
     for engine in opened:
-        change = float((engine(pictures[:4]).softmax(dim=-1) - exact).abs().max())
-        for_one = 0.0
+        change = float((engine(few).softmax(dim=-1) - wanted).abs().max())
+        if math.isnan(change):
+            not_run.append(LeftOut(engine.kind, engine.precision, None, "its answers are not finite numbers"))
+            continue
+        for_one = _timed(engine, few) / len(few)
         for batch in sorted(set(batches)):
             if for_one * batch > TOO_SLOW * seconds:
-                why = f"a batch of {batch} would take about {for_one * batch:.0f} seconds; allow more with --seconds"
-                too_slow.append(LeftOut(engine.kind, engine.precision, batch, why))
+                why = f"a batch of {batch:,} would take about {for_one * batch:,.0f} seconds; allow more with --seconds"
+                not_run.append(LeftOut(engine.kind, engine.precision, batch, why))
                 continue
-            start = time.perf_counter()
-            engine(pictures[:batch])
-            for_one = (time.perf_counter() - start) / batch
-            running.append(_Running(engine, pictures[:batch], change))
-    return running, too_slow
+            if batch not in made:
+                made[batch] = _pictures(model, batch)
+            pixels = made[batch]
+            for_one = _timed(engine, pixels) / batch
+            running.append(_Running(engine, pixels, change))
+    return running, not_run
+
+
+def _timed(engine: Engine, pixels: Tensor) -> float:
+    """Return the seconds of one call."""
+    start = time.perf_counter()
+    engine(pixels)
+    return time.perf_counter() - start
 
 
 def _pictures(model: ViT, count: int) -> Tensor:

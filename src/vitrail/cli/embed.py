@@ -1,5 +1,6 @@
 """`vitrail embed`: what a model makes of pictures, as numbers in a file."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -38,15 +39,15 @@ def embed(
     """Write features of pictures to a file: pooled vectors or tokens, of any layer, a row for each picture."""
     from vitrail.inference.embed import check_output, embed_source
     from vitrail.inference.feature_files import check_dtype
-    from vitrail.inference.features import Wanted
+    from vitrail.inference.features import Computing, Wanted
 
     check_output(output, overwrite=overwrite)
     check_dtype(dtype)
     from vitrail.checkpoints.load import load
     from vitrail.data.sources.choosing import choose_pictures, recorded_split
-    from vitrail.runtime import autocast, choose_device
 
-    autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
+    how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
+    how.check()  # before anything is read
     model, wanted = load(bundle), Wanted(tokens, layer, normalise, raw)  # type: ignore[arg-type]
     wanted.check(model.model.config)
     with progress("listing") as on_found:
@@ -59,13 +60,9 @@ def embed(
             chosen.source,
             output,
             wanted,
+            replace(how, on_progress=on_embedded),
             dtype=dtype,  # type: ignore[arg-type]
-            batch=batch,
-            workers=workers,
-            device=device,
-            precision=precision,  # type: ignore[arg-type]
             overwrite=overwrite,
-            on_progress=on_embedded,
         )
     beside = "" if done.names is None else f"; names and labels are in {done.names}"
     typer.echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")

@@ -41,6 +41,7 @@ def predict(
 ) -> None:
     """Say what is in pictures: the likeliest classes of each, in the order in which they are given."""
     from vitrail.inference.predict import predict_files
+    from vitrail.inference.writing import choose_format
 
     # Where the rows themselves are watched, a bar would stand in their way.
     hidden = quiet or (output is None and sys.stdout.isatty())
@@ -66,7 +67,7 @@ def predict(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit from None
     except KeyboardInterrupt:
-        if output is not None and not quiet:
+        if output is not None and not quiet and choose_format(format, output, watched=False) != "table":
             typer.echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
         raise
     if not quiet:
@@ -78,8 +79,11 @@ def _said(done: "Summary", output: Path | None) -> str:
     new = done.pictures - done.earlier
     words = [f"{done.pictures:,} {'picture' if done.pictures == 1 else 'pictures'}"]
     if done.earlier:
-        words.append(f"{done.earlier:,} of them from before")
+        words.append("all of them from before" if not new else f"{done.earlier:,} of them from before")
     if done.bad:
         words.append(f"{done.bad:,} could not be read")
+    if not new:
+        words.append("nothing was left to do (with --overwrite it is all done again)")
+        return "; ".join(words) + f"; the rows are in {output}"
     words.append(f"{new / max(done.seconds, 1e-9):,.1f} a second, {done.precision}")
     return "; ".join(words) + ("" if output is None else f"; written to {output}")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,29 +39,19 @@ def probe(
     numbers = _numbers("--shots", shots), _numbers("--k", k)
     from vitrail.checkpoints.load import load
     from vitrail.data.sources.choosing import recorded_split
-    from vitrail.inference.features import Wanted
+    from vitrail.inference.features import Computing, Wanted
     from vitrail.inference.probe import Plan, collect, measure, open_parts
-    from vitrail.runtime import autocast, choose_device
 
     words = tuple(word.strip() for word in only.split(",") if word.strip())
     plan = Plan(words, numbers[0], seeds, numbers[1], part)  # type: ignore[arg-type]
-    autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
+    how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
+    how.check()  # before anything is read
     model = load(bundle)
     Wanted(layer=layer).check(model.model.config)
     with progress("listing") as on_found:
         parts = open_parts(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))
     with progress("features") as on_features:
-        collected = collect(
-            model,
-            parts,
-            plan,
-            layer=layer,
-            batch=batch,
-            workers=workers,
-            device=device,
-            precision=precision,  # type: ignore[arg-type]
-            on_progress=on_features,
-        )
+        collected = collect(model, parts, plan, replace(how, on_progress=on_features), layer=layer)
     with progress("fitting") as on_fitted:
         found = measure(collected, plan, device=device, on_progress=on_fitted)
     if as_json:

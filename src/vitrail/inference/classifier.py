@@ -152,7 +152,10 @@ class Classifier:
     def _answer(
         self, pictures: Sequence[object], names: Sequence[str], top: int, errors: Errors, run: Callable[..., Any]
     ) -> list[Answer]:
-        ready: list[Pixels | VitrailError] = list(run(self._ready, pictures))
+        # What is given twice is read once: Pillow's pictures must not be decoded by two threads at a time.
+        different = {id(picture): picture for picture in pictures}
+        made_of = dict(zip(different, run(self._ready, different.values()), strict=True))
+        ready: list[Pixels | VitrailError] = [made_of[id(picture)] for picture in pictures]
         good: list[Pixels] = []
         readable: list[str] = []
         for name, made in zip(names, ready, strict=True):
@@ -240,7 +243,8 @@ def _item(picture: object, channels: int) -> Item:
             return Item(b"", content=picture)
         case Tensor():
             _check_axes(tuple(picture.shape), channels, last=False)
-            array = picture.detach().cpu().numpy()
+            # NumPy has no bf16.
+            array = (picture.float() if picture.is_floating_point() else picture).detach().cpu().numpy()
             return Item(b"", content=array.transpose(1, 2, 0) if array.ndim == 3 else array)
     raise _no_picture(picture)
 

@@ -25,7 +25,15 @@ from vitrail.inference.feature_files import (
     open_rows,
     sidecar,
 )
-from vitrail.inference.features import FeatureBatch, Kind, Wanted, feature_batches, nothing_to_read
+from vitrail.inference.features import (
+    AS_A_RULE,
+    Computing,
+    FeatureBatch,
+    Kind,
+    Wanted,
+    feature_batches,
+    nothing_to_read,
+)
 from vitrail.runtime import Precision
 
 
@@ -69,19 +77,8 @@ def embed(
     target = check_output(output, overwrite=overwrite)
     bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
     chosen = choose_pictures(data, part, record=recorded_split(bundle.origin))
-    return embed_source(
-        bundle,
-        chosen.source,
-        target,
-        Wanted(tokens, layer, normalise, raw),
-        dtype=dtype,
-        batch=batch,
-        workers=workers,
-        device=device,
-        precision=precision,
-        overwrite=overwrite,
-        on_progress=on_progress,
-    )
+    wanted, how = Wanted(tokens, layer, normalise, raw), Computing(device, precision, batch, workers, on_progress)
+    return embed_source(bundle, chosen.source, target, wanted, how, dtype=dtype, overwrite=overwrite)
 
 
 def _is_there(folder: Path) -> bool:
@@ -111,32 +108,19 @@ def embed_source(
     source: Source,
     output: Path,
     wanted: Wanted,
+    how: Computing = AS_A_RULE,
     *,
     dtype: DType = "float32",
-    batch: int = 64,
-    workers: int | None = None,
-    device: str = "auto",
-    precision: Precision = "float32",
     overwrite: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
 ) -> Embedded:
-    """Write the features of a source's pictures; `on_progress` is told how many are done, and of how many."""
+    """Write the features of a source's pictures."""
     check_dtype(dtype)
     config = bundle.model.config
     wanted.check(config)
     shape, names = wanted.shape(config), sidecar(output) if has_sidecar(output) else None
     bad: list[BadPicture] = []
     written = 0
-    batches = feature_batches(
-        bundle,
-        source,
-        wanted,
-        device=device,
-        precision=precision,
-        batch=batch,
-        workers=workers,
-        on_progress=on_progress,
-    )
+    batches = feature_batches(bundle, source, wanted, how)
     with ExitStack() as files:
         # In this order, so that what the disk refuses is said of the output.
         beside = None if names is None else files.enter_context(whole_file(names, overwrite=overwrite))

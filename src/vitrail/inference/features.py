@@ -93,6 +93,28 @@ def _lacking(config: ViTConfig) -> dict[Kind, str]:
     return lacking
 
 
+@dataclass(frozen=True)
+class Computing:
+    """Where, in which numbers and how many at a time features are computed."""
+
+    device: str = "auto"
+    precision: Precision = "float32"
+    batch: int = 64
+    workers: int | None = None
+    """Processes that decode; None: one for each core."""
+    on_progress: Callable[[int, int], None] | None = None
+    """Told how many pictures are done, and of how many."""
+
+    def check(self) -> torch.device:
+        """Refuse what is not there, and return the device."""
+        place = choose_device(self.device)
+        autocast(place, self.precision)
+        return place
+
+
+AS_A_RULE = Computing()
+
+
 class FeatureBatch(NamedTuple):
     """The features of some pictures, in the order of the source, without those that could not be read."""
 
@@ -107,35 +129,26 @@ class FeatureBatch(NamedTuple):
 
 
 def feature_batches(
-    bundle: Bundle,
-    source: Source,
-    wanted: Wanted,
-    *,
-    device: str = "auto",
-    precision: Precision = "float32",
-    batch: int = 64,
-    workers: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    bundle: Bundle, source: Source, wanted: Wanted, how: Computing = AS_A_RULE
 ) -> Iterator[FeatureBatch]:
     """Give the features of every picture once, in order; the bundle's model goes to the device."""
     wanted.check(bundle.model.config)
-    place = choose_device(device)
-    autocast(place, precision)  # refuses a wrong one before anything is read
+    place = how.check()
     model, done = bundle.model.to(place), 0
-    data = Evaluation(source, bundle.preprocess, batch, bad_files="skip")
+    data = Evaluation(source, bundle.preprocess, how.batch, bad_files="skip")
     with in_use(model):
-        for pictures in evaluation_batches(data, workers=workers, pin=place.type == "cuda"):
+        for pictures in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):
             features = np.zeros((0, *wanted.shape(model.config)), np.float32)
             if len(pictures.labels):
                 # Only here, since what the caller does between two batches is no business of ours.
-                with torch.inference_mode(), autocast(place, precision):
+                with torch.inference_mode(), autocast(place, how.precision):
                     found = wanted.take(model, bundle.preprocess.normalise(pictures.to(place).pixels))
-                    check_finite(found.flatten(1), pictures.indices, source.name, precision)
+                    check_finite(found.flatten(1), pictures.indices, source.name, how.precision)
                     features = found.cpu().numpy()
             yield FeatureBatch(features, pictures.labels.numpy(), pictures.indices.numpy(), pictures.bad)
             done += len(pictures.labels) + len(pictures.bad)
-            if on_progress is not None:
-                on_progress(done, len(source))
+            if how.on_progress is not None:
+                how.on_progress(done, len(source))
 
 
 class Features(NamedTuple):
@@ -148,17 +161,7 @@ class Features(NamedTuple):
     bad: tuple[BadPicture, ...]
 
 
-def gather(
-    bundle: Bundle,
-    source: Source,
-    wanted: Wanted | None = None,
-    *,
-    device: str = "auto",
-    precision: Precision = "float32",
-    batch: int = 64,
-    workers: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Features:
+def gather(bundle: Bundle, source: Source, wanted: Wanted | None = None, how: Computing = AS_A_RULE) -> Features:
     """Return the features of every picture as one array; as a rule what the head sees."""
     wanted = Wanted() if wanted is None else wanted
     wanted.check(bundle.model.config)
@@ -167,19 +170,11 @@ def gather(
     labels, indices = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
     bad: list[BadPicture] = []
     rows = 0
-    for some in feature_batches(
-        bundle,
-        source,
-        wanted,
-        device=device,
-        precision=precision,
-        batch=batch,
-        workers=workers,
-        on_progress=on_progress,
-    ):
+    for some in feature_batches(bundle, source, wanted, how):
         place = slice(rows, rows + len(some.labels))
         features[place], labels[place], indices[place] = some.features, some.labels, some.indices
-        rows, bad = place.stop, [*bad, *some.bad]
+        rows = place.stop
+        bad += some.bad
     if not rows:
         raise nothing_to_read(bad)
     return Features(features[:rows], labels[:rows], indices[:rows], tuple(bad))

@@ -93,15 +93,17 @@ def check_target(target: Path, format: Format, places: Sequence[str], *, resume:
         raise DataError(f"{name} is in a folder that is not there; make the folder first")
     if any(os.path.exists(place) and os.path.exists(target) and os.path.samefile(place, target) for place in places):
         raise DataError(f"{name} is among what is to be predicted; write to another file")
-    begun = _job_file(target).exists()
-    if begun and not resume and not overwrite:
+    if _job_file(target).exists() and not resume and not overwrite:
         raise DataError(
             f"{name} is of a job that was interrupted; go on with it with --resume, or start again with --overwrite"
         )
-    if not begun and not overwrite and target.exists() and target.stat().st_size:
-        if resume:
-            raise DataError(f"{name} is there and nothing is left to do for it; make it again with --overwrite")
+    if not resume and not overwrite and is_finished(target):
         raise DataError(f"{name} exists already; choose another name, or replace it with --overwrite")
+
+
+def is_finished(target: Path) -> bool:
+    """Say whether an output is there that no job is to go on with."""
+    return not _job_file(target).exists() and target.exists() and target.stat().st_size > 0
 
 
 def earlier_job(target: Path) -> Job | None:
@@ -120,9 +122,9 @@ def earlier_job(target: Path) -> Job | None:
 class Output(Sink):
     """The file that rows are appended to. With `resume`, those that are there are kept."""
 
-    def __init__(self, target: Path, job: Job, *, resume: bool) -> None:
+    def __init__(self, target: Path, job: Job, *, resume: bool, overwrite: bool) -> None:
         super().__init__()
-        self.target, self.job = target, job
+        self.target, self.job, self.overwrite = target, job, overwrite
         self.lines: Format = "jsonl" if job.format == "parquet" else job.format
         self.writer = open_writer(job.format, job.top)
         before = earlier_job(target) if resume else None
@@ -140,6 +142,7 @@ class Output(Sink):
             self.file = io.FileIO(handle, "r+")
             try:
                 _lock(self.target, self.file)
+                self._check_unchanged()
                 if self._fresh:
                     self._begin()
             except BaseException:  # whatever happened, the file is not left open
@@ -149,6 +152,19 @@ class Output(Sink):
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
+
+    def _check_unchanged(self) -> None:
+        """Refuse where another process began or finished the output while this one was opening its model."""
+        begun = _job_file(self.target).exists()
+        as_expected = not begun and not is_finished(self.target) if self._fresh else begun
+        if self.overwrite or as_expected:
+            return
+        if not begun and self.job.format == "parquet":
+            _rows_file(self.target, "parquet").unlink()  # which was made a moment ago
+        raise DataError(
+            f"{shown(os.fspath(self.target))} was written by another process meanwhile; give the command again to go "
+            f"on from there"
+        )
 
     def _begin(self) -> None:
         # The old rows go before the new job is there, so that nobody ever takes them for its own.

@@ -22,8 +22,7 @@ def vote(
 
     Of examples that are equally near, those that come first are taken.
     """
-    if not 1 <= k <= len(examples):
-        raise ConfigError(f"k is {k:,}; it should be from 1 to {len(examples):,}, the number of examples")
+    check_k(k, len(examples))
     examples, features = F.normalize(examples, dim=1), F.normalize(features, dim=1)
     votes = torch.zeros(len(features), classes, dtype=torch.float64, device=features.device)
     rows = max(1, AT_ONCE // len(examples))
@@ -33,6 +32,12 @@ def vote(
         weights = (similar.gather(1, nearest).double() / temperature).exp()
         votes[start : start + rows].scatter_add_(1, labels[nearest], weights)
     return votes
+
+
+def check_k(k: int, examples: int) -> None:
+    """Refuse more neighbours than there are."""
+    if not 1 <= k <= examples:
+        raise ConfigError(f"k is {k:,}; it should be from 1 to {examples:,}, the number of examples")
 
 
 def _nearest(similar: Tensor, k: int) -> Tensor:

@@ -36,7 +36,8 @@ from vitrail.inference.classifier import (
     check_precision,
     fitted,
 )
-from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job
+from vitrail.inference.finished import count_finished
+from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job, is_finished
 from vitrail.inference.listing import Item, is_plain_file, list_items
 from vitrail.inference.writing import Format, Row, Screen, Sink, choose_format
 from vitrail.runtime import Precision, choose_device
@@ -151,7 +152,8 @@ def predict_files(
     """Predict what lies at some places and write a row for each picture, to a file or to stdout.
 
     What cannot be read is a row with an error; where that is all there is, a `DataError` says so at the end.
-    `on_progress` is told how many rows there are, and of how many where that is known.
+    `on_progress` is told how many rows there are, and of how many where that is known. With `resume`, a job that was
+    finished stays as it is; the summary then has no rows but earlier ones.
     """
     check_counts(top, batch)
     places = [places] if isinstance(places, str) else places
@@ -161,6 +163,10 @@ def predict_files(
     check_precision(precision)
     choose_device(device)
     items = _some(list_items(places, stdin=_stdin(), null=null))
+    if output is not None and resume and is_finished(output):
+        found = count_finished(output, chosen, items)
+        _check_readable(found)
+        return Summary(found.done, found.bad, found.done, 0.0, precision)
     opened = bundle if isinstance(bundle, Bundle) else load(bundle)
     top = min(top, check_head(opened))
     before = earlier_job(output) if output is not None and resume else None
@@ -175,7 +181,9 @@ def predict_files(
         sink: Sink = Screen(chosen, top)
     else:
         pictures, model = digest_places(places, null), digest_model(opened)
-        sink = Output(output, Job(pictures, model, top, engine, precision, chosen, computed), resume=resume)
+        sink = Output(
+            output, Job(pictures, model, top, engine, precision, chosen, computed), resume=resume, overwrite=overwrite
+        )
     ready = engine if isinstance(settled, str) else settled
     classifier = Classifier(opened, engine=ready, precision=computed, device=device)
     total = len(places) if all(map(is_plain_file, places)) else None

@@ -1,7 +1,7 @@
 """`probe`: what a model's features are worth, by three protocols that leave the model as it is."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +18,9 @@ from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts, split_indices
 from vitrail.errors import ConfigError, DataError, suggest
-from vitrail.inference.features import Features, Wanted, gather
+from vitrail.inference.features import AS_A_RULE, Computing, Features, Wanted, gather
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
-from vitrail.inference.knn import vote
+from vitrail.inference.knn import check_k, vote
 from vitrail.inference.linear import choose_linear
 from vitrail.inference.probed import METHODS, Method, Probed, Row
 from vitrail.runtime import Precision, choose_device
@@ -91,9 +91,7 @@ def probe(
     plan = Plan(tuple(only), _tuple(shots), seeds, _tuple(k), part)
     bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
     parts = open_parts(data, plan, recorded_split(bundle.origin))
-    collected = collect(
-        bundle, parts, plan, layer=layer, batch=batch, workers=workers, device=device, precision=precision
-    )
+    collected = collect(bundle, parts, plan, Computing(device, precision, batch, workers), layer=layer)
     return measure(collected, plan, device=device)
 
 
@@ -106,6 +104,8 @@ def open_parts(
         other = "; measure on its val part with --part val (part='val')" if parts.val is not None else ""
         raise DataError(f"{shown(str(data))} has no {plan.part} part for accuracy to be measured on{other}")
     _settle_shots(plan, parts.train.labels, parts.train.classes)
+    if "knn" in plan.only and plan.k is not None:
+        check_k(max(plan.k), len(parts.train))
     return parts
 
 
@@ -121,16 +121,7 @@ def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progr
 
 
 def collect(
-    bundle: Bundle,
-    parts: Parts,
-    plan: Plan,
-    *,
-    layer: int | None = None,
-    batch: int = 64,
-    workers: int | None = None,
-    device: str = "auto",
-    precision: Precision = "float32",
-    on_progress: Callable[[int, int], None] | None = None,
+    bundle: Bundle, parts: Parts, plan: Plan, how: Computing = AS_A_RULE, *, layer: int | None = None
 ) -> Collected:
     """Compute the features of every picture that a plan needs, once."""
     measured, val = (parts.test, parts.val) if plan.part == "test" else (parts.val, None)
@@ -141,19 +132,10 @@ def collect(
 
     def features(source: Source) -> Features:
         nonlocal done
-        before = done
-        found = gather(
-            bundle,
-            source,
-            Wanted(layer=layer),
-            device=device,
-            precision=precision,
-            batch=batch,
-            workers=workers,
-            on_progress=None if on_progress is None else lambda here, _: on_progress(before + here, total),
-        )
+        before, told = done, how.on_progress
         done += len(source)
-        return found
+        over_all = None if told is None else lambda here, _: told(before + here, total)
+        return gather(bundle, source, Wanted(layer=layer), replace(how, on_progress=over_all))
 
     found = [features(source) for source in sources]
     val_features = found[2] if len(found) > 2 else None
@@ -242,9 +224,9 @@ def _settle_shots(plan: Plan, labels: NDArray[np.int64], classes: tuple[str, ...
     """Return the shots for which every class has examples enough, and notes on those for which one has not."""
     if "fewshot" not in plan.only:
         return (), []
-    numbers, counts = np.unique(labels, return_counts=True)
-    least = int(counts.min())
-    poor = [classes[number] for number, count in zip(numbers.tolist(), counts.tolist(), strict=True) if count == least]
+    counts = np.bincount(labels, minlength=len(classes)).tolist()  # a class may be there of which nothing could be read
+    least = min(counts)
+    poor = [name for name, count in zip(classes, counts, strict=True) if count == least]
     others = f" (and {len(poor) - 1:,} more)" if len(poor) > 1 else ""
     found = f"class {poor[0]!r}{others} has only {least:,}"
     if plan.shots is None:
@@ -256,7 +238,7 @@ def _settle_shots(plan: Plan, labels: NDArray[np.int64], classes: tuple[str, ...
 
 
 def _settle_k(plan: Plan, examples: int, notes: list[str]) -> tuple[int, ...]:
-    """Return the numbers of neighbours; those that were asked for are checked where they are used."""
+    """Return the numbers of neighbours; those that were asked for were checked before."""
     if plan.k is None and NEIGHBOURS[0] > examples:
         notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because there are no more train pictures")
         return (examples,)

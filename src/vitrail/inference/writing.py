@@ -255,6 +255,11 @@ def read_record(record: bytes, format: Format) -> tuple[int, bytes, str | None]:
     return int(found["number"]), os.fsencode(str(found["path"])), found["error"]
 
 
+def parquet_path(path: bytes) -> bytes:
+    """Return a path as Parquet has it: in UTF-8, with other bytes written out."""
+    return path.decode("utf-8", "backslashreplace").encode()
+
+
 def write_parquet(lines: Iterable[bytes], target: Path) -> None:
     """Make a Parquet file of JSON lines, a row group at a time."""
     arrow: Any = import_pyarrow(os.fspath(target))
@@ -271,7 +276,7 @@ def write_parquet(lines: Iterable[bytes], target: Path) -> None:
         held: list[dict[str, Any]] = []
         for line in lines:
             row = json.loads(line)
-            row["path"] = os.fsencode(row["path"]).decode("utf-8", "backslashreplace")
+            row["path"] = parquet_path(os.fsencode(row["path"])).decode()
             held.append(row)
             if len(held) == ROW_GROUP:
                 writer.write_table(arrow.Table.from_pylist(held, schema=schema))

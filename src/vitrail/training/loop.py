@@ -136,9 +136,7 @@ class _Run:
         """Take step after step to the end."""
         if not self._tired():  # a run may have been stopped just as it was about to end early
             self._train()
-        progress = self.state.progress
-        progress.finished = True
-        progress.bad_files = sorted(self._all_bad())
+        self.state.progress.finished = True
         if self.team.is_main:
             self._bundle_now().save(self.folder / "last", overwrite=True)
         self._save()
@@ -167,6 +165,8 @@ class _Run:
                 ended = progress.step in evaluate_at and self._measure()
                 stop = self.team.largest(asked())
                 late = time.monotonic() - saved > 60 * plan.recipe.save_minutes
+                if stop or progress.step in evaluate_at:  # where all processes are at the same place
+                    self._share_bad()
                 if late or stop or progress.step in evaluate_at:
                     self._save()
                     saved = time.monotonic()
@@ -258,9 +258,10 @@ class _Run:
             self.records.flush()
             save_state(self.folder / "state", self.state, self.setting)
 
-    def _all_bad(self) -> set[str]:
-        """Return the files that any process could not read."""
-        return self.bad.union(*self.team.gathered(self.bad))
+    def _share_bad(self) -> None:
+        """Let every process know the files that any of them could not read."""
+        self.bad = set().union(*self.team.gathered(self.bad))
+        self.state.progress.bad_files = sorted(self.bad)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

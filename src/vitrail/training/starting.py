@@ -7,6 +7,7 @@ from torch import nn
 
 from vitrail.checkpoints.adapt import adapt
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.keys import Weights
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.config import ViTConfig
@@ -29,14 +30,23 @@ class Start(Frozen):
 
 
 def planned_model(start: Bundle, how: Start, fields: dict[str, Any], classes: int) -> ViTConfig:
-    """Return what a model becomes: its own config, changed by the fields of a recipe, with a head for the data."""
+    """Return what a model becomes: its own config, changed by the fields of a recipe, with a head for the data.
+
+    Fields that would need other weights are refused here already, by their shapes.
+    """
     without_hidden = {"representation": None} if how.head == "zero" else {}
-    return start.model.config.replace(**{**fields, **without_hidden, "classes": classes})
+    config = start.model.config.replace(**{**fields, **without_hidden, "classes": classes})
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in start.model.state_dict().items()}
+    _with_fields(start.model.config, config, shapes)
+    return config
 
 
 def fitted(start: Bundle, how: Start, config: ViTConfig, classes: tuple[str, ...]) -> Bundle:
     """Return a copy of a model that exists, made into what was planned, in float32."""
-    bundle = Bundle(_with_fields(start.model, config), start.preprocess, start.classes, dict(start.provenance))
+    weights = {name: tensor.detach().clone() for name, tensor in start.model.state_dict().items()}
+    weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    model = _with_fields(start.model.config, config, weights)
+    bundle = Bundle(model, start.preprocess, start.classes, dict(start.provenance))
     adapt(
         bundle,
         image_size=config.image_size,
@@ -50,13 +60,11 @@ def fitted(start: Bundle, how: Start, config: ViTConfig, classes: tuple[str, ...
     return bundle
 
 
-def _with_fields(model: ViT, config: ViTConfig) -> ViT:
-    """Copy a model, changing what needs no other weights: dropout, stochastic depth, how a new head is drawn."""
-    wanted = {name: value for name, value in config if name not in FITTED and value != getattr(model.config, name)}
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+def _with_fields(config: ViTConfig, planned: ViTConfig, weights: Weights) -> ViT:
+    """Build a model again, changing what needs no other weights: dropout, stochastic depth, how a new head is drawn."""
+    wanted = {name: value for name, value in planned if name not in FITTED and value != getattr(config, name)}
     try:
-        return loaded_model(model.config.replace(**wanted), weights)[0]
+        return loaded_model(config.replace(**wanted), weights)[0]
     except CheckpointError as error:
         names = ", ".join(f"model.{name}" for name in wanted)
         raise ConfigError(f"{names} cannot be changed in a model that training starts from: {error}") from None
