@@ -3,7 +3,8 @@
     python benchmarks/predict.py photos/ --workers 2
 
 One run, in turns, the same weights (a S/16 at 224 with random numbers) and the same files. The obvious script opens
-each file with Pillow, applies timm's own transform in a DataLoader with as many workers, and calls the model eagerly.
+each file with Pillow, applies timm's own transform in a DataLoader with that many workers, and calls the model eagerly;
+ours decodes as it does by itself.
 The ratios compare passes of one turn. Rows in which timm is given the same precision stand beside ours for honesty;
 bf16 is measured where the processor is faster with it, other engines where they are installed.
 """
@@ -79,14 +80,12 @@ def with_transformers(folder: Path, batch: int, workers: int) -> Pass:
     return run
 
 
-def with_vitrail(classifier: Classifier, batch: int, workers: int) -> Pass:
+def with_vitrail(classifier: Classifier, batch: int) -> Pass:
     def run(paths: Sequence[str]) -> Answers:
         if len(paths) == 1:
             answer = classifier(paths[0])
             return {paths[0]: (int(answer.name), answer.probability)}
-        rows = [
-            row for rows in predict_items(classifier, list_items(paths), batch=batch, workers=workers) for row in rows
-        ]
+        rows = [row for rows in predict_items(classifier, list_items(paths), batch=batch) for row in rows]
         return {os.fsdecode(row.path): (int(row.classes[0]), row.probabilities[0]) for row in rows}
 
     return run
@@ -114,7 +113,7 @@ def contenders(folder: Path, batch: int, workers: int) -> dict[str, Pass]:
             except (VitrailError, ImportError) as error:
                 print(f"left out: {engine}, {precision}: {error}")
                 continue
-            found[f"vitrail, {engine}, {precision}"] = with_vitrail(classifier, batch, workers)
+            found[f"vitrail, {engine}, {precision}"] = with_vitrail(classifier, batch)
     return found
 
 

@@ -5,12 +5,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from PIL import Image
 from tests.inference.test_predict_jobs import read_rows
 from tests.inference.tiny import tiny_bundle, tiny_pictures
@@ -222,6 +223,34 @@ def test_order_is_kept_by_several_workers(tmp_path: Path) -> None:
         assert list(chain(*predict_items(classifier, list_items(places), batch=2, workers=workers))) == alone
 
 
+@pytest.fixture
+def _three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_three_threads")
+@pytest.mark.parametrize("batch", [2, 5, 64])
+def test_order_is_kept_by_lanes(tmp_path: Path, batch: int) -> None:
+    """Each of which decodes and computes; the answers are those of one after another, within rounding."""
+    paths = tiny_pictures(tmp_path, 40)
+    Image.new("RGB", (4000, 3000)).save(tmp_path / "slow.png")
+    (tmp_path / "bad.png").write_text("no picture")
+    places = [str(path) for path in (tmp_path / "slow.png", *paths[:5], tmp_path / "bad.png", *paths[5:])]
+    classifier = Classifier(tiny_bundle(), device="cpu")
+    alone = list(chain(*predict_items(classifier, list_items(places), workers=0)))
+    made = list(predict_items(classifier, list_items(places), batch=batch, first=11))
+    assert [len(rows) for rows in made[:-1]] == [batch] * (len(made) - 1)
+    rows = list(chain(*made))
+    assert [row.number for row in rows] == list(range(11, 53))
+    assert [row.path for row in rows] == [row.path for row in alone]
+    for found, expected in zip(rows, alone, strict=True):
+        assert (found.error, found.classes) == (expected.error, expected.classes)
+        assert found.probabilities == pytest.approx(expected.probabilities, abs=1e-5)
+
+
 MEMORY = """
 import os, sys
 from itertools import chain
@@ -239,7 +268,10 @@ def resident():
 torch.set_num_threads(1)
 done, seen = 0, {}
 classifier = Classifier(tiny_bundle(), device="cpu")
-for rows in predict_items(classifier, list_items(["-"], stdin=sys.stdin.buffer), workers=2):
+workers = None if sys.argv[2] == "lanes" else 2
+if workers is None:
+    torch.set_num_threads(2)
+for rows in predict_items(classifier, list_items(["-"], stdin=sys.stdin.buffer), workers=workers):
     done += len(rows)
     for mark in (2_048, int(sys.argv[1])):
         if done >= mark:
@@ -249,11 +281,11 @@ print(done, last - first)
 """
 
 
-def grown(tmp_path: Path, rows: int) -> int:
+def grown(tmp_path: Path, rows: int, how: str) -> int:
     """Return by how many bytes the memory grows after the first 2,000 rows."""
     paths = tiny_pictures(tmp_path, 5)
     lines = "".join(f"{paths[number % 5]}\n" for number in range(rows))
-    command = [sys.executable, "-c", MEMORY, str(rows)]
+    command = [sys.executable, "-c", MEMORY, str(rows), how]
     done = subprocess.run(command, input=lines, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     total, growth = map(int, done.stdout.split())
@@ -263,12 +295,18 @@ def grown(tmp_path: Path, rows: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read as Linux shows it")
-def test_memory_does_not_grow_with_the_list(tmp_path: Path) -> None:
-    assert grown(tmp_path, 20_000) < 8e6
+@pytest.mark.parametrize("how", ["workers", "lanes"])
+def test_memory_does_not_grow_with_the_list(tmp_path: Path, how: str) -> None:
+    assert grown(tmp_path, 20_000, how) < 8e6
 
 
-def test_a_list_is_read_only_as_far_as_it_is_needed() -> None:
-    """Two batches for each worker, the one that is being computed, and the one that told how many there are."""
+@pytest.mark.usefixtures("_three_threads")
+@pytest.mark.parametrize("workers", [2, None])
+def test_a_list_is_read_only_as_far_as_it_is_needed(workers: int | None) -> None:
+    """Two batches for each worker, the one that is being computed, and the one that told how many there are.
+
+    Lanes take less: two parts of up to eight pictures each, and one more.
+    """
     asked = 0
 
     def endless() -> Any:
@@ -277,8 +315,8 @@ def test_a_list_is_read_only_as_far_as_it_is_needed() -> None:
             asked += 1
             yield item
 
-    rows = predict_items(Classifier(tiny_bundle(), device="cpu"), endless(), batch=10, workers=2)
+    rows = predict_items(Classifier(tiny_bundle(), device="cpu"), endless(), batch=10, workers=workers)
     for step in range(20):
         assert len(next(rows)) == 10
-        assert asked <= 10 * (step + 1 + 2 * 2 + 1)
+        assert asked <= 10 * (step + 1 + 2 * 2 + 1) + (8 if workers is None else 0)
     rows.close()  # type: ignore[attr-defined]

@@ -4,12 +4,17 @@ Where every layer is shared by all cores, they wait for each other a hundred tim
 not stay in their caches. Parts of a few pictures do, and wait for each other once.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Barrier
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 MOST_LANES = 8
 SMALLEST, LARGEST = 4, 8
@@ -22,16 +27,39 @@ class Lanes:
     def __init__(self) -> None:
         self.pool: ThreadPoolExecutor | None = None
 
+    @property
+    def one_core_each(self) -> bool:
+        """Whether a lane is one core, and there are several: then whatever is done in lanes keeps all cores busy."""
+        return 2 <= torch.get_num_threads() <= MOST_LANES
+
     def __call__(self, answer: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
         """Return `answer(pixels)`, computed in parts where there are enough pictures and cores for it."""
-        threads = torch.get_num_threads()
-        lanes = min(threads, MOST_LANES)
-        if lanes < 2 or len(pixels) < 2 * SMALLEST:
+        lanes = min(torch.get_num_threads(), MOST_LANES)
+        if lanes < 2 or len(pixels) < 2 * SMALLEST:  # also within a lane, which has but one core
             return answer(pixels)
-        if self.pool is None:
-            self.pool = _started(lanes, threads)
         size = min(LARGEST, max(SMALLEST, -(-len(pixels) // lanes)))
-        return torch.cat(list(self.pool.map(answer, pixels.split(size))))
+        return torch.cat(list(self._pool().map(answer, pixels.split(size))))
+
+    def each(self, work: Callable[[Given], Made], given: Iterable[Given]) -> Generator[Made, None, None]:
+        """Give `work(x)` for each x, in order, done in all lanes at once; little more is taken than is being done."""
+        lanes = min(torch.get_num_threads(), MOST_LANES)
+        waiting: deque[Future[Made]] = deque()
+        try:
+            for some in given:
+                waiting.append(self._pool().submit(work, some))
+                if len(waiting) > 2 * lanes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self.pool is None:
+            threads = torch.get_num_threads()
+            self.pool = _started(min(threads, MOST_LANES), threads)
+        return self.pool
 
 
 def _started(lanes: int, threads: int) -> ThreadPoolExecutor:

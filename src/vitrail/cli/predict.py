@@ -29,7 +29,8 @@ def predict(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+        int | None,
+        typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule what suits device and engine."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     engine: Annotated[str, typer.Option(help="torch, onnx or openvino.")] = "torch",

@@ -1,13 +1,16 @@
-"""Predicting any number of pictures: worker processes decode while the engine computes, and rows come in input order.
+"""Predicting any number of pictures: they are decoded in parallel with computing, and rows come in input order.
 
-The workers are those of `torch.utils.data.DataLoader`, as everywhere here: pixels come back in shared memory and not
-through a pipe, a worker that dies is noticed, and what is asked of them is bounded, two batches for each. What they
-are to decode is read from the list as they go, so that memory does not grow with the list.
+Where the engine has lanes of one core each, each lane decodes what it computes: no core waits for another, and there
+are no processes to start. Otherwise worker processes decode, those of `torch.utils.data.DataLoader`, as everywhere
+here: pixels come back in shared memory and not through a pipe, a worker that dies is noticed, and what is asked of them
+is bounded, two batches for each. What is to be decoded is read from the list as it goes, so that memory does not grow
+with the list.
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from io import BufferedReader
 from itertools import chain, islice
@@ -19,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitrail.acceleration.auto import settle_precision
-from vitrail.acceleration.engine import Engine, open_engine
+from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
+from vitrail.acceleration.lanes import LARGEST, Lanes
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.batches import default_workers, empty_pixels, made_ahead
@@ -104,17 +108,39 @@ def predict_items(
 ) -> Iterator[list[Row]]:
     """Give the rows of pictures, in their order, a batch at a time; they are numbered from `first` on."""
     check_counts(top, batch)
+    lanes = classifier.engine.lanes if isinstance(classifier.engine, TorchEngine) else None
+    if workers is None and lanes is not None and lanes.one_core_each:
+        made = _in_lanes(classifier, lanes, items, top, batch)
+    else:
+        made = _by_workers(classifier, items, top, batch, workers)
+    for rows in made:
+        yield [row._replace(number=number) for number, row in enumerate(rows, start=first)]
+        first += len(rows)
+
+
+def _in_lanes(classifier: Classifier, lanes: Lanes, items: Iterator[Item], top: int, batch: int) -> Iterator[list[Row]]:
+    decoding = Decoding(classifier.preprocess)
+
+    def work(some: list[Item]) -> list[Row]:
+        return _rows(classifier, decoding[some], top)
+
+    parts = lanes.each(work, _batches(items, min(batch, LARGEST)))
+    with closing(parts):  # so that nothing goes on being computed for somebody who left
+        rows = chain.from_iterable(parts)
+        while some := list(islice(rows, batch)):
+            yield some
+
+
+def _by_workers(
+    classifier: Classifier, items: Iterator[Item], top: int, batch: int, workers: int | None
+) -> Iterator[list[Row]]:
     batches = _batches(items, batch)
     begun = list(islice(batches, 1))
     if workers is None:  # starting processes for a few pictures takes longer than decoding them
         workers = default_workers() if begun and len(begun[0]) == batch else 0
-    pin = classifier.device.type == "cuda"
-    for decoded in made_ahead(
-        Decoding(classifier.preprocess), chain(begun, batches), workers=workers, pin=pin and workers > 0
-    ):
-        rows = _rows(classifier, decoded, top, first)
-        first += len(rows)
-        yield rows
+    pin = classifier.device.type == "cuda" and workers > 0
+    for decoded in made_ahead(Decoding(classifier.preprocess), chain(begun, batches), workers=workers, pin=pin):
+        yield _rows(classifier, decoded, top)
 
 
 def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
@@ -122,13 +148,13 @@ def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
         yield some
 
 
-def _rows(classifier: Classifier, decoded: Decoded, top: int, first: int) -> list[Row]:
+def _rows(classifier: Classifier, decoded: Decoded, top: int) -> list[Row]:
     readable = [name for name, error in zip(decoded.names, decoded.errors, strict=True) if error is None]
     answers = iter(classifier.answers(decoded.pixels, top, lambda index: shown(readable[index])))
     rows = []
-    for number, (name, error) in enumerate(zip(decoded.names, decoded.errors, strict=True), start=first):
+    for name, error in zip(decoded.names, decoded.errors, strict=True):
         answer = next(answers) if error is None else Answer(error=error)
-        rows.append(Row(number, name, answer.error, answer.names, answer.probabilities))
+        rows.append(Row(0, name, answer.error, answer.names, answer.probabilities))
     return rows
 
 
