@@ -100,7 +100,7 @@ def test_gradcam(name: str) -> None:
     model = build(name)
     naive, x = Naive(model), pictures(model.config)
     query = "0,1" if model.config.pool == "none" else None
-    for layer in (0, -1):
+    for layer in (0, -1, None):
         for target in range(5):  # for some classes nothing speaks, and the map is empty
             expected = torch.stack([naive.gradcam(picture, target, layer, query) for picture in x])
             if expected.max() > 1e-3:
@@ -108,7 +108,6 @@ def test_gradcam(name: str) -> None:
                 break
         else:
             raise AssertionError("a map of zeros proves nothing")
-    assert torch.equal(gradcam_maps(model, x, 2, None, query), gradcam_maps(model, x, 2, 2, query))
 
 
 @pytest.mark.parametrize("name", ["class first", "class last", "registers", "map", "mean over all", "hybrid"])

@@ -76,10 +76,10 @@ def explain(
 
     `method` is one of: attention (the weights of `layer` and `head`, or the heads' mean, for the token `query`),
     rollout (all layers multiplied; `fuse` is mean, max or min of the heads, `discard` the share of smallest weights
-    left out), relevance (gradient-weighted attention for class `target`), gradcam (weighted tokens that enter `layer`,
-    for class `target`), pca (features after `layer` as colours). `target` is a class's name or number; without it, the
-    likeliest. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column"; without it, what the
-    head reads. Layers, heads, rows and columns count from 0. The model goes to the device.
+    left out), relevance (gradient-weighted attention for class `target`), gradcam (weighted features, as `layer` reads
+    them, for class `target`), pca (features after `layer` as colours). `target` is a class's name or number; without
+    it, the likeliest. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column"; without it,
+    what the head reads. Layers, heads, rows and columns count from 0. The model goes to the device.
     """
     wanted = Wanted(method, layer, head, query, fuse, discard)
     explainer = Explainer(bundle, wanted, target=target, device=device)
