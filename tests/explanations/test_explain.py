@@ -129,6 +129,8 @@ def test_channels_that_are_no_colours() -> None:
         ("mean", {"method": "attention", "query": "class"}, "no class token; ask mean or a patch 'row,column'"),
         ("mean", {"method": "attention", "query": "pool"}, "there is no token 'pool' to ask; ask mean or a patch"),
         ("mean", {"method": "attention", "query": "somewhere"}, "there is no token 'somewhere' to ask"),
+        ("mean", {"method": "attention", "query": 5}, "there is no token '5' to ask"),
+        ("mean", {"method": "attention", "query": (1, 2, 3)}, "there is no token '(1, 2, 3)' to ask"),
         ("map", {"method": "attention", "query": "pool", "layer": 1}, "the pool's query stands behind all layers"),
         (
             "class first",

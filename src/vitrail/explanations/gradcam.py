@@ -53,7 +53,7 @@ def gradcam_maps(
 def weigh_features(tokens: Tensor, gradient: Tensor, patches: slice) -> Tensor:
     """Weigh each of the D features by its mean gradient over the patches, and keep what is positive: (B, T)."""
     importance = gradient[:, patches].mean(dim=1, keepdim=True)
-    return (tokens * importance).sum(dim=-1).clamp(min=0)
+    return (tokens.float() * importance.float()).sum(dim=-1).clamp(min=0)
 
 
 class _Kept(nn.Module):
