@@ -6,11 +6,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from vitrail.data.given import Item
 from vitrail.data.sources.listing import shown
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import DataError
-from vitrail.inference.listing import Item
 from vitrail.inference.writing import Format, Sink, parquet_path, read_record, whole_records
 
 
