@@ -3,7 +3,8 @@
 For one head of one layer: the attention between patches is taken and special tokens are left out, so every row is
 divided by its sum to add up to 1 again. Each query's distance is the mean of the Euclidean distances between its
 patch's centre and every patch's centre (its own included, at distance 0), weighted by its row. The head's number is
-the mean over all queries of all pictures.
+the mean over all queries of all pictures. A query that gives patches no attention at all has no distance, and is left
+out of the mean.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,26 +16,65 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged, InputError
+from vitrail.evaluation import in_use
 from vitrail.explanations.figures.figure import Absent, Figure
 from vitrail.models.blocks import Block
 from vitrail.models.config import ViTConfig
+from vitrail.models.position import Places
 from vitrail.models.vit import ViT
 from vitrail.runtime import choose_device
 
+NAME, TITLE = "distance", "How far each head looks"
 PICTURES = 128
 """As many pictures as in the paper."""
-AT_ONCE = 2**26
-"""Most attention weights that one layer may have in memory at a time: 256 MB."""
+AT_ONCE = 2**24
+"""Most attention weights of a layer that are in memory at a time, if one picture has no more: 64 MB."""
 
 
+@torch.no_grad()
 def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.float64]:
     """Return the mean attention distance of every layer and head, (depth, heads), in pixels.
 
     `batches` are normalised pictures (B, C, H, W) on the model's device. One layer's attention is held at a time, so
-    that memory does not grow with depth or with the number of batches.
+    that memory grows neither with depth nor with the number of batches. A head whose queries give patches no
+    attention at all gets NaN.
     """
-    raise NotImplementedError
+    config, parameter = model.config, next(model.parameters())
+    between = patch_distances(config).to(parameter.device, torch.float32)
+    sums = np.zeros((config.depth, config.heads))
+    counts = np.zeros((config.depth, config.heads))
+    with in_use(model):
+        for batch in batches:
+            tokens, places = model.embed(batch)
+            for layer, block in enumerate(model.blocks):
+                tokens, summed, counted = _through(cast("Block", block), tokens, places, config.layout.patches, between)
+                sums[layer] += summed
+                counts[layer] += counted
+            if not tokens.isfinite().all():
+                raise Diverged("the model's tokens are not finite numbers; its weights are damaged")
+    if not counts.any():
+        raise InputError("attention distance needs at least one picture, and there is none")
+    with np.errstate(invalid="ignore"):
+        return sums / counts
+
+
+def patch_distances(config: ViTConfig) -> Tensor:
+    """Return the distance in pixels between the centres of every two patches, (N, N), float64."""
+    (rows, columns), (height, width) = config.grid, config.patch_size
+    y, x = torch.meshgrid(
+        torch.arange(rows, dtype=torch.float64) * height,
+        torch.arange(columns, dtype=torch.float64) * width,
+        indexing="ij",
+    )
+    y, x = y.flatten(), x.flatten()
+    return torch.hypot(y[:, None] - y[None, :], x[:, None] - x[None, :])
+
+
+def even_distance(config: ViTConfig) -> float:
+    """Return the distance of a head that looks at every patch alike, in pixels."""
+    return float(patch_distances(config).mean())
 
 
 def distance_figure(bundle: Bundle, pixels: Tensor, *, device: str = "auto") -> Figure | Absent:
@@ -42,9 +82,37 @@ def distance_figure(bundle: Bundle, pixels: Tensor, *, device: str = "auto") -> 
 
     The paper takes 128 pictures; more than that are not looked at.
     """
-    raise NotImplementedError
+    config = bundle.model.config
+    if config.patches == 1:
+        return Absent(NAME, TITLE, "the whole picture is one patch, so there is no distance to look across.")
+    if pixels.ndim != 4 or not len(pixels):
+        raise InputError(
+            f"attention distance needs pixels of at least one picture, (pictures, channels, height, width), found "
+            f"{tuple(pixels.shape)}"
+        )
+    place = choose_device(device)
+    model = bundle.model.to(place)
+    taken = pixels[:PICTURES]
+    distances = attention_distance(model, _batches(taken, bundle.preprocess, config, place))
+    raise NotImplementedError(f"{distances}, {len(taken)}")
 
 
-def even_distance(config: ViTConfig) -> float:
-    """Return the distance of a head that looks at every patch alike, in pixels."""
-    raise NotImplementedError
+def _through(
+    block: Block, tokens: Tensor, places: Places, patches: slice, between: Tensor
+) -> tuple[Tensor, NDArray[np.float64], NDArray[np.float64]]:
+    """Run one block, and sum its distances over pictures and queries, for each head; its attention is forgotten."""
+    tokens, weights = block.traced(tokens, places)
+    among = weights[:, :, patches, patches]
+    given = among.sum(dim=-1)  # (B, heads, N), how much of each row goes to patches
+    far = (among * between).sum(dim=-1)
+    there = given > 0
+    each = torch.where(there, far / given.clamp_min(torch.finfo(given.dtype).tiny), 0)
+    # On the CPU, because some devices have no float64.
+    summed, counted = each.cpu().double().sum(dim=(0, 2)), there.cpu().double().sum(dim=(0, 2))
+    return tokens, summed.numpy(), counted.numpy()
+
+
+def _batches(pixels: Tensor, preprocess: Preprocess, config: ViTConfig, device: torch.device) -> Iterator[Tensor]:
+    at_once = max(1, min(32, AT_ONCE // (config.heads * config.tokens**2)))
+    for some in pixels.split(at_once):
+        yield preprocess.normalise(some.to(device))
