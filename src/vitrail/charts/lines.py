@@ -58,6 +58,7 @@ def scatter(
     series: Sequence[Series],
     *,
     title: str,
+    lines: Sequence[Series] = (),
     x_label: str = "",
     y_label: str = "",
     log: bool = False,
@@ -70,14 +71,15 @@ def scatter(
     height: float = 300,
     standalone: bool = True,
 ) -> str:
-    """Draw points."""
-    axes = _axes(series, x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
+    """Draw points, over `lines` that say what to compare them with."""
+    axes = _axes([*series, *lines], x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
     if axes is None:
         return empty_drawing(title, "there is nothing to draw", width=width, height=height, standalone=standalone)
-    names, top = legend([(one.name, one.colour, False) for one in series if one.name], width)
+    names, top = legend([(one.name, one.colour, one.dashed) for one in [*series, *lines] if one.name], width)
     place = panel(width, height, *axes, top=top)
-    body = names + place.frame() + "".join(_marks(one, place, radius) for one in series)
-    said = "; ".join(f"{one.name or 'points'}: {_summary(one, place)}" for one in series if len(one.x))
+    body = names + place.frame() + "".join(_curve(one, place) for one in lines)
+    body += "".join(_marks(one, place, radius) for one in series)
+    said = "; ".join(f"{one.name or 'points'}: {_summary(one, place)}" for one in [*series, *lines] if len(one.x))
     return drawing(body, title=title, description=said, width=width, height=height, standalone=standalone)
 
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.charts.lines import Series, scatter
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged, InputError
@@ -77,10 +78,13 @@ def even_distance(config: ViTConfig) -> float:
     return float(patch_distances(config).mean())
 
 
-def distance_figure(bundle: Bundle, pixels: Tensor, *, device: str = "auto") -> Figure | Absent:
+def distance_figure(
+    bundle: Bundle, pixels: Tensor, *, device: str = "auto", standalone: bool = True
+) -> Figure | Absent:
     """Draw how far each head looks in pictures: `pixels` (N, C, H, W), uint8, as `preprocess.pixels` makes them.
 
-    The paper takes 128 pictures; more than that are not looked at.
+    The paper takes 128 pictures; more than that are not looked at. A page that has the charts' style draws with
+    `standalone=False`.
     """
     config = bundle.model.config
     if config.patches == 1:
@@ -94,7 +98,8 @@ def distance_figure(bundle: Bundle, pixels: Tensor, *, device: str = "auto") -> 
     model = bundle.model.to(place)
     taken = pixels[:PICTURES]
     distances = attention_distance(model, _batches(taken, bundle.preprocess, config, place))
-    raise NotImplementedError(f"{distances}, {len(taken)}")
+    svg = _drawn(distances, even_distance(config), standalone=standalone)
+    return Figure(NAME, TITLE, _caption(config, distances, len(taken)), svg=svg)
 
 
 def _through(
@@ -116,3 +121,53 @@ def _batches(pixels: Tensor, preprocess: Preprocess, config: ViTConfig, device: 
     at_once = max(1, min(32, AT_ONCE // (config.heads * config.tokens**2)))
     for some in pixels.split(at_once):
         yield preprocess.normalise(some.to(device))
+
+
+def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> str:
+    """Draw a point for each head over the number of its block."""
+    depth, heads = distances.shape
+    blocks = [float(number) for number in range(1, depth + 1)]
+    # A series for each head: one of very many points would be thinned out.
+    points = [Series("" if head else "a head", blocks, distances[:, head].tolist()) for head in range(heads)]
+    lines = [
+        Series("a head that looks everywhere alike", [0.5, depth + 0.5], [even, even], colour=2, dashed=True),
+        Series("mean of a block's heads", blocks, _means(distances).tolist(), colour=3) if heads > 1 else None,
+    ]
+    return scatter(
+        points,
+        title="Mean attention distance",
+        lines=[line for line in lines if line is not None],
+        x_label="block",
+        y_label="pixels",
+        x_unit="whole",
+        y_low=0.0,
+        width=640,
+        height=380,
+        standalone=standalone,
+    )
+
+
+def _means(distances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean of each block's heads, without those that have no distance."""
+    there = np.isfinite(distances)
+    sums, counts = np.where(there, distances, 0).sum(axis=1), there.sum(axis=1)
+    means: NDArray[np.float64] = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return means
+
+
+def _caption(config: ViTConfig, distances: NDArray[np.float64], pictures: int) -> str:
+    (rows, columns), (height, width) = config.grid, config.patch_size
+    few = f" (the paper takes {PICTURES})" if pictures < PICTURES else ""
+    special = (
+        "; attention to special tokens is left out and each row divided by its sum" if config.special_tokens else ""
+    )
+    silent = int(np.isnan(distances).sum())
+    left_out = f" {silent} of {distances.size} heads attend to no patch at all and have no point." if silent else ""
+    return (
+        f"How far each of {config.heads} heads in each of {config.depth} blocks looks, in pixels of the picture of "
+        f"{config.image_size[0]}×{config.image_size[1]}: the distance between the centres of the patch that looks and "
+        f"the patch looked at ({rows}×{columns} patches of {height}×{width} pixels), weighted by attention, averaged "
+        f"over all patches of {pictures:,} picture{'s' * (pictures != 1)}{few}{special}. A head that looks at all "
+        f"patches alike would have {even_distance(config):.1f} pixels. Low points are heads that look near by; in "
+        f"trained models the first blocks have both kinds, and the last ones look far.{left_out}"
+    )
