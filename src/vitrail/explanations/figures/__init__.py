@@ -7,7 +7,7 @@ caption. A model that has nothing to draw gives an `Absent`, which says why.
 from vitrail.explanations.figures.distance import attention_distance, distance_figure, even_distance
 from vitrail.explanations.figures.examples import rollout_figure
 from vitrail.explanations.figures.figure import Absent, Figure
-from vitrail.explanations.figures.filters import filters, filters_figure
+from vitrail.explanations.figures.kernels import filters, filters_figure
 from vitrail.explanations.figures.positions import position_similarity, positions_figure
 
 __all__ = [

@@ -3,25 +3,17 @@
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import Diverged, InputError
-from vitrail.explanations.figures.colours import INK, PALE, PAPER, coloured
 from vitrail.explanations.figures.figure import Absent, Figure
+from vitrail.explanations.figures.grid_of_grids import ROOM, ROOM_OF_MANY, arranged, evenly, joined, panel
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import read_table
 from vitrail.models.vit import ViT
 
 NAME, TITLE = "positions", "How alike positions are to the model"
-MOST_SHOWN = 16
-"""Most rows and columns of patches whose maps are drawn; of larger grids an even choice is."""
-LARGEST_MAP = 64
-"""Most pixels along a side of one map; larger grids are drawn smaller."""
-WIDTH = 840
-"""About how many pixels the maps are wide, all together."""
-GAP, MARGIN, TEXT = 3, 20, 17
 MOST_BLOCKS = 4
 """Where every block has a table of its own, so many are drawn."""
 _INSTEAD = "the figure of attention distance shows how its heads use where patches lie"
@@ -53,22 +45,21 @@ def positions_figure(bundle: Bundle) -> Figure | Absent:
         return Absent(NAME, TITLE, _WHY[config.position])
     if config.patches == 1:
         return Absent(NAME, TITLE, "the whole picture is one patch, so there is nothing to compare its position with.")
-    blocks = _shown(config.depth, MOST_BLOCKS) if config.table_owner == "blocks" else [0]
+    blocks = evenly(config.depth, MOST_BLOCKS) if config.table_owner == "blocks" else [0]
     tables = {block: _directions(model, block) for block in blocks}
     if not any(table.any() for table in tables.values()):
         return Absent(NAME, TITLE, "the position embeddings are all zero: this model has not learned them yet.")
-    rows, columns = (_shown(count, MOST_SHOWN) for count in config.grid)
-    queries = np.array([row * config.grid[1] + column for row in rows for column in columns])
+    maps = arranged(config, ROOM if len(blocks) == 1 else ROOM_OF_MANY)
+    queries = np.array([row * config.grid[1] + column for row in maps.rows for column in maps.columns])
     panels = [
-        _panel(
-            _similarity(table, queries).reshape(len(rows), len(columns), *config.grid),
-            rows,
-            columns,
+        panel(
+            _similarity(table, queries).reshape(len(maps.rows), len(maps.columns), *config.grid),
+            maps,
             f"block {block + 1}" if len(blocks) > 1 else "",
         )
         for block, table in tables.items()
     ]
-    return Figure(NAME, TITLE, _caption(config, len(rows) * len(columns), blocks), picture=_joined(panels))
+    return Figure(NAME, TITLE, _caption(config, len(queries), blocks), picture=joined(panels))
 
 
 # ── numbers ──
@@ -97,99 +88,6 @@ def _similarity(directions: NDArray[np.float64], queries: NDArray[np.int64] | No
     """Return the cosines of some positions, or of all, with all: (queries, N)."""
     chosen = directions if queries is None else directions[queries]
     return np.clip(chosen @ directions.T, -1, 1)
-
-
-def _shown(count: int, most: int) -> list[int]:
-    """Choose at most `most` of `count` numbers evenly, the first and the last among them.
-
-    >>> _shown(3, 5), _shown(9, 3)
-    ([0, 1, 2], [0, 4, 8])
-    """
-    if count <= most:
-        return list(range(count))
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
-
-
-# ── drawing ──
-
-
-def _panel(maps: NDArray[np.float64], rows: list[int], columns: list[int], heading: str) -> Image.Image:
-    """Draw maps (R, C, rows, columns), each where its patch lies, with the numbers of rows and columns beside them."""
-    height, width = maps.shape[2:]
-    zoom = max(1, min(WIDTH // (width * len(columns)), WIDTH // (height * len(rows))))
-    shrink = min(1.0, LARGEST_MAP / max(height, width))
-    down, across = (max(1, round(side * zoom * shrink)) for side in (height, width))
-    font = ImageFont.load_default(size=TEXT)
-    left, top = round(font.getlength("000")) + 2 * TEXT, (2 * TEXT if heading else 0)
-    inner = (len(columns) * (across + GAP) - GAP, len(rows) * (down + GAP) - GAP)
-    words = "column of the patch"
-    panel = Image.new(
-        "RGB", (left + max(inner[0], round(font.getlength(words))), top + inner[1] + 3 * TEXT + TEXT // 2), PAPER
-    )
-    pen = ImageDraw.Draw(panel)
-    if heading:
-        pen.text((left, TEXT), heading, fill=INK, font=ImageFont.load_default(size=TEXT * 1.15), anchor="ls")
-    pixels = coloured(maps, -1, 1)
-    method = Image.Resampling.NEAREST if shrink == 1 else Image.Resampling.BOX
-    for r in range(len(rows)):
-        for c in range(len(columns)):
-            tile = Image.fromarray(pixels[r, c]).resize((across, down), method)
-            panel.paste(tile, (left + c * (across + GAP), top + r * (down + GAP)))
-    room = round(font.getlength("000"))
-    for c in _shown(len(columns), max(2, inner[0] // room)) if len(columns) > 1 else [0]:
-        place = (left + c * (across + GAP) + across / 2, top + inner[1] + TEXT * 1.3)
-        pen.text(place, str(columns[c] + 1), fill=PALE, font=font, anchor="ms")
-    for r in _shown(len(rows), max(2, inner[1] // (TEXT + 2))) if len(rows) > 1 else [0]:
-        place = (left - 8, top + r * (down + GAP) + down / 2)
-        pen.text(place, str(rows[r] + 1), fill=PALE, font=font, anchor="rm")
-    pen.text(
-        (left + inner[0] / 2 if inner[0] > 200 else left, top + inner[1] + 2.7 * TEXT),
-        words,
-        fill=INK,
-        font=font,
-        anchor="ms" if inner[0] > 200 else "ls",
-    )
-    _write_upwards(panel, "row of the patch" if inner[1] > 160 else "row", (0, top + inner[1] // 2))
-    return panel
-
-
-def _write_upwards(panel: Image.Image, words: str, place: tuple[int, int]) -> None:
-    """Write words that run from bottom to top, with their middle at `place`."""
-    font = ImageFont.load_default(size=TEXT)
-    width = round(font.getlength(words))
-    strip = Image.new("RGB", (width, round(TEXT * 1.4)), PAPER)
-    ImageDraw.Draw(strip).text((0, TEXT), words, fill=INK, font=font, anchor="ls")
-    turned = strip.rotate(90, expand=True)
-    panel.paste(turned, (place[0], max(0, place[1] - width // 2)))
-
-
-def _joined(panels: list[Image.Image]) -> Image.Image:
-    """Put panels side by side, two in a row, and the scale of colours to their right."""
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    width, height = panels[0].size
-    scale = 130
-    sheet = Image.new(
-        "RGB", (2 * MARGIN + columns * (width + MARGIN) + scale, 2 * MARGIN + lines * (height + MARGIN) - MARGIN), PAPER
-    )
-    for number, panel in enumerate(panels):
-        line, column = divmod(number, columns)
-        sheet.paste(panel, (MARGIN + column * (width + MARGIN), MARGIN + line * (height + MARGIN)))
-    _draw_scale(sheet, (MARGIN + columns * (width + MARGIN), MARGIN), min(240, sheet.height - 2 * MARGIN))
-    return sheet
-
-
-def _draw_scale(sheet: Image.Image, place: tuple[int, int], length: int) -> None:
-    """Draw which colour means which similarity."""
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=TEXT)
-    left, top = place
-    pen.text((left, top + TEXT), "similarity", fill=INK, font=font, anchor="ls")
-    start, bar = top + 2 * TEXT, max(24, length - 3 * TEXT)
-    ramp = coloured(np.linspace(1, -1, bar), -1, 1)[:, None].repeat(22, axis=1)
-    sheet.paste(Image.fromarray(ramp), (left, start))
-    words = ((0, "1, the same"), (0.5, "0"), (1, "-1")) if bar > 4 * TEXT else ((0, "1"), (1, "-1"))
-    for share, text in words:
-        pen.text((left + 30, start + share * (bar - 1)), text, fill=PALE, font=font, anchor="lm")
 
 
 def _caption(config: ViTConfig, drawn: int, blocks: list[int]) -> str:

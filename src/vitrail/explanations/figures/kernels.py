@@ -5,12 +5,12 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import nn
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import ConfigError, Diverged
-from vitrail.explanations.figures.colours import PAPER
+from vitrail.explanations.figures.colours import LINE, PAPER
 from vitrail.explanations.figures.figure import Absent, Figure
 from vitrail.models.resnet import StdConv
 from vitrail.models.vit import ViT
@@ -34,7 +34,9 @@ class Filters(NamedTuple):
     kernels: int
     """How many kernels there are."""
     layer: str
-    """Whose kernels these are, in words: the patch embedding's, or the first convolution's."""
+    """Whose kernels these are, in words."""
+    of_patches: bool
+    """Whether they are the patch embedding's; else they are those of the first convolution of its stem."""
 
 
 def filters(model: ViT, count: int = COUNT) -> Filters:
@@ -56,7 +58,7 @@ def filters(model: ViT, count: int = COUNT) -> Filters:
     largest = np.take_along_axis(chosen, np.abs(chosen).argmax(axis=1)[:, None], axis=1)
     components = (chosen * np.where(largest < 0, -1, 1)).reshape(-1, *kernels.shape[1:])
     shares = (spread**2 / max((spread**2).sum(), np.finfo(np.float64).tiny))[: len(components)]
-    return Filters(components, shares, len(kernels), layer)
+    return Filters(components, shares, len(kernels), layer, model.config.stem not in ("conv_stem", "resnet"))
 
 
 def filters_figure(bundle: Bundle, *, count: int = COUNT) -> Figure | Absent:
@@ -100,17 +102,22 @@ def _caption(found: Filters) -> str:
         which = "the first three are shown as red, green and blue" if channels > 3 else "the first is shown"
         drawn = f"Of {channels} channels {which}, and grey is a weight of zero"
     first = f"The first {count} principal components" if count > 1 else "The only principal component"
+    meaning = (
+        "A trained model's first components are smooth, like a basis for the fine structure within a patch; noise "
+        "means that the model has learned little about it."
+        if found.of_patches
+        else "Trained kernels find edges, spots and contrasts of colour; noise means that they have learned little."
+    )
     return (
         f"{first} of the {found.kernels:,} kernels ({height}×{width} pixels) of {found.layer}, the most important at "
         f"the top left; together they explain {found.shares.sum():.0%} of the kernels' variance. {drawn}; each has a "
-        f"contrast of its own. A trained model's first components are smooth, like a basis for the fine "
-        f"structure within a patch; noise means that the model has learned little about it."
+        f"contrast of its own. {meaning}"
     )
 
 
 def _sheet(components: NDArray[np.float64]) -> Image.Image:
     count, height, width, channels = components.shape
-    columns = min(count, max(1, round((count * SHAPE) ** 0.5)))
+    columns = _columns(count)
     rows = -(-count // columns)
     zoom = max(1, TILE // max(height, width))
     across, down = width * zoom, height * zoom
@@ -122,8 +129,22 @@ def _sheet(components: NDArray[np.float64]) -> Image.Image:
     seen = components[..., :3] if channels >= 3 else np.repeat(components[..., :1], 3, axis=-1)
     largest = np.abs(seen).max(axis=(1, 2, 3), keepdims=True)
     pixels = (127.5 + 127.5 * seen / np.where(largest > 0, largest, 1)).round().astype(np.uint8)
+    pen = ImageDraw.Draw(sheet)
     for number, tile in enumerate(pixels):
         row, column = divmod(number, columns)
-        enlarged = Image.fromarray(tile).resize((across, down), Image.Resampling.NEAREST)
-        sheet.paste(enlarged, (MARGIN + column * (across + GAP), MARGIN + row * (down + GAP)))
+        left, top = MARGIN + column * (across + GAP), MARGIN + row * (down + GAP)
+        # An edge, because a filter may be as white as the paper.
+        pen.rectangle((left - 1, top - 1, left + across, top + down), outline=LINE)
+        sheet.paste(Image.fromarray(tile).resize((across, down), Image.Resampling.NEAREST), (left, top))
     return sheet
+
+
+def _columns(count: int) -> int:
+    """Choose how many filters stand in a row: about as in the paper, with few empty places at the end.
+
+    >>> _columns(28), _columns(9), _columns(5), _columns(1)
+    (7, 3, 5, 1)
+    """
+    best = (count * SHAPE) ** 0.5
+    near = range(max(1, round(best) - 1), round(best) + 3)
+    return min((c for c in near if c <= count), key=lambda c: (-count % c, abs(c - best)))
