@@ -10,6 +10,7 @@ from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.embed import embed
 from vitrail.cli.eval import eval
+from vitrail.cli.explain import explain
 from vitrail.cli.export import export
 from vitrail.cli.figures import figures
 from vitrail.cli.inspect import inspect
@@ -44,5 +45,5 @@ def _root(
     pass
 
 
-for command in (train, eval, predict, embed, probe, figures, export, bench, check, inspect, convert, models):
+for command in (train, eval, predict, embed, probe, explain, figures, export, bench, check, inspect, convert, models):
     app.command()(command)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from vitrail.checkpoints.bundle import Bundle
+    from vitrail.data.given import Item
     from vitrail.explanations.figures import Absent, Figure
-    from vitrail.inference.listing import Item
 
 NAMES = {"filters": "filters.png", "positions": "positions.png", "distance": "distance.svg", "rollout": "rollout.png"}
 """The figures and their files."""
@@ -100,10 +100,10 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
     import numpy as np
     import torch
 
+    from vitrail.data.given import fitted
     from vitrail.data.sources.listing import shown
     from vitrail.errors import DataError, VitrailError
     from vitrail.explanations.figures.distance import PICTURES
-    from vitrail.inference.classifier import fitted
 
     readable, pixels, bad = [], [], []
     with progress("reading") as on_read:

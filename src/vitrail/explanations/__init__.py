@@ -1,1 +1,1 @@
-"""What a model looks at, and what it has learned: maps of pictures, and the paper's figures."""
+"""A bundle and a picture to maps that show what the model looks at."""

@@ -8,7 +8,6 @@ out of the mean.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import cast
 
 import numpy as np
 import torch
@@ -20,10 +19,9 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged, InputError
 from vitrail.evaluation import in_use
+from vitrail.explanations.attention import attention_walk
 from vitrail.explanations.figures.figure import Absent, Figure
-from vitrail.models.blocks import Block
 from vitrail.models.config import ViTConfig
-from vitrail.models.position import Places
 from vitrail.models.vit import ViT
 from vitrail.runtime import choose_device
 
@@ -48,13 +46,13 @@ def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.floa
     counts = np.zeros((config.depth, config.heads))
     with in_use(model):
         for batch in batches:
-            tokens, places = model.embed(batch)
-            for layer, block in enumerate(model.blocks):
-                tokens, summed, counted = _through(cast("Block", block), tokens, places, config.layout.patches, between)
+            for layer, (tokens, weights) in enumerate(attention_walk(model, batch)):
+                if not tokens.isfinite().all():
+                    raise Diverged(f"what leaves block {layer + 1} is not finite; the model's weights are damaged")
+                summed, counted = _summed(weights[:, :, config.layout.patches, config.layout.patches], between)
+                del weights  # the next layer's take its place
                 sums[layer] += summed
                 counts[layer] += counted
-            if not tokens.isfinite().all():
-                raise Diverged("the model's tokens are not finite numbers; its weights are damaged")
     if not counts.any():
         raise InputError("attention distance needs at least one picture, and there is none")
     with np.errstate(invalid="ignore"):
@@ -102,19 +100,17 @@ def distance_figure(
     return Figure(NAME, TITLE, _caption(config, distances, len(taken)), svg=svg)
 
 
-def _through(
-    block: Block, tokens: Tensor, places: Places, patches: slice, between: Tensor
-) -> tuple[Tensor, NDArray[np.float64], NDArray[np.float64]]:
-    """Run one block, and sum its distances over pictures and queries, for each head; its attention is forgotten."""
-    tokens, weights = block.traced(tokens, places)
-    among = weights[:, :, patches, patches]
+def _summed(among: Tensor, between: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Sum the distances of attention among patches (B, heads, N, N) over pictures and queries, and count the queries.
+
+    Both are (heads,).
+    """
     given = among.sum(dim=-1)  # (B, heads, N), how much of each row goes to patches
     far = (among * between).sum(dim=-1)
     there = given > 0
     each = torch.where(there, far / given.clamp_min(torch.finfo(given.dtype).tiny), 0)
     # On the CPU, because some devices have no float64.
-    summed, counted = each.cpu().double().sum(dim=(0, 2)), there.cpu().double().sum(dim=(0, 2))
-    return tokens, summed.numpy(), counted.numpy()
+    return each.cpu().double().sum(dim=(0, 2)).numpy(), there.cpu().double().sum(dim=(0, 2)).numpy()
 
 
 def _batches(pixels: Tensor, preprocess: Preprocess, config: ViTConfig, device: torch.device) -> Iterator[Tensor]:

@@ -10,7 +10,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.checking.sheet import drawable
+from vitrail.data.given import Picture
 from vitrail.errors import InputError
+from vitrail.explanations.explain import explain
 from vitrail.explanations.figures.colours import INK, PALE, PAPER
 from vitrail.explanations.figures.figure import Absent, Figure
 
@@ -21,6 +23,13 @@ SIDE, GAP, MARGIN, TEXT = 200, 6, 24, 17
 """In pixels: the longer side of a picture, between the two of a pair, around all, and the size of letters."""
 PAIRS = 3
 """Pairs in a row."""
+CAPTION = (
+    "Attention rollout: in every layer the heads' mean attention and the residual, half each, multiplied through all "
+    "layers, from what the head reads back to the patches. The right picture of each pair is the left one multiplied "
+    "by its map, whose largest value is made 1: bright is where the answer's information comes from, dark is what it "
+    "passes over."
+)
+BELOW = "Below each stands the class that is explained."
 
 
 class Explained(Protocol):
@@ -36,7 +45,7 @@ class Explained(Protocol):
 
     @property
     def target(self) -> str | int | None:
-        """The class that the model answered."""
+        """The class that is explained, where one is."""
 
 
 def examples_figure(explanations: Sequence[Explained]) -> Figure:
@@ -46,7 +55,8 @@ def examples_figure(explanations: Sequence[Explained]) -> Figure:
     width, height = _shown_size(explanations[0].picture.size)
     columns = min(PAIRS, len(explanations))
     lines = -(-len(explanations) // columns)
-    pair, line = 2 * width + GAP, height + 2 * TEXT
+    named = any(explained.target is not None for explained in explanations)
+    pair, line = 2 * width + GAP, height + (2 * TEXT if named else TEXT)
     sheet = Image.new("RGB", (columns * (pair + MARGIN) + MARGIN, 2 * MARGIN + TEXT + lines * line), PAPER)
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=TEXT)
     for number, explained in enumerate(explanations):
@@ -60,12 +70,14 @@ def examples_figure(explanations: Sequence[Explained]) -> Figure:
         sheet.paste(attended(seen, explained.map), (left + width + GAP, top))
         name = "" if explained.target is None else drawable(str(explained.target))
         pen.text((left, top + height + TEXT * 1.2), _shortened(name, font, pair), fill=PALE, font=font, anchor="ls")
-    return Figure(NAME, TITLE, _caption(explanations), picture=sheet)
+    return Figure(NAME, TITLE, f"{CAPTION} {BELOW}" if named else CAPTION, picture=sheet)
 
 
-def rollout_figure(bundle: Bundle, pictures: Iterable[object], *, device: str = "auto") -> Figure | Absent:
-    """Draw what a model attends to in pictures, by attention rollout; at most `EXAMPLES` of them."""
-    raise NotImplementedError(f"{bundle} {list(islice(pictures, EXAMPLES))} {device}")
+def rollout_figure(bundle: Bundle, pictures: Iterable[Picture], *, device: str = "auto") -> Figure | Absent:
+    """Draw what a model attends to in pictures, by attention rollout; only the first `EXAMPLES` are drawn."""
+    if bundle.model.config.patches == 1:
+        return Absent(NAME, TITLE, "the whole picture is one patch, so the model has no choice where to look.")
+    return examples_figure(explain(bundle, list(islice(pictures, EXAMPLES)), method="rollout", device=device))
 
 
 def attended(picture: Image.Image, map: NDArray[np.floating]) -> Image.Image:
@@ -95,13 +107,3 @@ def _shortened(name: str, font: "ImageFont.FreeTypeFont | ImageFont.ImageFont", 
     while len(text) > 1 and font.getlength(text) > room:
         text = text[:-2] + "…"
     return text
-
-
-def _caption(explanations: Sequence[Explained]) -> str:
-    named = any(explained.target is not None for explained in explanations)
-    return (
-        "Attention rollout: the attention of all layers, heads averaged and the residual added, multiplied through "
-        "from the answer to the patches. The right picture of each pair is the left one multiplied by its map, "
-        "whose largest value is 1: bright is where the answer's information comes from, dark is what it passes over."
-        + (" Below each stands what the model answered." if named else "")
-    )
