@@ -25,7 +25,7 @@ class Bin(NamedTuple):
 
     low: float
     high: float
-    count: int
+    answers: int
     confidence: float | None
     accuracy: float | None
 
@@ -75,7 +75,7 @@ def reliability_diagram(
 
     On the dotted line a classifier is right exactly as often as it says.
     """
-    full = [one for one in bins if one.count and one.accuracy is not None and one.confidence is not None]
+    full = [one for one in bins if one.answers and one.accuracy is not None and one.confidence is not None]
     if not full:
         return empty_drawing(title, "there are no answers", width=width, height=height, standalone=standalone)
     sure = Axis(0, 1, "how sure the answer is", unit="percent")
@@ -87,7 +87,7 @@ def reliability_diagram(
         f'<path class="guide" d="M{number(place.across(0))} {number(place.down(0))}'
         f'L{number(place.across(1))} {number(place.down(1))}"/>'
     )
-    most = max(one.count for one in full)
+    most = max(one.answers for one in full)
     body = names + place.frame() + "".join(_reliability_bar(one, place, counts, most) for one in full) + diagonal
     body += text_at(place.left + place.width, counts.top + counts.height + 15, sure.label, style="quiet", anchor="end")
     body += text_at(place.left - 6, counts.top + counts.height, "answers", style="quiet small", anchor="end")
@@ -103,7 +103,7 @@ def _reliability_bar(one: Bin, place: Panel, counts: Panel, most: int) -> str:
     if confidence > accuracy:  # what is missing to what it says
         gap = place.down(accuracy) - place.down(confidence)
         parts.append(_rect("fill2 pale", left, place.down(confidence), wide, gap))
-    high = max(1.0, counts.height * one.count / most)
+    high = max(1.0, counts.height * one.answers / most)
     parts.append(_rect("fill1 pale", left, counts.top + counts.height - high, wide, high))
     return f"<g>{titled(_said(one))}{''.join(parts)}</g>"
 
@@ -113,5 +113,5 @@ def _rect(kind: str, x: float, y: float, width: float, height: float) -> str:
 
 
 def _said(one: Bin) -> str:
-    answers = "1 answer" if one.count == 1 else f"{one.count:,} answers"
+    answers = "1 answer" if one.answers == 1 else f"{one.answers:,} answers"
     return f"{answers}, {100 * (one.confidence or 0):.1f}% sure on average, {100 * (one.accuracy or 0):.1f}% right"
