@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import convert, create, describe, embed, export, load, probe, sweep, train
+    from vitrail.api import convert, create, describe, embed, explain, export, load, probe, sweep, train
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
@@ -38,6 +38,7 @@ __all__ = [
     "create",
     "describe",
     "embed",
+    "explain",
     "export",
     "load",
     "probe",
@@ -52,6 +53,7 @@ _HOME = {
     "Classifier": "vitrail.inference.classifier",
     "convert": "vitrail.api",
     "embed": "vitrail.api",
+    "explain": "vitrail.api",
     "export": "vitrail.api",
     "load": "vitrail.api",
     "probe": "vitrail.api",

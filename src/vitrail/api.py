@@ -7,6 +7,8 @@ import torch
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError
+from vitrail.explanations.explain import explain
+from vitrail.explanations.explanation import Explanation
 from vitrail.exporting import Export, export
 from vitrail.inference.embed import Embedded, embed
 from vitrail.inference.probe import probe
@@ -23,6 +25,7 @@ __all__ = [
     "Conversion",
     "Description",
     "Embedded",
+    "Explanation",
     "Export",
     "Probed",
     "Run",
@@ -31,6 +34,7 @@ __all__ = [
     "create",
     "describe",
     "embed",
+    "explain",
     "export",
     "load",
     "probe",

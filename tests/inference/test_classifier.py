@@ -126,7 +126,7 @@ def test_bad_pictures_are_errors_or_answers(classifier: Classifier, tmp_path: Pa
         (None, "found NoneType"),
         ([3.5], "picture 0: expected a path, .* found float"),
         ("https://example.org/cat.jpg", "https://example.org/cat.jpg: a URL, .* download it first"),
-        (".", "a folder; give its files, or use vitrail predict"),
+        (".", "a folder; give its files, or name it on the command line"),
         (np.zeros((3, 20, 30), np.uint8), r"an array is taken as \(height, width, channels\), and this is \(3, 20, 30"),
         (torch.zeros(20, 30, 3), r"a tensor is taken as \(channels, height, width\), and this is \(20, 30, 3\)"),
     ],

@@ -16,8 +16,9 @@ from tests.inference.test_predict_jobs import read_rows
 from tests.inference.tiny import tiny_bundle, tiny_pictures
 
 from vitrail.__main__ import main
+from vitrail.data.given import Item
 from vitrail.inference.classifier import Classifier
-from vitrail.inference.listing import Item, list_items
+from vitrail.inference.listing import list_items
 from vitrail.inference.predict import predict_items
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +100,7 @@ def test_lists_from_stdin_have_a_row_for_each_line(run: Run) -> None:
     assert [row["path"] for row in rows] == lines.decode().splitlines()
     assert [row["error"] for row in rows] == [
         None,
-        "a folder; name it on the command line to have the pictures in it predicted",
+        "a folder; name it on the command line to have the pictures in it read",
         "it cannot be read: No such file or directory",
         None,
         "a URL, and nothing is fetched from there; download it first",

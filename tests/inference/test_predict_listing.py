@@ -16,9 +16,10 @@ from PIL import Image
 from tests.inference.tiny import tiny_pictures, tiny_pixels
 
 from vitrail.data.decode import decode
+from vitrail.data.given import A_URL, Item
 from vitrail.errors import DataError
 from vitrail.inference import listing
-from vitrail.inference.listing import Item, list_items
+from vitrail.inference.listing import list_items
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +101,7 @@ def test_manifests_keep_every_row() -> None:
     items = list(list_items(["m/list.csv"]))
     assert names(items) == [*(f"m/{row}" for row in rows[:4]), rows[4], "m/list.csv, line 7"]
     assert np.array_equal(decode(items[2].read()), tiny_pixels(0))
-    assert items[4].error == listing.A_URL
+    assert items[4].error == A_URL
     assert "where the path of a picture should be" in str(items[5].error)
     Path("m/list.jsonl").write_text("".join(json.dumps({"file": row}) + "\n" for row in rows))
     assert names(list_items(["m/list.jsonl"])) == names(items[:5])
@@ -165,7 +166,7 @@ def test_lists_from_stdin() -> None:
     assert [item.name for item in items] == [b"a.png", b"folder", b"https://x.org/1.png", b"a.png", b"caf\xe9.png"]
     with pytest.raises(DataError, match=r"^a folder; name it on the command line"):
         items[1].read()
-    assert items[2].error == listing.A_URL
+    assert items[2].error == A_URL
     null = list(list_items(["-", "a.png"], stdin=stdin(b"new\nline.png\0b.png\0"), null=True))
     assert [item.name for item in null] == [b"new\nline.png", b"b.png", b"a.png"]
     with pytest.raises(DataError, match=r"NUL bytes in the list of paths; .* add -0"):

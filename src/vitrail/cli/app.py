@@ -10,6 +10,7 @@ from vitrail.cli.check import check
 from vitrail.cli.convert import convert
 from vitrail.cli.embed import embed
 from vitrail.cli.eval import eval
+from vitrail.cli.explain import explain
 from vitrail.cli.export import export
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
@@ -43,5 +44,5 @@ def _root(
     pass
 
 
-for command in (train, eval, predict, embed, probe, export, bench, check, inspect, convert, models):
+for command in (train, eval, predict, embed, probe, explain, export, bench, check, inspect, convert, models):
     app.command()(command)

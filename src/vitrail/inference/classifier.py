@@ -1,6 +1,5 @@
 """`Classifier`: a bundle made ready to say what is in pictures."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,25 +9,19 @@ from typing import Any, Literal, get_args, overload
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.batches import default_workers
-from vitrail.data.decode import PIXEL_LIMIT, open_picture
-from vitrail.data.preprocess import Preprocess, resized_size
-from vitrail.data.sources.listing import shown
+from vitrail.data.given import Picture, fitted, is_one, item_of, name_of, no_picture
+from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
-from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
+from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, VitrailError
 from vitrail.evaluation import percent
-from vitrail.inference.listing import A_URL, Item, is_url
 from vitrail.runtime import Precision, autocast, choose_device
 
-Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
-"""A path, the content of a file, a picture of Pillow, an array (height, width[, channels]) or a tensor ([channels,]
-height, width)."""
 Errors = Literal["raise", "keep"]
 BATCH = 64
 
@@ -119,15 +112,15 @@ class Classifier:
         check_counts(top, batch)
         if errors not in get_args(Errors):
             raise ConfigError(f"errors is {errors!r}; choose 'raise' or 'keep'")
-        if _is_one(pictures):
-            return self._answer([pictures], [_name(pictures, None)], top, errors, map)[0]
+        if is_one(pictures):
+            return self._answer([pictures], [name_of(pictures, None)], top, errors, map)[0]
         if not isinstance(pictures, Iterable):
-            raise _no_picture(pictures)
+            raise no_picture(pictures)
         answers: list[Answer] = []
         given = iter(pictures)
         with ThreadPoolExecutor(default_workers()) as pool:
             while some := list(islice(given, batch)):
-                names = [_name(picture, len(answers) + number) for number, picture in enumerate(some)]
+                names = [name_of(picture, len(answers) + number) for number, picture in enumerate(some)]
                 answers += self._answer(some, names, top, errors, pool.map)
         return answers
 
@@ -167,23 +160,9 @@ class Classifier:
 
     def _ready(self, picture: object) -> Pixels | VitrailError:
         try:
-            return fitted(_item(picture, self.preprocess.channels), self.preprocess)
+            return fitted(item_of(picture, self.preprocess.channels), self.preprocess)
         except VitrailError as error:
             return error
-
-
-def fitted(item: Item, preprocess: Preprocess) -> Pixels:
-    """Read a picture and make of it what an engine takes: (height, width, channels), uint8."""
-    try:
-        picture = open_picture(item.read())
-        size = resized_size((picture.width, picture.height), preprocess.resize_to or preprocess.size, preprocess.resize)
-        if size[0] * size[1] > PIXEL_LIMIT:
-            raise DataError(f"a picture of {picture.height:,}×{picture.width:,} pixels is too narrow to be resized")
-        return preprocess.fit(picture.pixels(preprocess.channels))
-    except VitrailError:
-        raise
-    except Exception as error:  # Pillow's readers of rare formats fail on damaged files in any way
-        raise DataError(f"it cannot be decoded: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 def check_counts(top: int, batch: int) -> None:
@@ -206,53 +185,3 @@ def check_precision(wanted: str) -> Precision:
     if wanted not in (*get_args(Precision), "auto"):
         raise ConfigError(f"no precision is called {wanted!r}; choose float32, bf16, fp16 or auto")
     return "float32" if wanted == "auto" else wanted  # type: ignore[return-value]
-
-
-# ── what a person gives as a picture ──
-
-
-def _is_one(given: object) -> bool:
-    if isinstance(given, np.ndarray | Tensor):
-        return given.ndim < 4
-    return isinstance(given, str | os.PathLike | bytes | Image.Image)
-
-
-def _name(picture: object, number: int | None) -> str:
-    """Return what a message calls a picture, given alone or as one of many."""
-    if isinstance(picture, str | os.PathLike):
-        return shown(os.fspath(picture))
-    return "the picture" if number is None else f"picture {number}"
-
-
-def _item(picture: object, channels: int) -> Item:
-    match picture:
-        case str() | os.PathLike():
-            path = os.fsencode(picture)
-            if is_url(path):
-                raise InputError(A_URL)
-            if os.path.isdir(path):
-                raise InputError("a folder; give its files, or use vitrail predict")
-            return Item(path, path)
-        case bytes() | Image.Image():
-            return Item(b"", content=picture)
-        case np.ndarray():
-            _check_axes(picture.shape, channels, last=True)
-            return Item(b"", content=picture)
-        case Tensor():
-            _check_axes(tuple(picture.shape), channels, last=False)
-            array = picture.detach().cpu().numpy()
-            return Item(b"", content=array.transpose(1, 2, 0) if array.ndim == 3 else array)
-    raise _no_picture(picture)
-
-
-def _check_axes(shape: Sequence[int], channels: int, *, last: bool) -> None:
-    """Refuse a picture whose channels stand at the other end."""
-    likely = (1, 3, 4, channels)
-    if len(shape) == 3 and shape[-1 if last else 0] not in likely and shape[0 if last else -1] in likely:
-        what, axes = ("an array", "(height, width, channels)") if last else ("a tensor", "(channels, height, width)")
-        raise InputError(f"{what} is taken as {axes}, and this is {tuple(shape)}; turn its axes")
-
-
-def _no_picture(found: object) -> InputError:
-    kinds = "a path, the bytes of a file, a picture of Pillow, an array or a tensor, or several of them"
-    return InputError(f"expected {kinds}, found {type(found).__name__}")

@@ -22,10 +22,10 @@ from typing import BinaryIO, Self
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.given import Item
 from vitrail.data.sources.listing import shown
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import ConfigError, DataError
-from vitrail.inference.listing import Item
 from vitrail.inference.writing import Format, Row, Sink, open_writer, read_record, whole_records, write_parquet
 from vitrail.runtime import Precision
 

@@ -9,20 +9,17 @@ import glob
 import heapq
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BufferedReader
-from typing import NamedTuple
 
-from PIL import Image
-
+from vitrail.data.given import A_URL, Item, is_url
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.listing import shown
 from vitrail.data.sources.manifests import Row, path_of, read_csv, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
-from vitrail.data.sources.shards import RANGE, expand_pattern, is_pattern, read_at
-from vitrail.data.sources.source import SUFFIXES, Pixels, reason_of
+from vitrail.data.sources.shards import RANGE, expand_pattern, is_pattern
+from vitrail.data.sources.source import SUFFIXES, reason_of
 from vitrail.data.sources.tar import members
 from vitrail.errors import DataError
 
@@ -30,44 +27,6 @@ STDIN = "-"
 AT_ONCE = 65_536
 """How many names of a folder are held at a time."""
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
-_URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]+://|data:image/")
-A_URL = "a URL, and nothing is fetched from there; download it first"
-
-
-class Item(NamedTuple):
-    """A picture to be predicted, and where it is."""
-
-    name: bytes
-    """What its row calls it: the path of its file, of a tar and inside it, or the number of a row."""
-    file: bytes = b""
-    start: int = 0
-    """Where it begins in its file."""
-    size: int | None = None
-    """How long it is there; None: the file is the picture."""
-    content: bytes | Pixels | Image.Image | None = None
-    """The picture itself, where it lies in no file of its own."""
-    error: str | None = None
-    """What was wrong already when it was listed."""
-
-    def read(self) -> bytes | Pixels | Image.Image:
-        """Return the picture as it is stored."""
-        if self.error is not None:
-            raise DataError(self.error)
-        if self.content is not None:
-            return self.content
-        try:
-            kind = os.stat(self.file).st_mode
-            if stat.S_ISDIR(kind):
-                raise DataError("a folder; name it on the command line to have the pictures in it predicted")
-            if not stat.S_ISREG(kind):  # reading from a pipe or a device might never end
-                raise DataError("neither a file nor a folder")
-            with open(self.file, "rb", buffering=0) as file:
-                content = file.read() if self.size is None else read_at(file.fileno(), self.size, self.start)
-        except (OSError, ValueError) as fault:
-            raise DataError(f"it cannot be read: {reason_of(fault)}") from None
-        if self.size is not None and len(content) < self.size:
-            raise DataError("the tar has become shorter while it was read")
-        return content
 
 
 def list_items(places: Sequence[str], *, stdin: BufferedReader | None = None, null: bool = False) -> Iterator[Item]:
@@ -79,11 +38,6 @@ def list_items(places: Sequence[str], *, stdin: BufferedReader | None = None, nu
     for place in places:
         _check_place(place)
     return (item for place in places for item in _items(place, stdin, null))
-
-
-def is_url(place: bytes) -> bool:
-    """Tell whether somebody gave the address of something that is not on this machine."""
-    return _URL.match(place) is not None and not os.path.lexists(place)
 
 
 def is_plain_file(place: str) -> bool:

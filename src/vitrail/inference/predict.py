@@ -23,6 +23,7 @@ from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.batches import default_workers, empty_pixels, made_ahead
+from vitrail.data.given import Item, fitted
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.listing import shown
 from vitrail.data.sources.source import SUFFIXES
@@ -34,10 +35,9 @@ from vitrail.inference.classifier import (
     check_counts,
     check_head,
     check_precision,
-    fitted,
 )
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job
-from vitrail.inference.listing import Item, is_plain_file, list_items
+from vitrail.inference.listing import is_plain_file, list_items
 from vitrail.inference.writing import Format, Row, Screen, Sink, choose_format
 from vitrail.runtime import Precision, choose_device
 

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self, get_args
 
+from vitrail.data.given import Item
 from vitrail.data.sources.listing import shown
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.errors import ConfigError, suggest
 from vitrail.evaluation import percent
-from vitrail.inference.listing import Item
 
 Format = Literal["table", "jsonl", "csv", "parquet"]
 SUFFIXES: dict[str, Format] = {

@@ -31,8 +31,9 @@ class AttentionPool(nn.Module):
         """Return what `forward` returns, and how much the query looks at each token: (B, H, T)."""
         query, key, value = self._project(x)
         logits = (query * self.head_width**-0.5) @ key.transpose(-2, -1)
-        weights = logits.softmax(dim=-1, dtype=torch.float32)
-        return self._merge(weights.to(value.dtype) @ value), weights[:, :, 0]
+        # The answer is made from what is returned, so that its gradient can be had.
+        weights = logits.softmax(dim=-1, dtype=torch.float32)[:, :, 0]
+        return self._merge(weights[:, :, None].to(value.dtype) @ value), weights
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the query (B, H, 1, d), and keys and values, each (B, H, T, d)."""

@@ -142,9 +142,10 @@ class ViT(nn.Module):
                 state = self._run(block, state, places)
             if i in tokens_at.values():
                 tokens_of[i] = state
+        logits, pooling = self.classify(state)
         return Traced(
-            self._classify(state),
-            pooling=self._pooling(state),
+            logits,
+            pooling=pooling,
             attention={asked: weights_of[layer] for asked, layer in weights_at.items()},
             tokens={asked: tokens_of[layer] for asked, layer in tokens_at.items()},
         )
@@ -226,6 +227,13 @@ class ViT(nn.Module):
             tokens, places = pick(tokens, kept), locate(places, kept)
         return self.norm_pre(tokens), places
 
+    def classify(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Turn tokens (B, T, D), as they leave the last block, into logits; also say where the pool `map` looks."""
+        if self.attn_pool is None:
+            return self._classify(tokens), None
+        pooled, weights = self.attn_pool.traced(self._pooled_over(self.norm(tokens)))
+        return self.head(self.pre_logits(self.fc_norm(pooled))), weights
+
     def _join(self, patches: Tensor) -> Tensor:
         """Put the special tokens before or behind the patches."""
         special = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
@@ -277,12 +285,6 @@ class ViT(nn.Module):
         # Counted from both ends, because patch dropout changes the number of patches.
         before, after = self.config.layout.patches.start, self.config.tokens - self.config.layout.patches.stop
         return tokens[:, before : tokens.shape[1] - after]
-
-    def _pooling(self, tokens: Tensor) -> Tensor | None:
-        """Return where the pool `map` looks."""
-        if self.attn_pool is None:
-            return None
-        return self.attn_pool.traced(self._pooled_over(self.norm(tokens)))[1]
 
     def _both_heads(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of the class token and of the distillation token."""

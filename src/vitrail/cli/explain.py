@@ -1,0 +1,114 @@
+"""`vitrail explain`: what a model looks at in pictures."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitrail.cli.tables import print_table, progress
+
+if TYPE_CHECKING:
+    from vitrail.data.given import Item
+    from vitrail.explanations.explain import Explainer
+    from vitrail.explanations.explanation import Explanation
+    from vitrail.explanations.files import Outputs
+
+TILE = 160
+"""The longer side of a picture in a grid."""
+
+
+def explain(
+    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    pictures: Annotated[list[str], typer.Argument(help="Files, folders, patterns, manifests, tar shards, or digits.")],
+    method: Annotated[str, typer.Option(help="relevance, gradcam, attention, rollout or pca.")] = "relevance",
+    target: Annotated[
+        str | None, typer.Option("--class", help="The class to explain, by name or number; as a rule the likeliest.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="From 0; -1 is the last, as by default.")] = None,
+    head: Annotated[int | None, typer.Option(help="A head of attention, from 0; as a rule the mean of all.")] = None,
+    query: Annotated[
+        str | None,
+        typer.Option(help="Who looks: class, a patch as ROW,COLUMN, register:N, distillation, mean or pool."),
+    ] = None,
+    fuse: Annotated[str, typer.Option(help="How rollout joins heads: mean, max or min.")] = "mean",
+    discard: Annotated[float, typer.Option(help="The share of smallest weights that rollout leaves out.")] = 0.0,
+    grid: Annotated[str | None, typer.Option(help="All heads, or all layers, in one picture.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("explanations"),
+    arrays: Annotated[bool, typer.Option("--arrays", help="Write the maps also as .npy.")] = False,
+    opacity: Annotated[float, typer.Option(min=0, max=1, help="Of the map over the picture.")] = 0.6,
+    side: Annotated[int | None, typer.Option(min=16, max=8192, help="The longer side of a picture in pixels.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
+) -> None:
+    """Show what a model looks at: each picture beside a map laid over it, as PNG."""
+    from vitrail.data.sources.listing import shown
+    from vitrail.errors import DataError
+    from vitrail.explanations.explain import Explainer, check_grid
+    from vitrail.explanations.files import plan_outputs
+    from vitrail.explanations.wanted import Wanted
+    from vitrail.inference.listing import list_items
+
+    wanted = Wanted(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
+    if grid is not None:
+        check_grid(wanted, grid)
+    items = list(list_items(pictures))
+    if not items:
+        raise DataError(f"there are no pictures in {', '.join(map(shown, pictures))}")
+    ending = method if grid is None else f"{method}-{grid}"
+    planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
+    explainer = Explainer(bundle, wanted, target=target, device=device)
+    rows, bad = [], []
+    with progress("explaining") as on_explained:
+        for number, (item, files) in enumerate(zip(items, planned, strict=True)):
+            on_explained(number, len(items))
+            name = shown(os.fsdecode(item.name))
+            try:
+                found = _write(explainer, item, name, files, grid, opacity, side, overwrite)
+            except DataError as error:
+                bad.append(error)
+                continue
+            rows.append((name, *_said(found), str(files.picture)))
+    if not rows:
+        raise bad[0]
+    titles = ("picture", "class", "sure", "written") if explainer.wanted.targeted else ("picture", "written")
+    print_table(titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows], numbers=("sure",))
+    for unread in bad:
+        typer.echo(f"left out: {unread}", err=True)
+
+
+def _write(
+    explainer: "Explainer",
+    item: "Item",
+    name: str,
+    files: "Outputs",
+    grid: str | None,
+    opacity: float,
+    side: int | None,
+    overwrite: bool,
+) -> "Explanation":
+    """Explain one picture and write what was found."""
+    import numpy as np
+
+    from vitrail.explanations.explanation import save_array, save_picture
+    from vitrail.explanations.overlay import tiled
+
+    if grid is None:
+        found = explainer.explain(item, name)
+        sheet, array = found.side_by_side(opacity, side), found.map
+    else:
+        tiles = explainer.grid(item, grid, name)  # type: ignore[arg-type]
+        found, array = tiles[0].explanation, np.stack([tile.explanation.map for tile in tiles])
+        sheet = tiled([tile.explanation.overlay(opacity, side or TILE) for tile in tiles], [t.label for t in tiles])
+    save_picture(sheet, files.picture, overwrite=overwrite)
+    if files.array is not None:
+        save_array(array, files.array, overwrite=overwrite)
+    return found
+
+
+def _said(found: "Explanation") -> tuple[str, str]:
+    """Return the class and how sure the model is of it."""
+    from vitrail.evaluation import percent
+
+    probability = "" if found.probability is None else f"{percent(found.probability)}%"
+    return "" if found.target is None else str(found.target), probability

@@ -1,0 +1,1 @@
+"""A bundle and a picture to maps that show what the model looks at."""

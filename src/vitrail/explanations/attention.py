@@ -1,0 +1,80 @@
+"""Where tokens look: the attention weights of a layer, all layers one after another, and the pool's."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import InputError
+from vitrail.explanations.tokens import POOL, Query, check_ready, default_query, patch_grid, read_query, spread
+from vitrail.models.blocks import Block
+from vitrail.models.checks import read_layer
+from vitrail.models.vit import ViT
+
+
+@torch.no_grad()
+def attention_rows(model: ViT, pixels: Tensor, layer: int) -> Tensor:
+    """Return a layer's attention weights (B, heads, T, T); row i says where token i looks, and sums to 1."""
+    check_ready(model)
+    return model.trace(pixels, attention=(layer,)).attention[layer]
+
+
+@torch.no_grad()
+def pooling_rows(model: ViT, pixels: Tensor) -> Tensor:
+    """Return where the query of the pool `map` looks, (B, heads, T), with 0 for tokens it does not see."""
+    check_ready(model)
+    pooling = model.trace(pixels).pooling
+    if pooling is None:
+        raise InputError(f"the pool {model.config.pool!r} has no query of its own; only 'map' has")
+    return spread(pooling, model.config)
+
+
+def attention_walk(model: ViT, pixels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give, of one layer after another, the tokens that leave it and its attention weights (B, heads, T, T).
+
+    Whoever lets go of the weights before asking for the next never holds those of two layers.
+    """
+    check_ready(model)
+    with torch.no_grad():
+        tokens, places = model.embed(pixels)
+    for block in model.blocks:
+        with torch.no_grad():  # not around the yield: what the caller does meanwhile is the caller's
+            tokens, weights = cast("Block", block).traced(tokens, places)
+        yield tokens, weights
+        del weights
+
+
+def attention_maps(model: ViT, pixels: Tensor, layer: int | None = None, query: Query | None = None) -> Tensor:
+    """Return where the token asked about looks, for every head: (B, heads, rows, columns), on the grid of patches.
+
+    What it looks at beside patches is left out, so that a map sums to 1 or less. Without `layer` it is the last;
+    without `query` it is what the head reads: with the pool `map` the pool's own query, unless a layer is named.
+    """
+    config = model.config
+    asked = query if query is not None else default_query(config)
+    if query is None and asked == POOL and layer is not None:
+        asked = "mean"
+    if asked == POOL:
+        if layer is not None:
+            raise InputError("the pool's query stands behind all layers; leave the layer out, or ask another token")
+        return patch_grid(pooling_rows(model, pixels), config)
+    row = read_query(asked, config).to(pixels.device)
+    number = config.depth - 1 if layer is None else read_layer(layer, config.depth)
+    return patch_grid(row @ attention_rows(model, pixels, number), config)
+
+
+def choose_head(maps: Tensor, head: int | None) -> Tensor:
+    """Return one head's map of (B, heads, …), or the mean of all."""
+    if head is None:
+        return maps.mean(dim=1)
+    check_head_number(head, maps.shape[1])
+    return maps[:, head]
+
+
+def check_head_number(head: int, heads: int) -> None:
+    """Refuse a head that is not there."""
+    if isinstance(head, bool) or not isinstance(head, int):
+        raise InputError(f"a head is a whole number, found {head!r}; this model has heads 0 to {heads - 1}")
+    if not -heads <= head < heads:
+        raise InputError(f"head {head} does not exist: this model has heads 0 to {heads - 1} (or -1 for the last)")

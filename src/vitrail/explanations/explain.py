@@ -1,0 +1,215 @@
+"""`explain`: what a bundle looks at in pictures."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.data.given import Item, Picture, fitted, is_one, item_of, name_of, no_picture
+from vitrail.data.sources.source import Pixels
+from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
+from vitrail.evaluation import in_use
+from vitrail.explanations.attention import attention_maps
+from vitrail.explanations.explanation import Explanation
+from vitrail.explanations.relevance import answering_token
+from vitrail.explanations.rollout import Fuse
+from vitrail.explanations.tokens import Query
+from vitrail.explanations.wanted import Method, Wanted, explain_pixels
+from vitrail.runtime import choose_device
+
+Each = Literal["heads", "layers"]
+
+
+@overload
+def explain(  # type: ignore[overload-overlap]  # a text is a path, not several letters
+    bundle: Bundle | str | Path,
+    pictures: Picture,
+    *,
+    method: Method = "relevance",
+    layer: int | None = None,
+    head: int | None = None,
+    query: Query | None = None,
+    target: str | int | None = None,
+    fuse: Fuse = "mean",
+    discard: float = 0.0,
+    device: str = "auto",
+) -> Explanation: ...
+
+
+@overload
+def explain(
+    bundle: Bundle | str | Path,
+    pictures: Iterable[Picture],
+    *,
+    method: Method = "relevance",
+    layer: int | None = None,
+    head: int | None = None,
+    query: Query | None = None,
+    target: str | int | None = None,
+    fuse: Fuse = "mean",
+    discard: float = 0.0,
+    device: str = "auto",
+) -> list[Explanation]: ...
+
+
+def explain(
+    bundle: Bundle | str | Path,
+    pictures: Picture | Iterable[Picture],
+    *,
+    method: Method = "relevance",
+    layer: int | None = None,
+    head: int | None = None,
+    query: Query | None = None,
+    target: str | int | None = None,
+    fuse: Fuse = "mean",
+    discard: float = 0.0,
+    device: str = "auto",
+) -> Explanation | list[Explanation]:
+    """Show what a model looks at in a picture, or in each of several: `explain("runs/pets/best", "cat.jpg").overlay()`.
+
+    `method` is one of: attention (the weights of `layer` and `head`, or the heads' mean, for the token `query`),
+    rollout (all layers multiplied; `fuse` is mean, max or min of the heads, `discard` the share of smallest weights
+    left out), relevance (gradient-weighted attention for class `target`), gradcam (weighted tokens that enter `layer`,
+    for class `target`), pca (features after `layer` as colours). `target` is a class's name or number; without it, the
+    likeliest. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column"; without it, what the
+    head reads. Layers, heads, rows and columns count from 0. The model goes to the device.
+    """
+    wanted = Wanted(method, layer, head, query, fuse, discard)
+    explainer = Explainer(bundle, wanted, target=target, device=device)
+    if is_one(pictures):
+        return explainer.explain(item_of(pictures, explainer.channels), name_of(pictures, None))
+    if not isinstance(pictures, Iterable):
+        raise no_picture(pictures)
+    return [
+        explainer.explain(_named_item(picture, number, explainer.channels), name_of(picture, number))
+        for number, picture in enumerate(pictures)
+    ]
+
+
+class Tile(NamedTuple):
+    """One of the explanations of a grid."""
+
+    label: str
+    explanation: Explanation
+
+
+class Explainer:
+    """A bundle made ready to be explained in one way, one picture after another."""
+
+    def __init__(
+        self, bundle: Bundle | str | Path, wanted: Wanted, *, target: str | int | None = None, device: str = "auto"
+    ) -> None:
+        self.device = choose_device(device)
+        opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+        wanted.check(opened.model.config, target=target)
+        self.bundle, self.wanted, self.channels = opened, wanted, opened.preprocess.channels
+        self.target = None if target is None else read_class(target, opened)
+        self.model = opened.model.to(self.device)
+
+    def explain(self, item: Item, name: str = "the picture") -> Explanation:
+        """Explain one picture; `name` is for messages."""
+        seen, pixels = self._prepared(item, name)
+        with in_use(self.model):
+            target, probability = self._class_of(pixels)
+            map = explain_pixels(self.model, pixels, self.wanted, target)[0]
+        return self._explanation(map, seen, target, probability)
+
+    def grid(self, item: Item, each: Each, name: str = "the picture") -> list[Tile]:
+        """Explain one picture for every head of the layer, or for every layer."""
+        check_grid(self.wanted, each)
+        seen, pixels = self._prepared(item, name)
+        with in_use(self.model):
+            target, probability = self._class_of(pixels)
+            if each == "heads":
+                maps = list(attention_maps(self.model, pixels, self.wanted.layer, self.wanted.query)[0])
+            else:
+                layers = [replace(self.wanted, layer=layer) for layer in range(self.model.config.depth)]
+                maps = [explain_pixels(self.model, pixels, wanted, target)[0] for wanted in layers]
+        unit = each.removesuffix("s")
+        return [Tile(f"{unit} {i}", self._explanation(map, seen, target, probability)) for i, map in enumerate(maps)]
+
+    def _prepared(self, item: Item, name: str) -> tuple[Image.Image, Tensor]:
+        """Read a picture: what the model sees, to look at, and as it is given to the model."""
+        try:
+            crop = fitted(item, self.bundle.preprocess)
+        except VitrailError as error:
+            raise type(error)(f"{name}: {error}") from None
+        pixels = torch.from_numpy(np.array(crop)).permute(2, 0, 1)[None].to(self.device)
+        return as_picture(crop), self.bundle.preprocess.normalise(pixels)
+
+    @torch.no_grad()
+    def _class_of(self, pixels: Tensor) -> tuple[int | None, float | None]:
+        """Return the class to explain, and how likely the model takes it to be."""
+        if not self.wanted.targeted:
+            return None, None
+        config = self.model.config
+        logits = self.model(pixels)[0]
+        answer = logits[answering_token(config, self.wanted.query)] if config.pool == "none" else logits
+        target = int(answer.argmax()) if self.target is None else self.target
+        return target, float(answer.softmax(dim=0)[target])
+
+    def _explanation(
+        self, map: Tensor, seen: Image.Image, target: int | None = None, probability: float | None = None
+    ) -> Explanation:
+        if not bool(map.isfinite().all()):
+            raise Diverged("the map has numbers that are not finite; the model's weights are damaged")
+        names = self.bundle.classes
+        called = names[target] if names is not None and target is not None else target
+        return Explanation(map.float().cpu().numpy(), seen, self.wanted.method, called, probability)
+
+
+def check_grid(wanted: Wanted, each: str) -> None:
+    """Refuse a grid of what has no heads or no layers."""
+    if each not in ("heads", "layers"):
+        raise ConfigError(f"a grid shows heads or layers, not {each!r}")
+    if each == "heads" and wanted.method != "attention":
+        raise ConfigError(f"only attention has a map for every head, not {wanted.method}")
+    if each == "heads" and wanted.head is not None:
+        raise ConfigError(f"a grid of heads shows all of them; leave head {wanted.head} out")
+    if each == "layers" and wanted.method in ("rollout", "relevance"):
+        raise ConfigError(
+            f"{wanted.method} joins all layers in one map; a grid of layers is for attention, gradcam, pca"
+        )
+    if each == "layers" and wanted.layer is not None:
+        raise ConfigError(f"a grid of layers shows all of them; leave layer {wanted.layer} out")
+
+
+def read_class(target: str | int, bundle: Bundle) -> int:
+    """Return the number of a class that is given by its name or its number."""
+    names, outputs = bundle.classes, bundle.model.config.classes
+    if isinstance(target, str) and names is not None and target in names:
+        return names.index(target)
+    number = int(target) if isinstance(target, str) and target.isascii() and target.isdigit() else target
+    if isinstance(number, str):
+        near = suggest(number, names) if names is not None else "; its classes have no names, so give a number"
+        raise InputError(f"this model has no class {number!r}{near or f'; it has {_listed(names or ())}'}")
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < outputs:
+        raise InputError(f"class {target} does not exist: this model has classes 0 to {outputs - 1}")
+    return number
+
+
+def as_picture(pixels: Pixels) -> Image.Image:
+    """Make pixels (height, width, channels) a picture to look at; of unusual channels, the mean in grey."""
+    if pixels.shape[2] == 3:
+        return Image.fromarray(pixels)
+    grey = pixels.mean(axis=2).round().astype(np.uint8)
+    return Image.fromarray(grey).convert("RGB")
+
+
+def _named_item(picture: object, number: int, channels: int) -> Item:
+    """Read what was given as one of many; what is no picture is refused with its number."""
+    try:
+        return item_of(picture, channels)
+    except VitrailError as error:
+        raise type(error)(f"{name_of(picture, number)}: {error}") from None
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "")

@@ -1,0 +1,67 @@
+"""`Explanation`: a map of what a model looked at, with the picture it belongs to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.checkpoints.writing import whole_file
+from vitrail.errors import ConfigError
+from vitrail.explanations.overlay import beside, enlarged, overlay
+from vitrail.explanations.wanted import Method
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+OPACITY = 0.6
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What a model looked at in one picture."""
+
+    map: NDArray[np.float32]
+    """(rows, columns) on the grid of patches; (rows, columns, 3), colours from 0 to 1, for pca."""
+    picture: Image.Image
+    """What the model saw: the picture after resizing and cropping, in RGB."""
+    method: Method
+    target: str | int | None = None
+    """The class that is explained: its name, or its number where the bundle has no names; None for other methods."""
+    probability: float | None = None
+    """How likely the model takes it to be, from 0 to 1."""
+
+    def overlay(self, opacity: float = OPACITY, side: int | None = None) -> Image.Image:
+        """Return the picture with the map laid over it, from the least of the map (dark) to the most (light).
+
+        `side` is the length of the longer side in pixels. None: that of the picture, or 224 if it is smaller.
+        """
+        return overlay(self.picture, self.map, opacity, side)
+
+    def side_by_side(self, opacity: float = OPACITY, side: int | None = None) -> Image.Image:
+        """Return the picture and beside it the overlay."""
+        return beside([enlarged(self.picture, side), self.overlay(opacity, side)])
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write picture and overlay side by side to a .png, .jpg or .webp, or the map itself to a .npy."""
+        target = Path(path)
+        if target.suffix.lower() == ".npy":
+            return save_array(self.map, target, overwrite=overwrite)
+        if target.suffix.lower() not in PICTURES:
+            raise ConfigError(
+                f"{target} does not end as a picture or an array does; use one of {', '.join(PICTURES)} or .npy"
+            )
+        return save_picture(self.side_by_side(), target, overwrite=overwrite)
+
+
+def save_picture(picture: Image.Image, target: Path, *, overwrite: bool) -> Path:
+    """Write a picture, all or nothing."""
+    with whole_file(target, overwrite=overwrite) as temporary:
+        picture.save(temporary)
+    return target
+
+
+def save_array(array: NDArray[np.float32], target: Path, *, overwrite: bool) -> Path:
+    """Write an array as NumPy does, all or nothing."""
+    with whole_file(target, overwrite=overwrite) as temporary, temporary.open("wb") as file:
+        np.save(file, array)
+    return target

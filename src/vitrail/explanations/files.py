@@ -1,0 +1,56 @@
+"""Where explanations are written: names that every file system takes, none of them twice."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from vitrail.checkpoints.writing import check_target
+from vitrail.data.sources.source import SUFFIXES
+from vitrail.errors import ConfigError
+
+LONGEST = 120
+"""Bytes of a picture's name that are kept; file systems allow 255 in all."""
+_TROUBLE = re.compile(r"[^\w.+=@-]+")
+_RESERVED = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
+
+
+class Outputs(NamedTuple):
+    """The files of one picture."""
+
+    picture: Path
+    array: Path | None
+
+
+def plan_outputs(names: Sequence[bytes], folder: Path, ending: str, *, arrays: bool, overwrite: bool) -> list[Outputs]:
+    """Choose the files for pictures of these names; one that exists is refused unless it may be overwritten."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, and what would be written goes into a folder; choose another --out")
+    taken: set[str] = set()
+    planned = []
+    for name in names:
+        stem = base = safe_name(name)
+        number = 1
+        while stem.lower() in taken:  # some file systems take A and a for the same
+            number += 1
+            stem = f"{base}-{number}"
+        taken.add(stem.lower())
+        array = folder / f"{stem}-{ending}.npy" if arrays else None
+        planned.append(Outputs(folder / f"{stem}-{ending}.png", array))
+    for file in (file for outputs in planned for file in outputs if file is not None):
+        check_target(file, overwrite=overwrite, folder=False)
+    return planned
+
+
+def safe_name(name: bytes) -> str:
+    """Make a picture's name one that a file may have anywhere.
+
+    >>> safe_name(b"photos/my cat?.jpg")
+    'my_cat_'
+    """
+    last = re.split(r"[/\\]", os.fsdecode(name).rstrip("/\\"))[-1]
+    stem, dot, suffix = last.rpartition(".")
+    kept = _TROUBLE.sub("_", stem if dot and suffix.lower() in SUFFIXES else last).lstrip(".")
+    kept = kept.encode("utf-8", "ignore")[:LONGEST].decode("utf-8", "ignore")
+    return f"_{kept}" if _RESERVED.fullmatch(kept) else kept or "picture"

@@ -1,0 +1,92 @@
+"""Maps as pictures: colours for numbers, laid over the picture that was explained."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from vitrail.errors import ConfigError
+
+Floats = NDArray[np.floating[Any]]
+
+HEAT = ((26, 22, 66), (82, 31, 122), (152, 42, 121), (214, 71, 92), (246, 124, 62), (252, 184, 66), (253, 244, 170))
+"""From the least to the most; each is lighter than the one before, so that it also reads in grey."""
+LEAST_SIDE = 224
+"""Smaller pictures, such as digits of 8×8 pixels, are enlarged to this to be seen."""
+GAP = 8
+LABEL = 26
+PAPER, INK = "#ffffff", "#22211f"
+
+
+def heat(numbers: Floats) -> NDArray[np.uint8]:
+    """Turn numbers from 0 to 1, of any shape, into colours (…, 3)."""
+    places = np.linspace(0, 1, len(HEAT))
+    table = np.array(HEAT, np.float64)
+    colours = np.stack([np.interp(numbers, places, table[:, i]) for i in range(3)], axis=-1)
+    return colours.round().astype(np.uint8)
+
+
+def stretched(numbers: Floats) -> Floats:
+    """Scale numbers so that the least is 0 and the most is 1; where all are the same, all are 0."""
+    low, high = float(numbers.min()), float(numbers.max())
+    return (numbers - low) / (high - low) if high > low else np.zeros_like(numbers)
+
+
+def enlarged(picture: Image.Image, side: int | None) -> Image.Image:
+    """Return a picture whose longer side is `side`; None leaves it as it is, unless it is too small to be seen."""
+    longer = max(picture.size)
+    if side is not None and side < 1:
+        raise ConfigError(f"side is {side}; it is the longer side of the picture in pixels, 1 or more")
+    wanted = max(longer, LEAST_SIDE) if side is None else side
+    if wanted == longer:
+        return picture
+    size = tuple(max(1, round(length * wanted / longer)) for length in picture.size)
+    # Pixels that are few stay squares, which is what the model sees; others are smoothed.
+    kind = Image.Resampling.NEAREST if wanted >= 4 * longer else Image.Resampling.BICUBIC
+    return picture.resize((size[0], size[1]), kind)
+
+
+def overlay(picture: Image.Image, map: Floats, opacity: float, side: int | None) -> Image.Image:
+    """Lay a map (rows, columns), or colours (rows, columns, 3) from 0 to 1, over a picture."""
+    if not 0 <= opacity <= 1:
+        raise ConfigError(f"opacity is {opacity}; it goes from 0, the picture alone, to 1, the map alone")
+    ground = enlarged(picture, side)
+    layers = [map] if map.ndim == 2 else list(map.transpose(2, 0, 1))
+    smooth = [_resized(layer if map.ndim == 3 else stretched(layer), ground.size) for layer in layers]
+    colours = heat(smooth[0]) if map.ndim == 2 else (255 * np.stack(smooth, axis=-1)).round().astype(np.uint8)
+    return Image.blend(ground, Image.fromarray(colours), opacity)
+
+
+def beside(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Put pictures of one height side by side."""
+    width = sum(picture.width for picture in pictures) + GAP * (len(pictures) - 1)
+    sheet = Image.new("RGB", (width, pictures[0].height), PAPER)
+    left = 0
+    for picture in pictures:
+        sheet.paste(picture, (left, 0))
+        left += picture.width + GAP
+    return sheet
+
+
+def tiled(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
+    """Put pictures of one size on a sheet, row by row, each with its label above it."""
+    columns = min(len(pictures), max(4, round(len(pictures) ** 0.5)))
+    width, height = pictures[0].width + GAP, pictures[0].height + LABEL
+    rows = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (columns * width + GAP, rows * height + GAP), PAPER)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=16)
+    for number, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+        row, column = divmod(number, columns)
+        left, top = GAP + column * width, row * height
+        pen.text((left, top + LABEL - 4), label, fill=INK, font=font, anchor="ls")
+        sheet.paste(picture, (left, top + LABEL))
+    return sheet
+
+
+def _resized(numbers: Floats, size: tuple[int, int]) -> Floats:
+    """Bring a map to the size of a picture, every number in the middle of its patch and smooth between."""
+    image = Image.fromarray(np.ascontiguousarray(numbers, np.float32))
+    larger: Floats = np.asarray(image.resize(size, Image.Resampling.BILINEAR))
+    return larger.clip(0, 1)

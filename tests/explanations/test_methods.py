@@ -1,0 +1,160 @@
+"""Every method beside a naive one in float64, for every kind of model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.explanations.naive import CONFIGS, Naive, build, pictures
+from torch import Tensor
+
+from vitrail.errors import InputError
+from vitrail.explanations.attention import attention_maps, attention_rows, choose_head, pooling_rows
+from vitrail.explanations.gradcam import gradcam_maps
+from vitrail.explanations.pca import as_colours, pca_maps
+from vitrail.explanations.relevance import relevance, relevance_maps
+from vitrail.explanations.rollout import rollout, rollout_maps
+from vitrail.explanations.wanted import Wanted, explain_pixels
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    largest = expected.abs().max()
+    assert largest > 1e-4, "a map of zeros proves nothing"
+    assert float((found - expected).abs().max() / largest) < 2e-5
+
+
+def queries(naive: Naive) -> list[str | None]:
+    """Return something of each kind that this model has."""
+    special = [name for name in naive.names if "," not in name]
+    return [None, "mean", "1,3", *special]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_reference_is_the_same_model(name: str) -> None:
+    model = build(name)
+    naive, x = Naive(model), pictures(model.config)
+    expected = torch.stack([naive(picture).logits for picture in x])
+    with torch.no_grad():
+        assert_close(model(x).double(), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attention(name: str) -> None:
+    model = build(name)
+    naive, x = Naive(model), pictures(model.config)
+    for query in queries(naive):
+        if query is None and model.config.pool == "map":
+            continue
+        found = attention_maps(model, x, 1, query)
+        expected = torch.stack([naive.attention(picture, 1, query) for picture in x])
+        assert_close(found, expected)
+        assert_close(choose_head(found, -1), expected[:, -1])
+        assert_close(choose_head(found, None), expected.mean(1))
+    assert_close(attention_maps(model, x, -1, "0,0"), attention_maps(model, x, None, (0, 0)))
+
+
+@pytest.mark.parametrize("name", ["map", "map over all"])
+def test_attention_of_the_pool(name: str) -> None:
+    model = build(name)
+    naive, x = Naive(model), pictures(model.config)
+    found = pooling_rows(model, x)
+    torch.testing.assert_close(found.sum(-1), torch.ones(2, model.config.heads))
+    for b, picture in enumerate(x):
+        pooling = naive(picture).pooling
+        assert pooling is not None
+        assert_close(found[b][:, naive.pooled_over], pooling[:, 0].detach())
+        places = [naive.pooled_over.index(place) for place in naive.patches]
+        assert_close(attention_maps(model, x)[b], pooling[:, 0, places].unflatten(1, model.config.grid).detach())
+    # With a layer it is the mean of the tokens that the pool reads.
+    assert_close(attention_maps(model, x, 2), attention_maps(model, x, 2, "mean"))
+
+
+@pytest.mark.parametrize(("fuse", "discard"), [("mean", 0.0), ("max", 0.0), ("min", 0.0), ("mean", 0.9), ("max", 0.5)])
+@pytest.mark.parametrize("name", ["class first", "class last", "distillation", "mean over all", "map", "hybrid"])
+def test_rollout(name: str, fuse: Any, discard: float) -> None:
+    model = build(name)
+    naive, x = Naive(model), pictures(model.config)
+    whole = rollout(model, x, fuse=fuse, discard=discard)
+    torch.testing.assert_close(whole.sum(-1), torch.ones(2, model.config.tokens))
+    for query in queries(naive):
+        expected = torch.stack([naive.rollout(picture, query, fuse, discard) for picture in x])
+        assert_close(rollout_maps(model, x, query, fuse=fuse, discard=discard), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_relevance(name: str) -> None:
+    model = build(name)
+    naive, x = Naive(model), pictures(model.config)
+    for query in ("2,4", "class") if model.config.pool == "none" else (None,):
+        expected = torch.stack([naive.relevance(picture, 3, query) for picture in x])
+        assert_close(relevance_maps(model, x, 3, query), expected)
+    each = torch.tensor([1, 4])
+    expected = torch.stack([naive.relevance(picture, int(c), None) for picture, c in zip(x, each, strict=True)])
+    assert_close(relevance_maps(model, x, each), expected)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradcam(name: str) -> None:
+    model = build(name)
+    naive, x = Naive(model), pictures(model.config)
+    query = "0,1" if model.config.pool == "none" else None
+    for layer in (0, -1):
+        for target in range(5):  # for some classes nothing speaks, and the map is empty
+            expected = torch.stack([naive.gradcam(picture, target, layer, query) for picture in x])
+            if expected.max() > 1e-3:
+                assert_close(gradcam_maps(model, x, target, layer, query), expected)
+                break
+        else:
+            raise AssertionError("a map of zeros proves nothing")
+    assert torch.equal(gradcam_maps(model, x, 2, None, query), gradcam_maps(model, x, 2, 2, query))
+
+
+@pytest.mark.parametrize("name", ["class first", "class last", "registers", "map", "mean over all", "hybrid"])
+def test_pca(name: str) -> None:
+    model = build(name)
+    naive, x = Naive(model), pictures(model.config)
+    found = pca_maps(model, x)
+    assert found.shape == (2, *model.config.grid, 3)
+    for b, picture in enumerate(x):
+        features = naive(picture).normed[naive.patches].detach().numpy()
+        centred = features - features.mean(0)
+        _, vectors = np.linalg.eigh(centred.T @ centred)
+        for i in range(3):
+            direction = vectors[:, -1 - i]
+            places = centred @ direction * np.sign(direction[np.abs(direction).argmax()])
+            places = (places - places.min()) / (places.max() - places.min())
+            np.testing.assert_allclose(found[b, :, :, i].flatten(), places, atol=1e-4)
+
+
+def test_colours_of_patches_that_are_all_the_same() -> None:
+    assert torch.equal(as_colours(torch.full((6, 4), 0.3)), torch.full((6, 3), 0.5))
+    line = as_colours(torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]))  # one direction only
+    torch.testing.assert_close(line[:, 0], torch.linspace(1, 0, 5))  # its largest number, -2, is made positive
+    assert torch.equal(line[:, 1:], torch.full((5, 2), 0.5))
+
+
+def test_layers_may_differ_from_training() -> None:
+    model = build("class first").train()
+    x = pictures(model.config)
+    for method in ("attention", "rollout", "relevance", "gradcam", "pca"):
+        with pytest.raises(InputError, match=r"call model\.eval\(\) first"):
+            explain_pixels(model, x, Wanted(method), 0)
+
+
+@pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
+def test_tensors_of_another_size_are_refused(method: Any) -> None:
+    model = build("class first")
+    with pytest.raises(InputError, match="takes pictures of 12×20 pixels, found 20×12"):
+        explain_pixels(model, torch.randn(1, 3, 20, 12), Wanted(method), 0)
+
+
+def test_gradients_are_had_where_they_are_switched_off() -> None:
+    model = build("map").requires_grad_(False)
+    x = pictures(model.config)
+    expected = relevance(model, x, 1)
+    with torch.no_grad():
+        assert torch.equal(relevance(model, x, 1), expected)
+        assert not attention_rows(model, x, 0).requires_grad
+    assert not expected.requires_grad
