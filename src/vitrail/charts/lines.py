@@ -58,6 +58,7 @@ def scatter(
     series: Sequence[Series],
     *,
     title: str,
+    lines: Sequence[Series] = (),
     x_label: str = "",
     y_label: str = "",
     log: bool = False,
@@ -70,29 +71,37 @@ def scatter(
     height: float = 300,
     standalone: bool = True,
 ) -> str:
-    """Draw points."""
-    axes = _axes(series, x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
+    """Draw points, over `lines` that say what to compare them with."""
+    axes = _axes([*series, *lines], x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
     if axes is None:
         return empty_drawing(title, "there is nothing to draw", width=width, height=height, standalone=standalone)
-    names, top = legend([(one.name, one.colour, False) for one in series if one.name], width)
+    named = [(one.name, one.colour, one.dashed) for one in [*series, *lines] if one.name]
+    names, top = legend(named, width, dots=sum(bool(one.name) for one in series))
     place = panel(width, height, *axes, top=top)
-    body = names + place.frame() + "".join(_marks(one, place, radius) for one in series)
-    said = "; ".join(f"{one.name or 'points'}: {_summary(one, place)}" for one in series if len(one.x))
+    body = names + place.frame() + "".join(_curve(one, place) for one in lines)
+    body += "".join(_marks(one, place, radius) for one in series)
+    said = "; ".join(f"{one.name or 'points'}: {_summary(one, place)}" for one in [*series, *lines] if len(one.x))
     return drawing(body, title=title, description=said, width=width, height=height, standalone=standalone)
 
 
-def legend(names: Sequence[tuple[str, int, bool]], width: float) -> tuple[str, float]:
-    """Return the names of series (name, colour, dashed) in a row below the title, and where the panel begins."""
+def legend(names: Sequence[tuple[str, int, bool]], width: float, *, dots: int = 0) -> tuple[str, float]:
+    """Return the names of series (name, colour, dashed) in a row below the title, and where the panel begins.
+
+    The first `dots` of them are shown by a point and not by a line.
+    """
     if not names:
         return "", HEAD + 6
     parts, x, y = [], float(MARGIN), HEAD + 10.0
-    for name, colour, dashed in names:
+    for place, (name, colour, dashed) in enumerate(names):
         shown = name if len(name) <= 40 else f"{name[:39]}…"
         room = 30 + 6.6 * len(shown)
         if x > MARGIN and x + room > width:
             x, y = float(MARGIN), y + 17
         style = f"curve line{shade(colour)}{' dashed' if dashed else ''}"
-        parts.append(f'<path class="{style}" d="M{number(x)} {number(y - 4)}h16"/>')
+        if place < dots:
+            parts.append(f'<circle class="mark fill{shade(colour)}" cx="{number(x + 8)}" cy="{number(y - 4)}" r="4"/>')
+        else:
+            parts.append(f'<path class="{style}" d="M{number(x)} {number(y - 4)}h16"/>')
         parts.append(text_at(x + 21, y, shown, style="quiet"))
         x += room + 6
     return "".join(parts), y + 14
