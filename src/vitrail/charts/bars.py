@@ -7,6 +7,8 @@ from vitrail.charts.axis import Axis, Panel, Unit, around, panel
 from vitrail.charts.lines import legend, shade
 from vitrail.charts.svg import HEAD, MARGIN, drawing, empty_drawing, number, text_at, titled
 
+FEW = 10
+"""A bin of fewer answers is drawn paler: its place is partly chance."""
 BAR = 22
 """How high a lying bar is, with the room around it."""
 
@@ -79,7 +81,7 @@ def reliability_diagram(
     if not full:
         return empty_drawing(title, "there are no answers", width=width, height=height, standalone=standalone)
     sure = Axis(0, 1, "how sure the answer is", unit="percent")
-    names, top = legend([("right this often", 1, False), ("less often than it says", 2, False)], width)
+    names, top = legend([("right this often", 1, False), ("missing to what it says", 2, False)], width)
     below = 62
     place = panel(width, height - below, sure._replace(label=""), Axis(0, 1, "right", unit="percent"), top=top)
     counts = Panel(place.left, place.top + place.height + 30, place.width, below - 26, sure, Axis(0, 1))
@@ -99,7 +101,8 @@ def _reliability_bar(one: Bin, place: Panel, counts: Panel, most: int) -> str:
     accuracy, confidence = one.accuracy or 0.0, one.confidence or 0.0
     left = place.across(one.low) + 1
     wide = place.across(one.high) - left - 1
-    parts = [_rect("fill1", left, place.down(accuracy), wide, place.down(0) - place.down(accuracy))]
+    kind = "fill1" if one.answers >= FEW else "fill1 faded"
+    parts = [_rect(kind, left, place.down(accuracy), wide, place.down(0) - place.down(accuracy))]
     if confidence > accuracy:  # what is missing to what it says
         gap = place.down(accuracy) - place.down(confidence)
         parts.append(_rect("fill2 pale", left, place.down(confidence), wide, gap))

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.charts.bars import Bar, Bin, bar_chart, reliability_diagram
-from vitrail.charts.heat import NAMED, heat_map
+from vitrail.charts.heat import NAMED, WRITTEN, heat_map
 from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
 from vitrail.metrics.intervals import wilson_interval
@@ -16,6 +16,7 @@ EXTREMES = 8
 """How many of the hardest and easiest classes are shown."""
 PAIRS = 12
 """How many of the most frequent confusions are listed."""
+COUNTED = Column("No.", number=True, hint="the number of the class in the matrix")
 SMALL = 12
 """Up to so many classes a matrix needs no more than half the page."""
 
@@ -24,7 +25,7 @@ def classes(run: Record) -> Section:
     """Return the hardest and easiest classes, and the table of all."""
     title = "Class by class"
     if run.verdict is None:
-        return Section("classes", title, absent(run.why_no_verdict))
+        return Section("classes", "Classes", title, absent(run.why_no_verdict))
     verdict = run.verdict
     shown = verdict.weakest_first
     few = paragraph(
@@ -32,13 +33,16 @@ def classes(run: Record) -> Section:
         "that are right. Intervals are of 95%: a class with few pictures may be far from its number."
     )
     bars = _extremes(verdict) if len(shown) > 3 else ""
-    return Section("classes", title, few + bars + _table(verdict))
+    return Section("classes", "Classes", title, few + bars + _table(verdict))
 
 
 def _extremes(verdict: Verdict) -> str:
     order = verdict.weakest_first
     most = min(EXTREMES, len(order) // 2)
-    hardest, easiest = order[:most], order[::-1][:most]
+    hardest = [row for row in order[:most] if row.recall != 1]
+    easiest = order[::-1][:most]
+    if not hardest:
+        return ""
     drawn = [
         bar_chart(
             [
@@ -53,9 +57,10 @@ def _extremes(verdict: Verdict) -> str:
 
 
 def _table(verdict: Verdict) -> str:
+    counted = len(verdict.classes) > NAMED  # then the matrix names classes by their numbers
     columns = [
         Column("Class"),
-        Column("No.", number=True, hint="the number of the class, as the model counts, from 1"),
+        *([COUNTED] if counted else []),
         Column("Pictures", number=True),
         Column("Recall", number=True),
         Column("95% interval", number=True, hint="of the recall, by Wilson"),
@@ -69,7 +74,7 @@ def _table(verdict: Verdict) -> str:
         rows.append(
             [
                 Cell(escape(row.name)),
-                Cell(f"{place + 1}"),
+                *([Cell(f"{place + 1}")] if counted else []),
                 Cell(f"{row.pictures:,}", row.pictures),
                 _share_cell(row.recall),
                 Cell("–", "") if interval is None else Cell(span(interval), interval[0]),
@@ -103,7 +108,7 @@ def confusion(run: Record) -> Section:
     """Return the confusion matrix, and the most frequent confusions as a list."""
     title = "What is taken for what"
     if run.verdict is None:
-        return Section("confusion", title, absent(run.why_no_verdict))
+        return Section("confusion", "Confusions", title, absent(run.why_no_verdict))
     verdict = run.verdict
     matrix = np.array(verdict.confusion, np.int64)
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
@@ -113,15 +118,15 @@ def confusion(run: Record) -> Section:
         title="Confusion matrix", x_label="taken for", y_label="class", standalone=False,
         width=560 if count <= SMALL else 1050,
     )  # fmt: skip
-    caption = "A row for each class, a column for each answer: blue is right, orange is not. " + (
-        "The numbers count pictures."
-        if count <= 24
-        else f"Point at a cell for its numbers.{'' if count <= NAMED else ' Classes are counted as in the table above.'}"
-    )
+    caption = "A row for each class, a column for each answer; blue is right, orange is not. "
+    caption += "The numbers count pictures." if count <= WRITTEN else "Point at a mistake for its numbers."
+    caption += "" if count <= NAMED else " Classes go by their numbers in the table above."
     pairs = _pairs(verdict, matrix)
     if count <= SMALL:
-        return Section("confusion", title, f'<div class="pair">{chart(drawn, caption)}<div>{pairs}</div></div>')
-    return Section("confusion", title, chart(drawn, caption, wide=True) + pairs)
+        return Section(
+            "confusion", "Confusions", title, f'<div class="pair">{chart(drawn, caption)}<div>{pairs}</div></div>'
+        )
+    return Section("confusion", "Confusions", title, chart(drawn, caption, wide=True) + pairs)
 
 
 def _pairs(verdict: Verdict, matrix: NDArray[np.int64]) -> str:
@@ -150,7 +155,7 @@ def calibration(run: Record) -> Section:
     """Return the reliability diagram with what it comes to."""
     title = "Can its certainty be trusted?"
     if run.verdict is None:
-        return Section("calibration", title, absent(run.why_no_verdict))
+        return Section("calibration", "Certainty", title, absent(run.why_no_verdict))
     verdict = run.verdict
     bins = [Bin(row.low, row.high, row.pictures, row.confidence, row.accuracy) for row in verdict.reliability]
     drawn = reliability_diagram(bins, standalone=False)
@@ -170,4 +175,4 @@ def calibration(run: Record) -> Section:
         "bars at the foot stand for few answers, whose place is partly chance.",
     ]
     body = f'<div class="pair">{chart(drawn)}<div>{"".join(map(paragraph, said))}</div></div>'
-    return Section("calibration", title, body)
+    return Section("calibration", "Certainty", title, body)

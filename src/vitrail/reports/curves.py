@@ -14,7 +14,9 @@ Rows = Sequence[dict[str, Any]]
 def curves(run: Record) -> Section:
     """Return loss, accuracy, learning rate and gradient norm over the steps."""
     if not run.rows:
-        return Section("curves", "How training went", absent("metrics.jsonl holds no steps, so there are no curves."))
+        return Section(
+            "curves", "Training", "How training went", absent("metrics.jsonl holds no steps, so there are no curves.")
+        )
     rows = run.rows
     drawn = [
         line_chart(
@@ -37,13 +39,15 @@ def curves(run: Record) -> Section:
             title="Gradient norm", x_label="step", x_unit="whole", height=200, standalone=False,
         ),
     ]  # fmt: skip
-    return Section("curves", "How training went", f'<div class="pair">{"".join(map(chart, drawn))}</div>')
+    return Section("curves", "Training", "How training went", f'<div class="pair">{"".join(map(chart, drawn))}</div>')
 
 
 def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section:
     """Return the curves of two runs, over each other."""
     if not one.rows and not other.rows:
-        return Section("curves", "How training went", absent("Neither run has taken a step, so there are no curves."))
+        return Section(
+            "curves", "Training", "How training went", absent("Neither run has taken a step, so there are no curves.")
+        )
     both = [(name, run.rows, place + 1) for place, (name, run) in enumerate(zip(names, (one, other), strict=True))]
     drawn = [
         line_chart(
@@ -65,7 +69,7 @@ def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section
             title="Learning rate", x_label="step", x_unit="whole", y_low=0.0, standalone=False,
         ),
     ]  # fmt: skip
-    return Section("curves", "How training went", f'<div class="pair">{"".join(map(chart, drawn))}</div>')
+    return Section("curves", "Training", "How training went", f'<div class="pair">{"".join(map(chart, drawn))}</div>')
 
 
 def _line(name: str, points: Curve, colour: int) -> Series:

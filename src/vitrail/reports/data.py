@@ -13,7 +13,7 @@ DETAILS = 8
 def data(run: Record) -> Section:
     """Return the summary of the data's check."""
     if run.check is None:
-        return Section("data", "The data", absent(run.why_no_check))
+        return Section("data", "Data", "The data", absent(run.why_no_check))
     check = run.check
     where = f"<p>From <code>{escape(run.data)}</code>: {escape(check.verdict)}.</p>" if run.data else ""
     findings = "".join(
@@ -25,11 +25,11 @@ def data(run: Record) -> Section:
     )
     if check.looked_at < check.pictures:
         found += paragraph(
-            f"The check looked at {many(check.looked_at, 'picture')} of {check.pictures:,}; vitrail check looks at all.",
+            f"The check looked at {many(check.looked_at, 'picture')} of {check.pictures:,}; vitrail check sees all.",
             "quiet small",
         )
     drawn = f'<div class="pair">{_counts(check)}<div>{_sizes(check)}{_kinds(check)}</div></div>'
-    return Section("data", "The data", where + found + drawn)
+    return Section("data", "Data", "The data", where + found + drawn)
 
 
 def _details(details: list[str]) -> str:

@@ -24,6 +24,8 @@ class Section(NamedTuple):
 
     mark: str
     """What an address calls it."""
+    short: str
+    """What the list of parts calls it."""
     title: str
     body: str
     """HTML."""
@@ -54,7 +56,7 @@ def page(*, title: str, head: str, sections: Sequence[Section]) -> str:
         f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    links = "".join(f'<li><a href="#{one.mark}">{escape(one.title)}</a></li>' for one in sections)
+    links = "".join(f'<li><a href="#{one.mark}">{escape(one.short)}</a></li>' for one in sections)
     bodies = "\n".join(
         f'<section id="{one.mark}" aria-labelledby="{one.mark}-title"><h2 id="{one.mark}-title">{escape(one.title)}'
         f"</h2>\n{one.body}\n</section>"

@@ -6,10 +6,13 @@ from vitrail.errors import ConfigError
 from vitrail.reports.classes import calibration, classes, confusion
 from vitrail.reports.curves import curves
 from vitrail.reports.data import data
+from vitrail.reports.inside import inside
+from vitrail.reports.mistakes import mistakes
 from vitrail.reports.page import GENERATOR, page
 from vitrail.reports.record import Record, read_run
 from vitrail.reports.reproduce import reproduce
 from vitrail.reports.result import head, result
+from vitrail.reports.sight import look_into
 from vitrail.training.folder import write_text
 
 REPORT = "report.html"
@@ -30,12 +33,15 @@ def report(run: str | Path, other: str | Path | None = None, out: str | Path | N
 
 
 def _single(run: Record) -> str:
+    sight = look_into(run)
     sections = [
         result(run),
-        curves(run),
+        mistakes(sight),
         classes(run),
         confusion(run),
         calibration(run),
+        curves(run),
+        inside(sight),
         data(run),
         reproduce(run),
     ]

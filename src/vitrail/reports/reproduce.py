@@ -42,7 +42,7 @@ def reproduce(run: Record) -> Section:
     body += f"<h3>Versions where this report was written</h3>{_versions(run)}"
     body += f"<h3>Files of the run</h3>{_files(run.folder)}"
     body += f"<details><summary>The whole recipe</summary><pre><code>{escape(run.recipe_text)}</code></pre></details>"
-    return Section("reproduce", "Making it again", body)
+    return Section("reproduce", "Making it again", "Making it again", body)
 
 
 def _versions(run: Record) -> str:

@@ -38,7 +38,7 @@ def head(run: Record) -> str:
 def result(run: Record) -> Section:
     """Return the headline numbers with their intervals."""
     if run.verdict is None:
-        return Section("result", "Result", absent(run.why_no_verdict) + _so_far(run))
+        return Section("result", "Result", "Result", absent(run.why_no_verdict) + _so_far(run))
     cards = "".join(
         f'<div><dt>{escape(one.name)}</dt><dd><div class="value">{escape(one.value)}</div>'
         f'<div class="span">{escape(one.span)}</div><div class="says">{escape(one.says)}</div></dd></div>'
@@ -46,7 +46,7 @@ def result(run: Record) -> Section:
     )
     bad = run.verdict.bad
     left_out = paragraph(f"{many(len(bad), 'picture')} could not be read and are not counted.") if bad else ""
-    return Section("result", "Result", f'<dl class="numbers">{cards}</dl>{left_out}')
+    return Section("result", "Result", "Result", f'<dl class="numbers">{cards}</dl>{left_out}')
 
 
 def numbers(verdict: Verdict) -> list[Number]:
@@ -80,7 +80,9 @@ def numbers(verdict: Verdict) -> list[Number]:
 
 def _lead(verdict: Verdict) -> str:
     low, high = verdict.top1_interval
-    said = [f"With 95% confidence the true share lies between <strong>{share(low)}</strong> and {share(high)}."]
+    said = [
+        f"With 95% confidence the true share lies between <strong>{share(low)}</strong> and <strong>{share(high)}</strong>."
+    ]
     weakest = verdict.weakest_first
     if verdict.top1 == 1:
         said.append("No picture was mistaken.")
