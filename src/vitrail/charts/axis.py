@@ -44,7 +44,7 @@ class Axis(NamedTuple):
     def said(self, value: float) -> str:
         """Write a number as this axis does."""
         if self.unit == "percent":
-            return f"{100 * value:.6g}%"
+            return f"{round(100 * value, 1):g}%"
         return f"{value:,.0f}" if self.unit == "whole" else short(value)
 
 

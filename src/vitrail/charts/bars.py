@@ -7,6 +7,8 @@ from vitrail.charts.axis import Axis, Panel, Unit, around, panel
 from vitrail.charts.lines import legend, shade
 from vitrail.charts.svg import HEAD, MARGIN, drawing, empty_drawing, number, text_at, titled
 
+FEW = 10
+"""A bin of fewer answers is drawn paler: its place is partly chance."""
 BAR = 22
 """How high a lying bar is, with the room around it."""
 
@@ -25,7 +27,7 @@ class Bin(NamedTuple):
 
     low: float
     high: float
-    count: int
+    answers: int
     confidence: float | None
     accuracy: float | None
 
@@ -75,11 +77,11 @@ def reliability_diagram(
 
     On the dotted line a classifier is right exactly as often as it says.
     """
-    full = [one for one in bins if one.count and one.accuracy is not None and one.confidence is not None]
+    full = [one for one in bins if one.answers and one.accuracy is not None and one.confidence is not None]
     if not full:
         return empty_drawing(title, "there are no answers", width=width, height=height, standalone=standalone)
     sure = Axis(0, 1, "how sure the answer is", unit="percent")
-    names, top = legend([("right this often", 1, False), ("less often than it says", 2, False)], width)
+    names, top = legend([("right this often", 1, False), ("missing to what it says", 2, False)], width)
     below = 62
     place = panel(width, height - below, sure._replace(label=""), Axis(0, 1, "right", unit="percent"), top=top)
     counts = Panel(place.left, place.top + place.height + 30, place.width, below - 26, sure, Axis(0, 1))
@@ -87,7 +89,7 @@ def reliability_diagram(
         f'<path class="guide" d="M{number(place.across(0))} {number(place.down(0))}'
         f'L{number(place.across(1))} {number(place.down(1))}"/>'
     )
-    most = max(one.count for one in full)
+    most = max(one.answers for one in full)
     body = names + place.frame() + "".join(_reliability_bar(one, place, counts, most) for one in full) + diagonal
     body += text_at(place.left + place.width, counts.top + counts.height + 15, sure.label, style="quiet", anchor="end")
     body += text_at(place.left - 6, counts.top + counts.height, "answers", style="quiet small", anchor="end")
@@ -99,11 +101,12 @@ def _reliability_bar(one: Bin, place: Panel, counts: Panel, most: int) -> str:
     accuracy, confidence = one.accuracy or 0.0, one.confidence or 0.0
     left = place.across(one.low) + 1
     wide = place.across(one.high) - left - 1
-    parts = [_rect("fill1", left, place.down(accuracy), wide, place.down(0) - place.down(accuracy))]
+    kind = "fill1" if one.answers >= FEW else "fill1 faded"
+    parts = [_rect(kind, left, place.down(accuracy), wide, place.down(0) - place.down(accuracy))]
     if confidence > accuracy:  # what is missing to what it says
         gap = place.down(accuracy) - place.down(confidence)
         parts.append(_rect("fill2 pale", left, place.down(confidence), wide, gap))
-    high = max(1.0, counts.height * one.count / most)
+    high = max(1.0, counts.height * one.answers / most)
     parts.append(_rect("fill1 pale", left, counts.top + counts.height - high, wide, high))
     return f"<g>{titled(_said(one))}{''.join(parts)}</g>"
 
@@ -113,5 +116,5 @@ def _rect(kind: str, x: float, y: float, width: float, height: float) -> str:
 
 
 def _said(one: Bin) -> str:
-    answers = "1 answer" if one.count == 1 else f"{one.count:,} answers"
+    answers = "1 answer" if one.answers == 1 else f"{one.answers:,} answers"
     return f"{answers}, {100 * (one.confidence or 0):.1f}% sure on average, {100 * (one.accuracy or 0):.1f}% right"

@@ -8,6 +8,8 @@ WRITTEN = 24
 """Up to so many rows and columns each cell has its number written in it."""
 NAMED = 60
 """Up to so many rows and columns each has its name beside it; more are counted."""
+LEAST = 0.25
+"""No mistake is paler than this share would be."""
 MOST_NOTES = 400
 """So many cells of a large map say their numbers when they are pointed at: the strongest."""
 
@@ -61,8 +63,10 @@ Place = tuple[float, float, float]
 
 
 def _kind(row: int, column: int, share: float, square: bool) -> str:
-    level = min(LEVELS - 1, int(share * LEVELS))
-    return f"fill{1 if row == column or not square else 2} heat{level}"
+    mistaken = square and row != column
+    # A single mistake among many right answers must still be seen.
+    level = min(LEVELS - 1, int(max(share, LEAST if mistaken else 0) * LEVELS))
+    return f"fill{2 if mistaken else 1} heat{level}"
 
 
 def _written(
@@ -96,8 +100,7 @@ def _packed(
     cells = [(share, r, c) for r, line in enumerate(shares) for c, share in enumerate(line) if share > 0]
     paths: dict[str, list[str]] = {}
     for share, r, c in cells:
-        # A single mistake among many right answers must still be seen: at least the third step.
-        kind = _kind(r, c, share if r == c or not square else max(share, 0.25), square)
+        kind = _kind(r, c, share, square)
         paths.setdefault(kind, []).append(f"M{c} {r}h1v1h-1z")
     field = "".join(f'<path class="{kind}" d="{"".join(path)}"/>' for kind, path in paths.items())
     loud = sorted((cell for cell in cells if cell[1] != cell[2] or not square), reverse=True)[:MOST_NOTES]

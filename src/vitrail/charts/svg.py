@@ -36,11 +36,11 @@ STYLE = (
     ".chart text{fill:var(--chart-ink);stroke:none}.chart .quiet{fill:var(--chart-quiet)}"
     ".chart .head{font-weight:600;font-size:14px}.chart .small{font-size:10px}"
     ".chart .grid{stroke:var(--chart-line);stroke-width:1;fill:none}"
-    ".chart .guide{stroke:var(--chart-quiet);stroke-width:1;stroke-dasharray:2 3;fill:none}"
+    ".chart .guide{stroke:var(--chart-ink);stroke-width:1.2;stroke-dasharray:2 3;fill:none}"
     ".chart .curve{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}"
     ".chart .faint{stroke-width:1;opacity:.3}.chart .dashed{stroke-dasharray:5 4}"
     ".chart .mark{stroke:var(--chart-paper);stroke-width:1}"
-    ".chart .fill{stroke:none}.chart .pale{opacity:.28}"
+    ".chart .fill{stroke:none}.chart .pale{opacity:.28}.chart .faded{opacity:.55}"
     ".chart .blank{fill:var(--chart-line);opacity:.45}.chart text.over{fill:var(--chart-paper)}"
     + "".join(
         f".chart .line{n}{{stroke:var(--chart-{n})}}.chart .fill{n}{{fill:var(--chart-{n})}}"
