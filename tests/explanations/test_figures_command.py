@@ -194,8 +194,7 @@ def test_the_veil_is_clear_where_the_map_is_largest() -> None:
     assert np.asarray(attended(picture, np.zeros((2, 2), np.float32))).reshape(-1, 3).tolist() == [list(VEIL)] * 64
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 12])
-@pytest.mark.parametrize("size", [(8, 8), (40, 20), (300, 500)])
+@pytest.mark.parametrize(("count", "size"), [(1, (8, 8)), (4, (40, 20)), (5, (300, 500))])
 def test_examples_stand_beside_their_pictures(count: int, size: tuple[int, int]) -> None:
     colours = [(20 * number + 10, 255 - 20 * number, 99) for number in range(count)]
     shown = [Shown(np.ones((2, 3), np.float32), Image.new("RGB", size, colour)) for colour in colours]
