@@ -20,6 +20,7 @@ LAYER = {
     "models": 2,
     "data": 2,
     "metrics": 2,
+    "charts": 2,
     "checkpoints": 3,
     "acceleration": 3,
     "evaluation": 4,

@@ -12,6 +12,7 @@ from vitrail.cli.embed import embed
 from vitrail.cli.eval import eval
 from vitrail.cli.explain import explain
 from vitrail.cli.export import export
+from vitrail.cli.figures import figures
 from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
 from vitrail.cli.predict import predict
@@ -44,5 +45,5 @@ def _root(
     pass
 
 
-for command in (train, eval, predict, embed, probe, explain, export, bench, check, inspect, convert, models):
+for command in (train, eval, predict, embed, probe, explain, figures, export, bench, check, inspect, convert, models):
     app.command()(command)

@@ -62,8 +62,8 @@ def test_pictures_of_any_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_names_in_letters_that_the_font_has() -> None:
-    assert sheets._drawable("café crème, Straße") == "cafe creme, Stra?e"
-    assert sheets._drawable("猫") == ""
+    assert sheets.drawable("café crème, Straße") == "cafe creme, Stra?e"
+    assert sheets.drawable("猫") == ""
 
 
 def test_unreadable_pictures_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def contact_sheet(source: Source, *, title: str, seed: int = 0) -> Image.Image:
     sheet = Image.new("RGB", (width, top + lines * block_height + (LINE if more else 0) + MARGIN // 2), PAPER)
     pen = ImageDraw.Draw(sheet)
     about = f"{len(source):,} pictures in {len(source.classes):,} classes"
-    _write(pen, (MARGIN, MARGIN), _drawable(title), about, size=26, room=width - 2 * MARGIN)
+    _write(pen, (MARGIN, MARGIN), drawable(title), about, size=26, room=width - 2 * MARGIN)
     for number, row in enumerate(rows):
         column, line = divmod(number, lines)  # names run down the first column, then down the second
         place = (MARGIN + column * (block_width + MARGIN), top + line * block_height)
@@ -82,13 +82,13 @@ def _row(source: Source, label: int, seed: int) -> Row:
             pictures.append(_thumbnail(source.read(index)))
         if len(pictures) == PICTURES:
             break
-    return Row(_drawable(source.classes[label]) or f"class {label}", len(members), pictures)
+    return Row(drawable(source.classes[label]) or f"class {label}", len(members), pictures)
 
 
-def _drawable(name: str) -> str:
+def drawable(name: str) -> str:
     """Return a name in the letters that Pillow's font has, without accents; empty where it has none of them.
 
-    >>> _drawable("café crème"), _drawable("猫")
+    >>> drawable("café crème"), drawable("猫")
     ('cafe creme', '')
     """
     bare = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))

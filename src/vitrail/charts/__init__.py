@@ -1,0 +1,1 @@
+"""Charts as static SVG: numbers in, text out."""

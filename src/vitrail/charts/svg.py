@@ -1,0 +1,107 @@
+"""What all charts share: escaped text, one style for light, dark and print, and the frame of a drawing.
+
+Colours are CSS variables, so that a page can set its own; in a file of its own a chart brings them along.
+"""
+
+import math
+import re
+
+COLOURS = 6
+"""How many series have a colour of their own; more begin again."""
+LEVELS = 10
+"""Into so many steps a heat map divides its colours."""
+MARGIN, HEAD = 8, 30
+"""Around a drawing; and for its title."""
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+# Okabe and Ito's colours, which everyone can tell apart; for a dark page lighter ones of the same hues.
+_LIGHT = {
+    "ink": "#1f2328", "quiet": "#656d76", "line": "#d8dde3", "paper": "#ffffff",
+    "1": "#0072b2", "2": "#d55e00", "3": "#00805e", "4": "#b0528a", "5": "#8a6d00", "6": "#3c4fc4",
+}  # fmt: skip
+_DARK = {
+    "ink": "#e8eaed", "quiet": "#a2abb5", "line": "#3a424c", "paper": "#15181c",
+    "1": "#58b0e6", "2": "#f28e4b", "3": "#3ec49b", "4": "#e08fc0", "5": "#d9b83f", "6": "#94a3ff",
+}  # fmt: skip
+
+
+def _variables(colours: dict[str, str]) -> str:
+    return "".join(f"--chart-{name}:{colour};" for name, colour in colours.items())
+
+
+STYLE = (
+    f".chart{{{_variables(_LIGHT)}font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;"
+    "font-variant-numeric:tabular-nums}"
+    f"@media screen and (prefers-color-scheme:dark){{.chart{{{_variables(_DARK)}}}}}"
+    ".chart text{fill:var(--chart-ink);stroke:none}.chart .quiet{fill:var(--chart-quiet)}"
+    ".chart .head{font-weight:600;font-size:14px}.chart .small{font-size:10px}"
+    ".chart .grid{stroke:var(--chart-line);stroke-width:1;fill:none}"
+    ".chart .guide{stroke:var(--chart-ink);stroke-width:1.2;stroke-dasharray:2 3;fill:none}"
+    ".chart .curve{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}"
+    ".chart .faint{stroke-width:1;opacity:.3}.chart .dashed{stroke-dasharray:5 4}"
+    ".chart .mark{stroke:var(--chart-paper);stroke-width:1}"
+    ".chart .fill{stroke:none}.chart .pale{opacity:.28}.chart .faded{opacity:.55}"
+    ".chart .blank{fill:var(--chart-line);opacity:.45}.chart text.over{fill:var(--chart-paper)}"
+    + "".join(
+        f".chart .line{n}{{stroke:var(--chart-{n})}}.chart .fill{n}{{fill:var(--chart-{n})}}"
+        for n in range(1, COLOURS + 1)
+    )
+    + "".join(f".chart .heat{n}{{fill-opacity:{(n + 1) / LEVELS:.2f}}}" for n in range(LEVELS))
+)
+"""What a page that shows charts has once; a chart in a file of its own holds it itself."""
+
+
+def escape(text: str) -> str:
+    """Write text so that it is only text: no element, no attribute, nothing that XML forbids."""
+    text = _NOT_IN_XML.sub("\ufffd", text)
+    for sign, name in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#39;")):
+        text = text.replace(sign, name)
+    return text
+
+
+def number(value: float) -> str:
+    """Write a coordinate, to a tenth of a pixel."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def text_at(
+    x: float, y: float, text: str, *, style: str = "", anchor: str = "start", turned: bool = False, most: int = 200
+) -> str:
+    """Return a line of text; `turned` reads from bottom to top. What is longer than `most` letters is cut short."""
+    said = text if len(text) <= most else f"{text[: most - 1]}…"
+    turn = f' transform="rotate(-90 {number(x)} {number(y)})"' if turned else ""
+    kind = f' class="{style}"' if style else ""
+    end = "" if anchor == "start" else f' text-anchor="{anchor}"'
+    return f'<text x="{number(x)}" y="{number(y)}"{kind}{end}{turn}>{escape(said)}</text>'
+
+
+def titled(title: str) -> str:
+    """Return what shows when a mark is pointed at, and what a screen reader says."""
+    return f"<title>{escape(title)}</title>"
+
+
+def drawing(body: str, *, title: str, description: str, width: float, height: float, standalone: bool) -> str:
+    """Return a whole SVG element; `standalone` makes it a file of its own, with style and background."""
+    own = (
+        f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill:var(--chart-paper)"/>'
+        if standalone
+        else ""
+    )
+    size = f'width="{number(width)}" height="{number(height)}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" role="img" aria-label="{escape(title)}" '
+        f'viewBox="0 0 {number(width)} {number(height)}" {size}>'
+        f"{titled(title)}<desc>{escape(description)}</desc>{own}"
+        f"{text_at(MARGIN, 19, title, style='head')}{body}</svg>"
+    )
+
+
+def empty_drawing(title: str, why: str, *, width: float, height: float, standalone: bool) -> str:
+    """Return a chart without anything in it, which says why."""
+    body = text_at(width / 2, height / 2, why, style="quiet", anchor="middle")
+    return drawing(body, title=title, description=why, width=width, height=height, standalone=standalone)
+
+
+def finite(values: list[float]) -> list[float]:
+    """Return the values that can be drawn."""
+    return [value for value in values if math.isfinite(value)]

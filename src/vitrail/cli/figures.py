@@ -1,0 +1,144 @@
+"""`vitrail figures`: the figures of the ViT paper, drawn from a model."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitrail.cli.tables import progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitrail.checkpoints.bundle import Bundle
+    from vitrail.data.given import Item
+    from vitrail.explanations.figures import Absent, Figure
+
+NAMES = {"filters": "filters.png", "positions": "positions.png", "distance": "distance.svg", "rollout": "rollout.png"}
+"""The figures and their files."""
+WITH_PICTURES = ("distance", "rollout")
+CAPTIONS = "captions.md"
+LISTED = 10
+"""Unreadable pictures listed."""
+
+
+def figures(
+    bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
+    pictures: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files, folders or patterns; 128 are drawn of more. The figures of attention need some."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path("figures"),
+    only: Annotated[
+        list[str] | None, typer.Option(help="filters, positions, distance or rollout; may be given again.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figures that exist.")] = False,
+) -> None:
+    """Draw the paper's figures from a model: filters, similar positions, attention distance, attention rollout."""
+    wanted = _wanted(only, given=bool(pictures))
+    from vitrail.checkpoints.load import load
+    from vitrail.explanations.figures.figure import Absent, check_room
+    from vitrail.inference.listing import list_items
+    from vitrail.runtime import choose_device
+
+    check_room(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
+    choose_device(device)  # refuses a wrong one before anything is read
+    listed = list_items(pictures or [])
+    opened = load(bundle)
+    items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_PICTURES) else ([], None)
+    captions = ["# Figures", ""]
+    with progress("drawing") as on_drawn:
+        for number, name in enumerate(wanted):
+            on_drawn(number, len(wanted))
+            made = _figure(name, opened, items, pixels, device)
+            if isinstance(made, Absent):
+                typer.echo(f"{name}: none, because {made.reason}")
+                captions += [f"## {made.title}", "", f"There is no such figure: {made.reason}", ""]
+                continue
+            path = made.save(out, overwrite=overwrite)
+            typer.echo(f"{name}: {path}")
+            captions += [f"## {made.title}", "", f"![{made.title}]({path.name})", "", made.caption, ""]
+    _save_captions(out / CAPTIONS, "\n".join(captions), overwrite=overwrite)
+    typer.echo(f"captions: {out / CAPTIONS}")
+    left_out = [name for name in WITH_PICTURES if not pictures and only is None]
+    if left_out:
+        typer.echo(f"left out: {' and '.join(left_out)}, which need pictures; name some after the model", err=True)
+
+
+def _wanted(only: list[str] | None, *, given: bool) -> list[str]:
+    """Return which figures to draw, in their order."""
+    from vitrail.errors import ConfigError, InputError, suggest
+
+    for name in only or []:
+        if name not in NAMES:
+            raise ConfigError(f"no figure is called {name!r}{suggest(name, NAMES)}; there are {', '.join(NAMES)}")
+        if name in WITH_PICTURES and not given:
+            raise InputError(f"the figure {name!r} needs pictures; name files or folders after the model")
+    return [name for name in NAMES if name in (only or (NAMES if given else set(NAMES) - set(WITH_PICTURES)))]
+
+
+def _figure(
+    name: str, bundle: "Bundle", items: list["Item"], pixels: "torch.Tensor | None", device: str
+) -> "Figure | Absent":
+    from vitrail.explanations.figures import distance_figure, filters_figure, positions_figure, rollout_figure
+    from vitrail.explanations.figures.examples import EXAMPLES
+
+    if name == "filters":
+        return filters_figure(bundle)
+    if name == "positions":
+        return positions_figure(bundle)
+    if name == "distance" and pixels is not None:
+        return distance_figure(bundle, pixels, device=device)
+    every = -(-len(items) // EXAMPLES)
+    return rollout_figure(bundle, [item.read() for item in items[::every]], device=device)
+
+
+def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], torch.Tensor]":
+    """Read at most as many pictures as the paper takes; those that cannot be read are told and left out."""
+    import numpy as np
+    import torch
+
+    from vitrail.data.given import fitted
+    from vitrail.data.sources.listing import shown
+    from vitrail.errors import DataError, VitrailError
+    from vitrail.explanations.figures.distance import PICTURES
+
+    readable, pixels, bad = [], [], []
+    with progress("reading") as on_read:
+        for number, item in enumerate(_drawn(items, PICTURES)):
+            on_read(number, None)
+            try:
+                pixels.append(fitted(item, bundle.preprocess))
+                readable.append(item)
+            except VitrailError as error:
+                bad.append(f"{shown(item.name)}: {error}")
+    for line in bad[:LISTED]:
+        typer.echo(f"left out: {line}", err=True)
+    if len(bad) > LISTED:
+        typer.echo(f"left out: {len(bad) - LISTED:,} more", err=True)
+    if not pixels:
+        raise DataError("none of the pictures can be read" if bad else "there are no pictures in the places given")
+    return readable, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+
+
+def _drawn(items: Iterable["Item"], count: int) -> list["Item"]:
+    """Draw `count` of the items, each as likely as any other and always the same, without holding them all."""
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    kept: list[tuple[int, Item]] = []
+    for number, item in enumerate(items):
+        if len(kept) < count:
+            kept.append((number, item))
+        elif (place := int(generator.integers(number + 1))) < count:
+            kept[place] = (number, item)
+    return [item for _, item in sorted(kept, key=lambda pair: pair[0])]
+
+
+def _save_captions(path: Path, text: str, *, overwrite: bool) -> None:
+    from vitrail.checkpoints.writing import whole_file
+
+    with whole_file(path, overwrite=overwrite) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,171 @@
+"""Mean attention distance (the paper's figure 11): how far each head looks, in pixels of the picture.
+
+For one head of one layer: the attention between patches is taken and special tokens are left out, so every row is
+divided by its sum to add up to 1 again. Each query's distance is the mean of the Euclidean distances between its
+patch's centre and every patch's centre (its own included, at distance 0), weighted by its row. The head's number is
+the mean over all queries of all pictures. A query that gives patches no attention at all has no distance, and is left
+out of the mean.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.charts.lines import Series, scatter
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import Diverged, InputError
+from vitrail.evaluation import in_use
+from vitrail.explanations.attention import attention_walk
+from vitrail.explanations.figures.figure import Absent, Figure
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+from vitrail.runtime import choose_device
+
+NAME, TITLE = "distance", "How far each head looks"
+PICTURES = 128
+"""As many pictures as in the paper."""
+AT_ONCE = 2**24
+"""Most attention weights of a layer that are in memory at a time, if one picture has no more: 64 MB."""
+
+
+@torch.no_grad()
+def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.float64]:
+    """Return the mean attention distance of every layer and head, (depth, heads), in pixels.
+
+    `batches` are normalised pictures (B, C, H, W) on the model's device. One layer's attention is held at a time, so
+    that memory grows neither with depth nor with the number of batches. A head whose queries give patches no
+    attention at all gets NaN.
+    """
+    config, parameter = model.config, next(model.parameters())
+    between = patch_distances(config).to(parameter.device, torch.float32)
+    sums = np.zeros((config.depth, config.heads))
+    counts = np.zeros((config.depth, config.heads))
+    with in_use(model):
+        for batch in batches:
+            layer = 0
+            for tokens, weights in attention_walk(model, batch):
+                if not tokens.isfinite().all():
+                    raise Diverged(f"what leaves block {layer + 1} is not finite; the model's weights are damaged")
+                summed, counted = _summed(weights[:, :, config.layout.patches, config.layout.patches], between)
+                del weights  # the next layer's take its place
+                sums[layer] += summed
+                counts[layer] += counted
+                layer += 1  # noqa: SIM113 - enumerate() would hold on to the last layer's weights
+    if not counts.any():
+        raise InputError("attention distance needs at least one picture, and there is none")
+    with np.errstate(invalid="ignore"):
+        return sums / counts
+
+
+def patch_distances(config: ViTConfig) -> Tensor:
+    """Return the distance in pixels between the centres of every two patches, (N, N), float64."""
+    (rows, columns), (height, width) = config.grid, config.patch_size
+    y, x = torch.meshgrid(
+        torch.arange(rows, dtype=torch.float64) * height,
+        torch.arange(columns, dtype=torch.float64) * width,
+        indexing="ij",
+    )
+    y, x = y.flatten(), x.flatten()
+    return torch.hypot(y[:, None] - y[None, :], x[:, None] - x[None, :])
+
+
+def even_distance(config: ViTConfig) -> float:
+    """Return the distance of a head that looks at every patch alike, in pixels."""
+    return float(patch_distances(config).mean())
+
+
+def distance_figure(
+    bundle: Bundle, pixels: Tensor, *, device: str = "auto", standalone: bool = True
+) -> Figure | Absent:
+    """Draw how far each head looks in pictures: `pixels` (N, C, H, W), uint8, as `preprocess.pixels` makes them.
+
+    The paper takes 128 pictures; more than that are not looked at. A page that has the charts' style draws with
+    `standalone=False`.
+    """
+    config = bundle.model.config
+    if config.patches == 1:
+        return Absent(NAME, TITLE, "the whole picture is one patch, so there is no distance to look across.")
+    if pixels.ndim != 4 or not len(pixels):
+        raise InputError(
+            f"attention distance needs pixels of at least one picture, (pictures, channels, height, width), found "
+            f"{tuple(pixels.shape)}"
+        )
+    place = choose_device(device)
+    model = bundle.model.to(place)
+    taken = pixels[:PICTURES]
+    distances = attention_distance(model, _batches(taken, bundle.preprocess, config, place))
+    svg = _drawn(distances, even_distance(config), standalone=standalone)
+    return Figure(NAME, TITLE, _caption(config, distances, len(taken)), svg=svg)
+
+
+def _summed(among: Tensor, between: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Sum the distances of attention among patches (B, heads, N, N) over pictures and queries, and count the queries.
+
+    Both are (heads,).
+    """
+    given = among.sum(dim=-1)  # (B, heads, N), how much of each row goes to patches
+    far = (among * between).sum(dim=-1)
+    there = given > 0
+    each = torch.where(there, far / given.clamp_min(torch.finfo(given.dtype).tiny), 0)
+    # On the CPU, because some devices have no float64.
+    return each.cpu().double().sum(dim=(0, 2)).numpy(), there.cpu().double().sum(dim=(0, 2)).numpy()
+
+
+def _batches(pixels: Tensor, preprocess: Preprocess, config: ViTConfig, device: torch.device) -> Iterator[Tensor]:
+    at_once = max(1, min(32, AT_ONCE // (config.heads * config.tokens**2)))
+    for some in pixels.split(at_once):
+        yield preprocess.normalise(some.to(device))
+
+
+def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> str:
+    """Draw a point for each head over the number of its block."""
+    depth, heads = distances.shape
+    blocks = [float(number) for number in range(1, depth + 1)]
+    # A series for each head: one of very many points would be thinned out.
+    points = [Series("" if head else "a head", blocks, distances[:, head].tolist()) for head in range(heads)]
+    lines = [
+        Series("a head that looks everywhere alike", [0.5, depth + 0.5], [even, even], colour=2, dashed=True),
+        Series("mean of a block's heads", blocks, _means(distances).tolist(), colour=3) if heads > 1 else None,
+    ]
+    return scatter(
+        points,
+        title="Mean attention distance",
+        lines=[line for line in lines if line is not None],
+        x_label="block",
+        y_label="pixels",
+        x_unit="whole",
+        y_low=0.0,
+        width=640,
+        height=380,
+        standalone=standalone,
+    )
+
+
+def _means(distances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean of each block's heads, without those that have no distance."""
+    there = np.isfinite(distances)
+    sums, counts = np.where(there, distances, 0).sum(axis=1), there.sum(axis=1)
+    means: NDArray[np.float64] = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+    return means
+
+
+def _caption(config: ViTConfig, distances: NDArray[np.float64], pictures: int) -> str:
+    (rows, columns), (height, width) = config.grid, config.patch_size
+    few = f" (the paper takes {PICTURES})" if pictures < PICTURES else ""
+    special = (
+        "; attention to special tokens is left out and each row divided by its sum" if config.special_tokens else ""
+    )
+    silent = int(np.isnan(distances).sum())
+    left_out = f" {silent} of {distances.size} heads attend to no patch at all and have no point." if silent else ""
+    return (
+        f"How far each of {config.heads} heads in each of {config.depth} blocks looks, in pixels of the picture of "
+        f"{config.image_size[0]}×{config.image_size[1]}: the distance between the centres of the patch that looks and "
+        f"the patch looked at ({rows}×{columns} patches of {height}×{width} pixels), weighted by attention, averaged "
+        f"over all patches of {pictures:,} picture{'s' * (pictures != 1)}{few}{special}. A head that looks at all "
+        f"patches alike would have {even_distance(config):.1f} pixels. Low points are heads that look near by; in "
+        f"trained models the first blocks have both kinds, and the last ones look far.{left_out}"
+    )

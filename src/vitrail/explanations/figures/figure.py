@@ -1,0 +1,55 @@
+"""What a figure is: a drawing and the words below it; or the reason why a model has none."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from vitrail.checkpoints.writing import check_target, whole_file
+from vitrail.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing, as pixels or as SVG."""
+
+    name: str
+    """What its file is called, without the ending: filters, positions, distance or rollout."""
+    title: str
+    caption: str
+    """What one sees, and how it was made."""
+    picture: Image.Image | None = None
+    svg: str | None = None
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file."""
+        return f"{self.name}.svg" if self.picture is None else f"{self.name}.png"
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Write the drawing into a folder, whole or not at all, and return its path."""
+        path = Path(folder) / self.file_name
+        with whole_file(path, overwrite=overwrite) as temporary:
+            if self.picture is not None:
+                self.picture.save(temporary, "PNG", optimize=True)
+            else:
+                temporary.write_text(self.svg or "", encoding="utf-8")
+        return path
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A figure that a model does not have."""
+
+    name: str
+    title: str
+    reason: str
+    """Why there is none, in a sentence, and what there is instead."""
+
+
+def check_room(folder: Path, names: list[str], *, overwrite: bool) -> None:
+    """Refuse to write where somebody else's files would be lost, before anything is computed."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, and figures are written to a folder; choose another name")
+    for name in names:
+        check_target(folder / name, overwrite=overwrite, folder=False)

@@ -1,0 +1,150 @@
+"""The filters that read a patch (the paper's figure 7, left): their principal components, as pictures."""
+
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from torch import nn
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.errors import ConfigError, Diverged
+from vitrail.explanations.figures.colours import LINE, PAPER
+from vitrail.explanations.figures.figure import Absent, Figure
+from vitrail.models.resnet import StdConv
+from vitrail.models.vit import ViT
+
+COUNT = 28
+"""As many components as the paper shows."""
+NAME, TITLE = "filters", "What the model sees in a patch: principal components of its filters"
+TILE, GAP, MARGIN = 96, 8, 16
+"""In pixels: the side of one filter, between two of them, and around all."""
+SHAPE = 7 / 4
+"""Columns for each row of the figure, as in the paper."""
+
+
+class Filters(NamedTuple):
+    """Principal components of a layer's kernels, the most important first."""
+
+    components: NDArray[np.float64]
+    """(count, height, width, channels), each of length 1; its sign makes the largest weight positive."""
+    shares: NDArray[np.float64]
+    """(count,), the share of the kernels' variance that each explains."""
+    kernels: int
+    """How many kernels there are."""
+    layer: str
+    """Whose kernels these are, in words."""
+    of_patches: bool
+    """Whether they are the patch embedding's; else they are those of the first convolution of its stem."""
+
+
+def filters(model: ViT, count: int = COUNT) -> Filters:
+    """Return the first principal components of the kernels that read the picture.
+
+    There are fewer than `count` where the kernels span fewer dimensions, and none where all kernels are alike.
+    """
+    if count < 1:
+        raise ConfigError(f"count is {count}; it should be 1 or more")
+    weight, layer = _first_kernels(model)
+    kernels = weight.detach().double().cpu().permute(0, 2, 3, 1).contiguous().numpy()
+    if not np.isfinite(kernels).all():
+        raise Diverged("the kernels of the patch embedding are not all finite numbers; the weights are damaged")
+    flat = kernels.reshape(len(kernels), -1)
+    _, spread, directions = np.linalg.svd(flat - flat.mean(axis=0), full_matrices=False)
+    # Beyond the rank, directions are whatever rounding leaves.
+    rank = int((spread > spread[0] * 1e-10).sum()) if np.abs(flat).max() > 0 and spread[0] > 1e-12 else 0
+    chosen = directions[: min(count, rank)]
+    largest = np.take_along_axis(chosen, np.abs(chosen).argmax(axis=1)[:, None], axis=1)
+    components = (chosen * np.where(largest < 0, -1, 1)).reshape(-1, *kernels.shape[1:])
+    shares = (spread**2 / max((spread**2).sum(), np.finfo(np.float64).tiny))[: len(components)]
+    return Filters(components, shares, len(kernels), layer, model.config.stem not in ("conv_stem", "resnet"))
+
+
+def filters_figure(bundle: Bundle, *, count: int = COUNT) -> Figure | Absent:
+    """Draw the first principal components of the kernels that read the picture."""
+    found = filters(bundle.model, count)
+    if not len(found.components):
+        return Absent(NAME, TITLE, f"all kernels of {found.layer} are alike, so they have no principal components.")
+    return Figure(NAME, TITLE, _caption(found), picture=_sheet(found.components))
+
+
+def _first_kernels(model: ViT) -> tuple[torch.Tensor, str]:
+    """Return the kernels (count, channels, height, width) that see the picture itself, and their name."""
+    stem = model.patch_embed
+    match model.config.stem:
+        case "conv_stem":
+            layers = cast("nn.Sequential", stem.backbone)
+            conv = cast("nn.Conv2d", layers[0].conv)
+            return conv.weight, "the first convolution of its stem (this model has no single patch projection)"
+        case "resnet":
+            root = cast("StdConv", cast("nn.Module", cast("nn.Module", stem.backbone).stem).conv)
+            weight = root.weight.double()
+            variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
+            # The layer forgets each kernel's mean and scale, so they have no part in the figure.
+            return (weight - mean) / (variance.sqrt() + 1e-5), (
+                "its ResNet's first convolution, standardised as the layer does (a hybrid has no patch projection that "
+                "sees pixels)"
+            )
+        case "linear_norm":
+            return cast("nn.Conv2d", stem.proj).weight, "the patch embedding, which follows a LayerNorm"
+        case _:
+            return cast("nn.Conv2d", stem.proj).weight, "the patch embedding"
+
+
+def _caption(found: Filters) -> str:
+    count, height, width, channels = found.components.shape
+    if channels == 1:
+        drawn = "Grey is a weight of zero, white is positive, black negative"
+    elif channels == 3:
+        drawn = "Each is shown in the colours it reads, and grey is a weight of zero"
+    else:
+        which = "the first three are shown as red, green and blue" if channels > 3 else "the first is shown"
+        drawn = f"Of {channels} channels {which}, and grey is a weight of zero"
+    first = f"The first {count} principal components" if count > 1 else "The only principal component"
+    meaning = (
+        "A trained model's first components are smooth, like a basis for the fine structure within a patch; noise "
+        "means that the model has learned little about it."
+        if found.of_patches
+        else "Trained kernels find edges, spots and contrasts of colour; noise means that they have learned little."
+    )
+    return (
+        f"{first} of the {found.kernels:,} kernels ({height}×{width} pixels) of {found.layer}, the most important at "
+        f"the top left; together they explain {found.shares.sum():.0%} of the kernels' variance. {drawn}; each has a "
+        f"contrast of its own. {meaning}"
+    )
+
+
+def _sheet(components: NDArray[np.float64]) -> Image.Image:
+    count, height, width, channels = components.shape
+    columns = _columns(count)
+    rows = -(-count // columns)
+    zoom = max(1, TILE // max(height, width))
+    across, down = width * zoom, height * zoom
+    sheet = Image.new(
+        "RGB",
+        (2 * MARGIN + columns * (across + GAP) - GAP, 2 * MARGIN + rows * (down + GAP) - GAP),
+        PAPER,
+    )
+    seen = components[..., :3] if channels >= 3 else np.repeat(components[..., :1], 3, axis=-1)
+    largest = np.abs(seen).max(axis=(1, 2, 3), keepdims=True)
+    pixels = (127.5 + 127.5 * seen / np.where(largest > 0, largest, 1)).round().astype(np.uint8)
+    pen = ImageDraw.Draw(sheet)
+    for number, tile in enumerate(pixels):
+        row, column = divmod(number, columns)
+        left, top = MARGIN + column * (across + GAP), MARGIN + row * (down + GAP)
+        # An edge, because a filter may be as white as the paper.
+        pen.rectangle((left - 1, top - 1, left + across, top + down), outline=LINE)
+        sheet.paste(Image.fromarray(tile).resize((across, down), Image.Resampling.NEAREST), (left, top))
+    return sheet
+
+
+def _columns(count: int) -> int:
+    """Choose how many filters stand in a row: about as in the paper, with few empty places at the end.
+
+    >>> _columns(28), _columns(9), _columns(5), _columns(1)
+    (7, 3, 5, 1)
+    """
+    best = (count * SHAPE) ** 0.5
+    near = range(max(1, round(best) - 1), round(best) + 3)
+    return min((c for c in near if c <= count), key=lambda c: (-count % c, abs(c - best)))

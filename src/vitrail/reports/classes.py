@@ -1,0 +1,178 @@
+"""Where a model is right and wrong, class by class; and whether it is as sure as it may be."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.charts.bars import Bar, Bin, bar_chart, reliability_diagram
+from vitrail.charts.heat import NAMED, WRITTEN, heat_map
+from vitrail.charts.svg import escape
+from vitrail.metrics.classification import most_confused
+from vitrail.metrics.intervals import wilson_interval
+from vitrail.reports.page import Cell, Column, Section, absent, chart, paragraph, table
+from vitrail.reports.record import Record, Verdict
+from vitrail.reports.words import many, share, span
+
+EXTREMES = 8
+"""How many of the hardest and easiest classes are shown."""
+PAIRS = 12
+"""How many of the most frequent confusions are listed."""
+COUNTED = Column("No.", number=True, hint="the number of the class in the matrix")
+SMALL = 12
+"""Up to so many classes a matrix needs no more than half the page."""
+
+
+def classes(run: Record) -> Section:
+    """Return the hardest and easiest classes, and the table of all."""
+    title = "Class by class"
+    if run.verdict is None:
+        return Section("classes", "Classes", title, absent(run.why_no_verdict))
+    verdict = run.verdict
+    shown = verdict.weakest_first
+    few = paragraph(
+        "Recall is the share of a class's pictures that are recognised; precision, the share of the answers naming it "
+        "that are right. Intervals are of 95%: a class with few pictures may be far from its number."
+    )
+    bars = _extremes(verdict) if len(shown) > 3 else ""
+    return Section("classes", "Classes", title, few + bars + _table(verdict))
+
+
+def _extremes(verdict: Verdict) -> str:
+    order = verdict.weakest_first
+    most = min(EXTREMES, len(order) // 2)
+    hardest = [row for row in order[:most] if row.recall != 1]
+    easiest = order[::-1][:most]
+    if not hardest:
+        return ""
+    drawn = [
+        bar_chart(
+            [
+                Bar(row.name, row.recall or 0, f"{row.name}: {share(row.recall)} of {many(row.pictures, 'picture')}")
+                for row in rows
+            ],
+            title=title, unit="percent", colour=colour, high=1.0, standalone=False,
+        )
+        for title, rows, colour in (("Hardest, by recall", hardest, 2), ("Easiest, by recall", easiest, 3))
+    ]  # fmt: skip
+    return f'<div class="pair">{"".join(map(chart, drawn))}</div>'
+
+
+def _table(verdict: Verdict) -> str:
+    counted = len(verdict.classes) > NAMED  # then the matrix names classes by their numbers
+    columns = [
+        Column("Class"),
+        *([COUNTED] if counted else []),
+        Column("Pictures", number=True),
+        Column("Recall", number=True),
+        Column("95% interval", number=True, hint="of the recall, by Wilson"),
+        Column("Precision", number=True),
+        Column("F1", number=True),
+        Column("Most often taken for"),
+    ]
+    matrix, rows = np.array(verdict.confusion, np.int64), []
+    for place, row in enumerate(verdict.per_class):
+        interval = _recall_interval(matrix, place)
+        rows.append(
+            [
+                Cell(escape(row.name)),
+                *([Cell(f"{place + 1}")] if counted else []),
+                Cell(f"{row.pictures:,}", row.pictures),
+                _share_cell(row.recall),
+                Cell("–", "") if interval is None else Cell(span(interval), interval[0]),
+                _share_cell(row.precision),
+                _share_cell(row.f1),
+                Cell(_taken_for(verdict, matrix, place)),
+            ]
+        )
+    return table(columns, rows, caption="Every class")
+
+
+def _share_cell(value: float | None) -> Cell:
+    return Cell(share(value), "" if value is None else value)
+
+
+def _recall_interval(matrix: NDArray[np.int64], place: int) -> tuple[float, float] | None:
+    count = int(matrix[place].sum())
+    return wilson_interval(int(matrix[place, place]), count) if count else None
+
+
+def _taken_for(verdict: Verdict, matrix: NDArray[np.int64], place: int) -> str:
+    others = matrix[place].copy()
+    others[place] = 0
+    if not others.any():
+        return '<span class="quiet">–</span>'
+    other = int(others.argmax())
+    return f'{escape(verdict.classes[other])} <span class="quiet">×{others[other]:,}</span>'
+
+
+def confusion(run: Record) -> Section:
+    """Return the confusion matrix, and the most frequent confusions as a list."""
+    title = "What is taken for what"
+    if run.verdict is None:
+        return Section("confusion", "Confusions", title, absent(run.why_no_verdict))
+    verdict = run.verdict
+    matrix = np.array(verdict.confusion, np.int64)
+    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    count = len(verdict.classes)
+    drawn = heat_map(
+        shares.tolist(), rows=verdict.classes, columns=verdict.classes, counts=matrix.tolist(),
+        title="Confusion matrix", x_label="taken for", y_label="class", standalone=False,
+        width=560 if count <= SMALL else 1050,
+    )  # fmt: skip
+    caption = "A row for each class, a column for each answer; blue is right, orange is not. "
+    caption += "The numbers count pictures." if count <= WRITTEN else "Point at a mistake for its numbers."
+    caption += "" if count <= NAMED else " Classes go by their numbers in the table above."
+    pairs = _pairs(verdict, matrix)
+    if count <= SMALL:
+        return Section(
+            "confusion", "Confusions", title, f'<div class="pair">{chart(drawn, caption)}<div>{pairs}</div></div>'
+        )
+    return Section("confusion", "Confusions", title, chart(drawn, caption, wide=True) + pairs)
+
+
+def _pairs(verdict: Verdict, matrix: NDArray[np.int64]) -> str:
+    found = most_confused(matrix, PAIRS)
+    if not found:
+        return paragraph("No picture was taken for another class.")
+    rows = [
+        [
+            Cell(escape(verdict.classes[one.true])),
+            Cell(escape(verdict.classes[one.predicted])),
+            Cell(f"{one.pictures:,}", one.pictures),
+            _share_cell(one.pictures / int(matrix[one.true].sum())),
+        ]
+        for one in found
+    ]
+    columns = [
+        Column("Class"),
+        Column("Taken for"),
+        Column("Pictures", number=True),
+        Column("Of the class", number=True),
+    ]
+    return table(columns, rows, caption="The most frequent confusions")
+
+
+def calibration(run: Record) -> Section:
+    """Return the reliability diagram with what it comes to."""
+    title = "Can its certainty be trusted?"
+    if run.verdict is None:
+        return Section("calibration", "Certainty", title, absent(run.why_no_verdict))
+    verdict = run.verdict
+    bins = [Bin(row.low, row.high, row.pictures, row.confidence, row.accuracy) for row in verdict.reliability]
+    drawn = reliability_diagram(bins, standalone=False)
+    sure = sum(row.pictures * (row.confidence or 0) for row in verdict.reliability) / verdict.pictures
+    gap = sure - verdict.top1
+    if abs(gap) < 0.01:
+        tends = "On the whole it is as sure as it may be."
+    elif gap > 0:
+        tends = "On the whole it is surer than it should be: it says so more often than it is right."
+    else:
+        tends = "On the whole it is less sure than it could be: it is right more often than it says."
+    said = [
+        f"Its answers are {share(sure)} sure on average, and {share(verdict.top1)} of them are right. {tends}",
+        f"Over bins of like certainty, the two differ by {share(verdict.ece)} on average (expected calibration error, "
+        f"{len(verdict.reliability)} bins).",
+        "On the dotted line, answers would be right exactly as often as they say; bars below it are too sure. Short "
+        "bars at the foot stand for few answers, whose place is partly chance.",
+    ]
+    body = f'<div class="pair">{chart(drawn)}<div>{"".join(map(paragraph, said))}</div></div>'
+    return Section("calibration", "Certainty", title, body)

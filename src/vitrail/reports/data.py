@@ -1,0 +1,75 @@
+"""What is known of the data, from the check at the run's beginning."""
+
+from vitrail.charts.bars import Bar, bar_chart
+from vitrail.charts.svg import escape
+from vitrail.reports.page import Cell, Column, Section, absent, chart, paragraph, table
+from vitrail.reports.record import Check, Record
+from vitrail.reports.words import many
+
+DETAILS = 8
+"""How many examples of a finding are listed."""
+
+
+def data(run: Record) -> Section:
+    """Return the summary of the data's check."""
+    if run.check is None:
+        return Section("data", "Data", "The data", absent(run.why_no_check))
+    check = run.check
+    where = f"<p>From <code>{escape(run.data)}</code>: {escape(check.verdict)}.</p>" if run.data else ""
+    findings = "".join(
+        f"<li>{escape(one.text)}{f'; {escape(one.advice)}' if one.advice else ''}.{_details(one.details)}</li>"
+        for one in check.findings
+    )
+    found = (
+        f"<h3>What the check found</h3><ul>{findings}</ul>" if findings else paragraph("The check found nothing wrong.")
+    )
+    if check.looked_at < check.pictures:
+        found += paragraph(
+            f"The check looked at {many(check.looked_at, 'picture')} of {check.pictures:,}; vitrail check sees all.",
+            "quiet small",
+        )
+    drawn = f'<div class="pair">{_counts(check)}<div>{_sizes(check)}{_kinds(check)}</div></div>'
+    return Section("data", "Data", "The data", where + found + drawn)
+
+
+def _details(details: list[str]) -> str:
+    if not details:
+        return ""
+    more = f" and {len(details) - DETAILS:,} more" if len(details) > DETAILS else ""
+    return f' <span class="quiet small">({escape(", ".join(details[:DETAILS]))}{more})</span>'
+
+
+def _counts(check: Check) -> str:
+    parts = list(check.counts)
+    names = list(dict.fromkeys(name for counts in check.counts.values() for name in counts))
+    total = [Cell("<strong>all</strong>", "")]
+    total += [Cell(f"<strong>{sum(check.counts[part].values()):,}</strong>", "") for part in parts]
+    rows = [
+        [
+            Cell(escape(name)),
+            *(Cell(f"{check.counts[part].get(name, 0):,}", check.counts[part].get(name, 0)) for part in parts),
+        ]
+        for name in names
+    ]
+    return table(
+        [Column("Class"), *(Column(part, number=True) for part in parts)], [*rows, total], caption="Pictures by part"
+    )
+
+
+def _sizes(check: Check) -> str:
+    bars = [
+        Bar(
+            f"{span['low']:,} and more" if span["high"] is None else f"{span['low']:,} to {span['high']:,}",
+            span["pictures"] or 0,
+        )
+        for span in check.short_sides
+    ]
+    return chart(bar_chart(bars, title="Shorter side in pixels", unit="whole", standalone=False)) if bars else ""
+
+
+def _kinds(check: Check) -> str:
+    def said(counts: dict[str, int]) -> str:
+        return ", ".join(f"{escape(name)} {count:,}" for name, count in counts.items()) or "–"
+
+    rows = {"Formats": said(check.formats), "Colours": said(check.modes)}
+    return f'<dl class="facts">{"".join(f"<dt>{name}</dt><dd>{kinds}</dd>" for name, kinds in rows.items())}</dl>'

@@ -1,0 +1,212 @@
+"""Reading a run's folder: all that it holds, and a sentence for each thing that it does not."""
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from vitrail.errors import ConfigError
+from vitrail.training.folder import CHECK, LOCK, ORIGIN, RECIPE, SPLIT, SWEEP, VERDICT, Journal
+
+BEST = "best"
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Bin(BaseModel):
+    """Answers with a probability in (low, high]."""
+
+    low: float
+    high: float
+    pictures: int
+    confidence: float | None
+    accuracy: float | None
+
+
+class ClassScore(BaseModel):
+    """How one class fared."""
+
+    name: str
+    pictures: int
+    precision: float | None
+    recall: float | None
+    f1: float | None
+
+
+class Mistake(BaseModel):
+    """A picture that was taken for another class."""
+
+    index: int
+    name: str
+    true: str
+    predicted: str
+    confidence: float
+
+
+class Verdict(BaseModel):
+    """What the best model is worth, as verdict.json holds it."""
+
+    pictures: int
+    kind: str
+    classes: list[str]
+    top1: float
+    top1_interval: tuple[float, float]
+    top5: float | None
+    loss: float
+    loss_interval: tuple[float, float]
+    balanced_accuracy: float
+    macro_f1: float
+    macro_f1_interval: tuple[float, float]
+    per_class: list[ClassScore]
+    confusion: list[list[int]]
+    ece: float
+    reliability: list[Bin]
+    worst: list[Mistake]
+    bad: list[Any]
+
+    @property
+    def on_training(self) -> bool:
+        """Whether no picture was held out, so that the model was measured by what it was taught."""
+        return self.kind == "training pictures"
+
+    @property
+    def weakest_first(self) -> list[ClassScore]:
+        """The classes that have pictures, by recall, then by F1."""
+        return sorted((row for row in self.per_class if row.pictures), key=lambda row: (row.recall, row.f1))
+
+
+class Finding(BaseModel):
+    """What a check of the data found."""
+
+    text: str
+    advice: str = ""
+    details: list[str] = []
+
+
+class Check(BaseModel):
+    """What is known of the data, as check.json holds it."""
+
+    verdict: str
+    pictures: int
+    looked_at: int
+    counts: dict[str, dict[str, int]]
+    findings: list[Finding]
+    formats: dict[str, int]
+    modes: dict[str, int]
+    short_sides: list[dict[str, int | None]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its folder tells it."""
+
+    folder: Path
+    recipe: dict[str, Any]
+    recipe_text: str
+    rows: list[dict[str, Any]]
+    """The journal."""
+    verdict: Verdict | None
+    why_no_verdict: str
+    check: Check | None
+    why_no_check: str
+    split: dict[str, Any] | None
+    origin: dict[str, Any]
+    provenance: dict[str, Any]
+    """What its best model says of itself."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls the run."""
+        return self.folder.resolve().name
+
+    @property
+    def data(self) -> str:
+        """Where its pictures are."""
+        return str(self.origin.get("data", ""))
+
+    @property
+    def steps(self) -> tuple[int, int | None]:
+        """How many steps it has taken, and of how many."""
+        trained = self.provenance.get("trained")
+        planned = trained.get("of") if isinstance(trained, dict) else None
+        return max((row["step"] for row in self.rows), default=0), planned
+
+    @property
+    def chosen_on_these(self) -> bool:
+        """Whether the pictures it was measured by also chose its best moment, because there is no test part."""
+        counts = (self.split or {}).get("counts", {})
+        return bool(counts) and not counts.get("test")
+
+
+def read_run(folder: str | Path) -> Record:
+    """Read a run; what is missing in it is said later, but a folder that is no run is refused."""
+    place = Path(folder)
+    _check_is_run(place)
+    text = (place / RECIPE).read_text(encoding="utf-8")
+    try:
+        recipe = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{place / RECIPE} is no TOML: {error}") from None
+    verdict, why_no_verdict = _read(place / VERDICT, Verdict)
+    check, why_no_check = _read(place / CHECK, Check)
+    if verdict is None and not (place / VERDICT).exists():
+        why_no_verdict = _unmeasured(place)
+    return Record(
+        place, recipe, text, Journal.read(place), verdict, why_no_verdict, check, why_no_check,
+        _json(place / SPLIT), _json(place / ORIGIN) or {}, _provenance(place),
+    )  # fmt: skip
+
+
+def _check_is_run(place: Path) -> None:
+    if not place.exists():
+        raise ConfigError(f"there is no {place}; name the folder of a run")
+    if (place / RECIPE).is_file():
+        return
+    if (place / SWEEP).exists():
+        raise ConfigError(f"{place} holds a sweep, not a run; name one of the folders in it")
+    if (place.resolve().parent / RECIPE).is_file() and place.is_dir():
+        raise ConfigError(f"{place} is a part of a run; name the run itself, {place.resolve().parent}")
+    if (place / LOCK).exists():
+        raise ConfigError(f"{place} holds a run that has not begun, so there is nothing to report")
+    raise ConfigError(f"{place} is no run: it has no {RECIPE}; name a folder that vitrail train has made")
+
+
+def _unmeasured(place: Path) -> str:
+    if (place / "candidate.json").exists():
+        return "This run is a candidate of a sweep that another one won, so it never met the held-out pictures."
+    return "The run has not finished, so nothing has been measured on held-out pictures yet."
+
+
+def _read(path: Path, kind: type[Model]) -> tuple[Model | None, str]:
+    content = _json(path)
+    if content is None:
+        state = "cannot be read" if path.exists() else "is not there"
+        return None, f"{path.name} {state}, so this part is left out."
+    try:
+        return kind.model_validate(content), ""
+    except ValidationError:
+        return None, f"{path.name} is not as this version of vitrail writes it, so this part is left out."
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _provenance(place: Path) -> dict[str, Any]:
+    ours = (_json(place / BEST / "config.json") or {}).get("vitrail", {})
+    found = ours.get("provenance", {}) if isinstance(ours, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return every value of a recipe by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
+    return found

@@ -1,0 +1,82 @@
+"""How a run can be made again: command, recipe, versions, checksums."""
+
+import hashlib
+import importlib.metadata
+import platform
+import shlex
+from pathlib import Path
+
+from vitrail._version import __version__
+from vitrail.charts.svg import escape
+from vitrail.checkpoints.bundle import WEIGHTS
+from vitrail.reports.page import Cell, Column, Section, paragraph, table
+from vitrail.reports.record import BEST, Record
+from vitrail.training.folder import HELD_OUT, METRICS, RECIPE, SPLIT
+
+PACKAGES = ("torch", "numpy", "pillow", "simplejpeg", "safetensors")
+FILES = {
+    f"{BEST}/{WEIGHTS}": "the best model's weights",
+    RECIPE: "every setting",
+    SPLIT: "which picture is in which part",
+    METRICS: "every step, as numbers",
+    HELD_OUT: "the answer to every held-out picture",
+}
+
+
+def reproduce(run: Record) -> Section:
+    """Return all that is needed to make the run again, and to see that it came out the same."""
+    start = str(run.origin.get("start", ""))
+    command = ["vitrail", "train", run.data or "DATA", "--recipe", str(run.folder / RECIPE)]
+    if start:
+        command += ["--from", "MODEL"]
+    command += ["--run", f"{run.folder}-again"]
+    body = f"<pre><code>{escape(shlex.join(command))}</code></pre>"
+    if start:
+        source = run.provenance.get("source")
+        named = f" ({source})" if source else ""
+        body += paragraph(f"MODEL is what the run began with{named}: the weights whose checksum is {start}.")
+    body += paragraph(
+        "With the same versions, machine and number of threads the weights come out bit for bit the same; elsewhere, "
+        "as good within the intervals above."
+    )
+    body += f"<h3>Versions where this report was written</h3>{_versions(run)}"
+    body += f"<h3>Files of the run</h3>{_files(run.folder)}"
+    body += f"<details><summary>The whole recipe</summary><pre><code>{escape(run.recipe_text)}</code></pre></details>"
+    return Section("reproduce", "Making it again", "Making it again", body)
+
+
+def _versions(run: Record) -> str:
+    facts = {"vitrail": __version__, "Python": platform.python_version()}
+    facts |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    facts["machine"] = f"{platform.system()} {platform.machine()}"
+    written = run.provenance.get("written_by")
+    if written and written != f"vitrail {__version__}":
+        facts["the model was written by"] = str(written)
+    said = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    return f'<dl class="facts">{said}</dl>'
+
+
+def _files(folder: Path) -> str:
+    rows = []
+    for name, what in FILES.items():
+        path = folder / name
+        if path.is_file():
+            size, mark = _size(path.stat().st_size), f"<code>{_checksum(path)}</code>"
+        else:
+            why = "not there; pip install 'vitrail[train]' adds it" if name == HELD_OUT else "not there"
+            size, mark = "–", f'<span class="quiet">{escape(why)}</span>'
+        rows.append([Cell(f"<code>{escape(name)}</code>"), Cell(escape(what)), Cell(size), Cell(mark)])
+    columns = [Column("File"), Column("What it holds"), Column("Size", number=True), Column("SHA-256")]
+    return table(columns, rows, caption="Files of the run", sortable=False)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size(count: int) -> str:
+    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= least:
+            return f"{count / least:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,85 @@
+"""Model and pictures of a run, opened to be looked at: what cannot be had is a sentence."""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.source import Source
+from vitrail.errors import DataError, VitrailError
+from vitrail.reports.record import BEST, Record
+
+if TYPE_CHECKING:
+    from vitrail.data.given import Item
+
+SIDE = 208
+"""The longer side of a picture on the page; sharp also on a screen with two pixels for one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """The best model of a run and the pictures it is judged by."""
+
+    run: Record
+    bundle: Bundle | None
+    why_no_bundle: str
+    source: Source | None
+    why_no_pictures: str
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each class by its name."""
+        return {} if self.source is None else {name: number for number, name in enumerate(self.source.classes)}
+
+    def item(self, index: int, name: str, true: str) -> "Item":
+        """Return one of the pictures; if another one now stands in its place, say so."""
+        from vitrail.data.given import Item
+
+        if self.source is None:
+            raise DataError(self.why_no_pictures)
+        # A run may have been started with another path to the same data, so that only the ends of names are alike.
+        same = index < len(self.source) and os.path.basename(self.source.name(index)) == os.path.basename(name)
+        if not same or self.source.labels[index] != self.numbers.get(true):
+            raise DataError("the data has changed since the run, and another picture is in its place")
+        return Item(b"", content=self.source.read(index))
+
+    def some(self, count: int) -> list["Item"]:
+        """Return so many of the pictures, evenly from first to last; what cannot be read is left out."""
+        from vitrail.data.given import Item
+
+        if self.source is None or not len(self.source):
+            return []
+        every = max(1, len(self.source) // count)
+        found = []
+        for index in range(0, len(self.source), every)[:count]:
+            try:
+                found.append(Item(os.fsencode(self.source.name(index)), content=self.source.read(index)))
+            except (VitrailError, OSError):
+                continue
+        return found
+
+
+def look_into(run: Record) -> Sight:
+    """Open the best model and the held-out pictures of a run, if they are there."""
+    bundle, why_no_bundle = None, ""
+    try:
+        bundle = load(run.folder / BEST)
+    except (VitrailError, OSError) as error:
+        why_no_bundle = f"The best model cannot be opened: {error}."
+    source, why_no_pictures = None, ""
+    try:
+        source = _held_out(run)
+    except (VitrailError, OSError, KeyError, TypeError) as error:
+        why_no_pictures = f"The pictures cannot be shown, because the data of the run cannot be opened: {error}."
+    return Sight(run, bundle, why_no_bundle, source, why_no_pictures)
+
+
+def _held_out(run: Record) -> Source:
+    if not run.data or run.split is None:
+        raise DataError("the run does not say where it is")
+    parts = open_data(run.data, record=run.split)
+    source: Source = parts.test or parts.val or parts.train
+    return source

@@ -1,0 +1,142 @@
+"""Charts: what they say is in them, they are valid XML whatever they are given, and text stays text."""
+
+import math
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from vitrail.charts.axis import Axis, around, short
+from vitrail.charts.bars import Bar, Bin, bar_chart, reliability_diagram
+from vitrail.charts.heat import heat_map
+from vitrail.charts.lines import Series, line_chart, scatter
+from vitrail.charts.svg import escape
+
+SVG = "{http://www.w3.org/2000/svg}"
+EVIL = "<script>alert('1')</script>\"&\x00\x1b"
+
+
+def texts(svg: str, kind: str = "text") -> list[str]:
+    return ["".join(element.itertext()) for element in ET.fromstring(svg).iter(f"{SVG}{kind}")]
+
+
+def charts(name: str) -> list[str]:
+    return [
+        line_chart([Series(name, [1, 2, 3], [0.1, 0.2, 0.4], marks=True)], title=name, x_label=name, y_label=name),
+        scatter([Series(name, [1, 2, 3], [0.1, 0.2, 0.4])], title=name),
+        bar_chart([Bar(name, 3.0), Bar("other", 5.0, name)], title=name),
+        reliability_diagram([Bin(0.5, 1.0, 4, 0.8, 0.75)], title=name),
+        heat_map([[0.5, 0.5], [0, 1]], rows=[name, "b"], columns=[name, "b"], title=name, x_label=name, y_label=name),
+        heat_map(np.eye(70).tolist(), rows=[name] * 70, columns=[name] * 70, title=name),
+    ]
+
+
+def test_text_stays_text() -> None:
+    for svg in charts(EVIL):
+        root = ET.fromstring(svg)  # valid XML in spite of signs that XML forbids
+        assert not list(root.iter(f"{SVG}script"))
+        assert any("<script>alert('1')</script>" in text for text in [*texts(svg), *texts(svg, "title")])
+
+
+def test_a_chart_by_itself_brings_its_style_and_one_in_a_page_does_not() -> None:
+    series = [Series("a", [0, 1], [0, 1])]
+    alone, inside = line_chart(series, title="t"), line_chart(series, title="t", standalone=False)
+    assert "prefers-color-scheme:dark" in "".join(texts(alone, "style"))
+    assert not texts(inside, "style")
+
+
+def test_every_chart_is_named_for_who_cannot_see_it() -> None:
+    for svg in charts("name"):
+        root = ET.fromstring(svg)
+        assert root.get("role") == "img"
+        assert root.get("aria-label") == "name"
+        assert root[0].tag == f"{SVG}title"
+        assert (root[1].text or "").strip()
+
+
+def test_points_lie_where_their_numbers_are() -> None:
+    """Marks of a line from (0, 0) to (4, 1) lie on a straight line, the middle one in the middle."""
+    svg = line_chart([Series("a", [0, 2, 4], [0, 0.5, 1], marks=True)], title="t", y_low=0, y_high=1)
+    marks = [(float(c.get("cx", "")), float(c.get("cy", ""))) for c in ET.fromstring(svg).iter(f"{SVG}circle")]
+    (x0, y0), (x1, y1), (x2, y2) = marks
+    assert x0 < x1 < x2
+    assert y0 > y1 > y2
+    assert 2 * x1 == pytest.approx(x0 + x2, abs=0.2)
+    assert 2 * y1 == pytest.approx(y0 + y2, abs=0.2)
+
+
+def test_what_is_not_a_number_is_left_out() -> None:
+    svg = line_chart([Series("a", [0, 1, 2], [1, math.nan, math.inf], marks=True)], title="t")
+    assert "nan" not in svg
+    assert "inf" not in svg
+    assert len(list(ET.fromstring(svg).iter(f"{SVG}circle"))) == 1
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        lambda: line_chart([], title="t"),
+        lambda: line_chart([Series("a", [], [])], title="t"),
+        lambda: scatter([Series("a", [1], [math.nan])], title="t"),
+        lambda: bar_chart([], title="t"),
+        lambda: reliability_diagram([Bin(0, 1, 0, None, None)], title="t"),
+        lambda: heat_map([], rows=[], columns=[], title="t"),
+    ],
+)
+def test_without_numbers_a_chart_says_so(empty: Callable[[], str]) -> None:
+    assert any(text.startswith(("there is nothing", "there are no")) for text in texts(empty()))
+
+
+def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_room() -> None:
+    axis = Axis(0.01, 1, log=True)
+    assert [axis.place(value) for value in (0.01, 0.1, 1)] == pytest.approx([0, 0.5, 1])
+    assert axis.ticks() == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
+    assert around([1e-8, 1], log=True).ticks() == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1])
+    assert not around([0, 1], log=True).log, "0 has no logarithm"
+
+
+@pytest.mark.parametrize(
+    ("axis", "said"),
+    [
+        (Axis(0, 1, unit="percent"), ["0%", "20%", "40%", "60%", "80%", "100%"]),
+        (Axis(0, 4000, unit="whole"), ["0", "1,000", "2,000", "3,000", "4,000"]),
+        (Axis(0, 2, unit="whole"), ["0", "1", "2"]),
+        (Axis(0, 4e-4), ["0", "1e-4", "2e-4", "3e-4", "4e-4"]),
+    ],
+)
+def test_ticks_are_round(axis: Axis, said: list[str]) -> None:
+    assert [axis.said(tick) for tick in axis.ticks()] == said
+
+
+def test_numbers_are_written_as_people_do() -> None:
+    assert [short(value) for value in (0, 0.5, 12000, 5e-4, 1 / 3, 2.5e7)] == [
+        "0", "0.5", "12,000", "5e-4", "0.3333", "2.5e7",
+    ]  # fmt: skip
+
+
+def test_a_small_matrix_has_its_counts_and_a_large_one_stays_small() -> None:
+    svg = heat_map(
+        [[0.9, 0.1], [0, 1]], counts=[[9, 1], [0, 10]], rows=["cat", "dog"], columns=["cat", "dog"], title="t"
+    )
+    assert {"9", "1", "10", "cat", "dog"} <= set(texts(svg))
+    assert "cat → dog: 1, 10.0%" in texts(svg, "title")
+    generator = np.random.default_rng(0)
+    shares = generator.dirichlet(np.full(200, 0.05), 200)
+    names = [f"a rather long name of class {i}" for i in range(200)]
+    large = heat_map(shares.tolist(), rows=names, columns=names, title="t")
+    assert len(large) < 700_000
+    assert len(texts(large)) < 60, "200 names would lie over one another"
+
+
+def test_the_gap_of_an_overconfident_bin_is_drawn() -> None:
+    def gaps(accuracy: float) -> int:
+        svg = reliability_diagram([Bin(0.8, 0.9, 10, 0.85, accuracy)])
+        return sum(rect.get("class") == "fill2 pale" for rect in ET.fromstring(svg).iter(f"{SVG}rect"))
+
+    assert gaps(0.5) == 1
+    assert gaps(0.9) == 0
+
+
+def test_escape_covers_attributes() -> None:
+    assert escape("a\"b'c<d>&") == "a&quot;b&#39;c&lt;d&gt;&amp;"
