@@ -90,4 +90,4 @@ def _rollout(bundle: Bundle, items: list[Item]) -> str:
         "Held-out pictures, and beside each what the answer could take from where, through all layers (attention "
         "rollout, Abnar and Zuidema): dark parts do not reach it."
     )
-    return f'<h3>Where it looks</h3><ul class="mistakes">{"".join(cards)}</ul>{paragraph(caption, "quiet small")}'
+    return f'<h3>Where it looks</h3><ul class="mistakes many">{"".join(cards)}</ul>{paragraph(caption, "quiet small")}'

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from vitrail.errors import ConfigError
 from vitrail.reports.classes import calibration, classes, confusion
+from vitrail.reports.compare import compare
 from vitrail.reports.curves import curves
 from vitrail.reports.data import data
 from vitrail.reports.inside import inside
@@ -27,8 +28,7 @@ def report(run: str | Path, other: str | Path | None = None, out: str | Path | N
     two = None if other is None else read_run(other)
     target = Path(out) if out is not None else one.folder / _default_name(two)
     _check_target(target)
-    text = _single(one)
-    write_text(target, text)
+    write_text(target, _single(one) if two is None else compare(one, two))
     return target
 
 

@@ -73,7 +73,7 @@ def numbers(verdict: Verdict) -> list[Number]:
         ),
         Number(
             "Calibration error", share(verdict.ece), "",
-            f"How far its certainty is from how often it is right, on average (ECE, {len(verdict.reliability)} bins).",
+            f"How far certainty is from how often it is right, on average (ECE, {len(verdict.reliability)} bins).",
         ),
     ]  # fmt: skip
 
