@@ -42,7 +42,8 @@ def compare(one: Record, other: Record) -> str:
 
 
 def _head(one: Record, other: Record, both: Both | None) -> str:
-    above = f'<p class="over-title">A is <strong>{escape(one.name)}</strong>, B is <strong>{escape(other.name)}</strong></p>'
+    who = f"A is <strong>{escape(one.name)}</strong>, B is <strong>{escape(other.name)}</strong>"
+    above = f'<p class="over-title">{who}</p>'
     a, b = one.verdict, other.verdict
     if a is None or b is None:
         why = " ".join(f"{run.name}: {run.why_no_verdict}" for run in (one, other) if run.verdict is None)
