@@ -14,7 +14,8 @@ from vitrail.training.folder import HELD_OUT
 class Answers(NamedTuple):
     """A row for each held-out picture that could be read, in the order of the data."""
 
-    index: NDArray[np.int64]
+    places: NDArray[np.int64]
+    """Which pictures of the source these are."""
     names: list[str]
     true: list[str]
     predicted: list[str]

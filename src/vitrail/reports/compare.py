@@ -10,7 +10,7 @@ from vitrail.reports.disagreements import disagreements
 from vitrail.reports.page import Cell, Column, Section, absent, page, paragraph, table
 from vitrail.reports.record import Record, Verdict, settings
 from vitrail.reports.reproduce import command
-from vitrail.reports.words import loss_span, many, points, share, span
+from vitrail.reports.words import cut, loss_span, many, points, share, span
 
 LUCK = 0.05
 """A difference that luck makes less often than this is called one."""
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 def compare(one: Record, other: Record) -> str:
     """Return a page that compares two runs."""
-    names = (f"A: {one.name}", f"B: {other.name}")
+    names = (f"A: {cut(one.name, 28)}", f"B: {cut(other.name, 28)}")
     both, why_not = answers_of_both(one, other)
     sections = [
         _numbers(one, other, names),
@@ -213,7 +213,7 @@ def _coloured(change: float) -> str:
 
 def _again(one: Record, other: Record, names: tuple[str, str]) -> Section:
     body = "".join(
-        f"<h3>{escape(name)}</h3><pre><code>{escape(command(run))}</code></pre>"
+        f'<h3>{escape(name)}</h3><pre class="wrap"><code>{escape(command(run))}</code></pre>'
         for name, run in zip(names, (one, other), strict=True)
     )
     return Section("reproduce", "Making them again", "Making them again", body)

@@ -33,7 +33,7 @@ def disagreements(run: Record, both: Both) -> str:
 def _card(sight: Sight, judged: Answers, wrong: Answers, row: int) -> str:
     name, true = judged.names[row], judged.true[row]
     return (
-        f"<li>{_seen(sight, int(judged.index[row]), name, true)}<p><strong>{escape(true)}</strong>, by the other "
+        f"<li>{_seen(sight, int(judged.places[row]), name, true)}<p><strong>{escape(true)}</strong>; the other says "
         f"{escape(wrong.predicted[row])}, {share(float(wrong.confidence[row]))} sure</p>"
         f'<p class="quiet small" title="{escape(name)}">{escape(cut(name, 28))}</p></li>'
     )

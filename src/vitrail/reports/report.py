@@ -62,3 +62,19 @@ def _check_target(target: Path) -> None:
         with target.open("rb") as file:
             if f'content="{GENERATOR} '.encode() not in file.read(4096):
                 raise ConfigError(f"{target} is there already and is no report; choose another --out")
+
+
+def report_of_finished(folder: Path) -> tuple[Path | None, str]:
+    """Write the report of a run that has just ended; return its path, if there is one, and a sentence about it.
+
+    Whatever goes wrong is told and not raised: the run itself is done and safe.
+    """
+    try:
+        path = report(folder)
+    except Exception as error:
+        again = f"vitrail report {folder}"
+        return (
+            None,
+            f"there is no report, because {error or type(error).__name__}; the run is whole, and {again} tries again",
+        )
+    return path, f"the report is {path}"

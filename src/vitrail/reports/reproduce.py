@@ -26,7 +26,7 @@ FILES = {
 def reproduce(run: Record) -> Section:
     """Return all that is needed to make the run again, and to see that it came out the same."""
     start = str(run.origin.get("start", ""))
-    body = f"<pre><code>{escape(command(run))}</code></pre>"
+    body = f'<pre class="wrap"><code>{escape(command(run))}</code></pre>'
     if start:
         source = run.provenance.get("source")
         named = f" ({source})" if source else ""
