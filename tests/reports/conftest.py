@@ -14,7 +14,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(data: Path) -> Path:
-    return tiny_run(data, data.parents[1] / "a <i>run a <i>run</i> & more more").folder
+    return tiny_run(data, data.parents[1] / "a <i>run & more").folder
 
 
 @pytest.fixture(scope="session")
