@@ -387,6 +387,9 @@ def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -
     root = ElementTree.fromstring(figure.svg)
     marks = [node for node in root.iter() if node.tag.endswith("circle") and len(node)]
     assert len(marks) == 5 * 4
+    # Two lines to compare them with, each also in the legend: even attention, dashed, and the mean of a block.
+    lines = [node.get("class", "") for node in root.iter() if "curve" in node.get("class", "")]
+    assert sorted("dashed" in line for line in lines) == [False, False, True, True]
     assert "4 heads in each of 5 blocks" in figure.caption
     assert "over all patches of 128 pictures;" in figure.caption
     # A point lies at the height of its number.

@@ -45,14 +45,14 @@ def figures(
 
     check_room(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
     choose_device(device)  # refuses a wrong one before anything is read
-    items = list_items(pictures or [])
+    listed = list_items(pictures or [])
     opened = load(bundle)
-    chosen = _readable(items, opened) if set(wanted) & set(WITH_PICTURES) else ([], None)
+    items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_PICTURES) else ([], None)
     captions = ["# Figures", ""]
     with progress("drawing") as on_drawn:
         for number, name in enumerate(wanted):
             on_drawn(number, len(wanted))
-            made = _figure(name, opened, *chosen, device)
+            made = _figure(name, opened, items, pixels, device)
             if isinstance(made, Absent):
                 typer.echo(f"{name}: none, because {made.reason}")
                 captions += [f"## {made.title}", "", f"There is no such figure: {made.reason}", ""]

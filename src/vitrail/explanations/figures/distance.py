@@ -46,13 +46,15 @@ def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.floa
     counts = np.zeros((config.depth, config.heads))
     with in_use(model):
         for batch in batches:
-            for layer, (tokens, weights) in enumerate(attention_walk(model, batch)):
+            layer = 0
+            for tokens, weights in attention_walk(model, batch):
                 if not tokens.isfinite().all():
                     raise Diverged(f"what leaves block {layer + 1} is not finite; the model's weights are damaged")
                 summed, counted = _summed(weights[:, :, config.layout.patches, config.layout.patches], between)
                 del weights  # the next layer's take its place
                 sums[layer] += summed
                 counts[layer] += counted
+                layer += 1  # noqa: SIM113 - enumerate() would hold on to the last layer's weights
     if not counts.any():
         raise InputError("attention distance needs at least one picture, and there is none")
     with np.errstate(invalid="ignore"):

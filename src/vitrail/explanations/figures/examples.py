@@ -23,11 +23,12 @@ SIDE, GAP, MARGIN, TEXT = 200, 6, 24, 17
 """In pixels: the longer side of a picture, between the two of a pair, around all, and the size of letters."""
 PAIRS = 3
 """Pairs in a row."""
+VEIL = (44, 48, 92)
 CAPTION = (
     "Attention rollout: in every layer the heads' mean attention and the residual, half each, multiplied through all "
-    "layers, from what the head reads back to the patches. The right picture of each pair is the left one multiplied "
-    "by its map, whose largest value is made 1: bright is where the answer's information comes from, dark is what it "
-    "passes over."
+    "layers, from what the head reads back to the patches. The right picture of each pair is the left one under a dark "
+    "blue veil, which is clear where the map is largest and full where it is 0: what can be seen is where the answer's "
+    "information comes from."
 )
 BELOW = "Below each stands the class that is explained."
 
@@ -49,11 +50,11 @@ class Explained(Protocol):
 
 
 def examples_figure(explanations: Sequence[Explained]) -> Figure:
-    """Draw pairs of a picture and the same picture, darker where the model looks less."""
+    """Draw pairs of a picture and the same picture, veiled where the model looks less."""
     if not explanations:
         raise InputError("attention rollout needs at least one picture, and there is none")
     width, height = _shown_size(explanations[0].picture.size)
-    columns = min(PAIRS, len(explanations))
+    columns = 2 if len(explanations) == 4 else min(PAIRS, len(explanations))
     lines = -(-len(explanations) // columns)
     named = any(explained.target is not None for explained in explanations)
     pair, line = 2 * width + GAP, height + (2 * TEXT if named else TEXT)
@@ -81,11 +82,15 @@ def rollout_figure(bundle: Bundle, pictures: Iterable[Picture], *, device: str =
 
 
 def attended(picture: Image.Image, map: NDArray[np.floating]) -> Image.Image:
-    """Multiply a picture by its map: as it is where the map is largest, black where the map is 0."""
+    """Veil a picture by its map: as it is where the map is largest, all veil where the map is 0.
+
+    The paper's veil is black, under which nothing can be told of a picture that is black itself.
+    """
     largest = float(map.max())
     share = np.clip(np.asarray(map, np.float32) / (largest if largest > 0 else 1), 0, 1)
     light = np.asarray(Image.fromarray(share).resize(picture.size, Image.Resampling.BICUBIC))
-    pixels = np.asarray(picture.convert("RGB"), np.float32) * np.clip(light, 0, 1)[:, :, None]
+    light = np.clip(light, 0, 1)[:, :, None]
+    pixels = np.asarray(picture.convert("RGB"), np.float32) * light + np.array(VEIL, np.float32) * (1 - light)
     return Image.fromarray(pixels.round().astype(np.uint8))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from PIL import Image
 
 from vitrail.checkpoints.writing import check_target, whole_file
+from vitrail.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -48,5 +49,7 @@ class Absent:
 
 def check_room(folder: Path, names: list[str], *, overwrite: bool) -> None:
     """Refuse to write where somebody else's files would be lost, before anything is computed."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, and figures are written to a folder; choose another name")
     for name in names:
         check_target(folder / name, overwrite=overwrite, folder=False)

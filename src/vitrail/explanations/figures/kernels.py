@@ -75,7 +75,7 @@ def _first_kernels(model: ViT) -> tuple[torch.Tensor, str]:
     match model.config.stem:
         case "conv_stem":
             layers = cast("nn.Sequential", stem.backbone)
-            conv = cast("nn.Conv2d", cast("nn.Module", layers[0]).conv)
+            conv = cast("nn.Conv2d", layers[0].conv)
             return conv.weight, "the first convolution of its stem (this model has no single patch projection)"
         case "resnet":
             root = cast("StdConv", cast("nn.Module", cast("nn.Module", stem.backbone).stem).conv)

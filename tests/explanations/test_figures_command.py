@@ -1,0 +1,246 @@
+"""`vitrail figures`, and the drawing of examples: what is written, what is left out and why, and every mistake."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitrail.__main__ import main
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.cli.figures import _drawn
+from vitrail.data.given import Item
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import CheckpointError, InputError
+from vitrail.explanations.figures import Absent, Figure, filters_figure, rollout_figure
+from vitrail.explanations.figures.examples import VEIL, attended, examples_figure
+from vitrail.explanations.rollout import rollout_maps
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+
+def tiny(**fields: Any) -> Bundle:
+    size = {"image_size": (8, 12), "patch_size": 4, "width": 16, "depth": 2, "heads": 2, "classes": 2, "init": "timm"}
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**{**size, **fields}))
+    return Bundle(model, Preprocess(size=model.config.image_size), ("cat", "dog"))
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process, in a folder with the bundle `model` and five `photos`."""
+    monkeypatch.chdir(tmp_path)
+    tiny().save("model")
+    for number in range(5):
+        noise = np.random.default_rng(number).integers(0, 256, (9, 14, 3), np.uint8)
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        Image.fromarray(noise).save(tmp_path / "photos" / f"{number}.png")
+
+    def command(*words: object) -> Done:
+        device = [] if "--device" in words else ["--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", ["vitrail", "figures", *map(str, words), *device])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return command
+
+
+def files(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+# ── what is written ──
+
+
+def test_all_figures(run: Run) -> None:
+    done = run("model", "photos", "--out", "all")
+    assert (done.code, done.err) == (0, "")
+    assert files("all") == ["captions.md", "distance.svg", "filters.png", "positions.png", "rollout.png"]
+    for name in ("filters.png", "positions.png", "rollout.png"):
+        with Image.open(Path("all", name)) as picture:
+            picture.load()
+            assert picture.mode == "RGB"
+    captions = Path("all", "captions.md").read_text(encoding="utf-8")
+    assert captions.count("## ") == 4
+    assert "over all patches of 5 pictures (the paper takes 128)" in captions
+    assert "![How far each head looks](distance.svg)" in captions
+    assert "distance: all/distance.svg" in done.out.splitlines()
+
+
+def test_the_same_command_writes_the_same_bytes(run: Run) -> None:
+    for out in ("one", "two"):
+        assert run("model", "photos", "--out", out).code == 0
+    assert [Path("one", name).read_bytes() for name in files("one")] == [
+        Path("two", name).read_bytes() for name in files("two")
+    ]
+
+
+def test_without_pictures_it_says_what_is_left_out(run: Run) -> None:
+    done = run("model", "-o", "some")
+    assert done.code == 0
+    assert files("some") == ["captions.md", "filters.png", "positions.png"]
+    assert done.err == "left out: distance and rollout, which need pictures; name some after the model\n"
+
+
+def test_only_some(run: Run) -> None:
+    done = run("model", "photos/0.png", "--only", "rollout", "--only", "filters", "-o", "some")
+    assert (done.code, done.err) == (0, "")
+    assert files("some") == ["captions.md", "filters.png", "rollout.png"]
+
+
+def test_a_figure_that_the_model_has_not(run: Run) -> None:
+    tiny(position="rope_2d").save("rope")
+    done = run("rope", "-o", "some")
+    assert done.code == 0
+    assert files("some") == ["captions.md", "filters.png"]
+    assert "positions: none, because this model has no table of positions: it rotates queries and keys" in done.out
+    assert "There is no such figure: this model has no table" in Path("some", "captions.md").read_text(encoding="utf-8")
+
+
+def test_pictures_that_cannot_be_read_are_told(run: Run) -> None:
+    Path("photos", "5.png").write_bytes(b"no picture")
+    done = run("model", "photos", "-o", "some")
+    assert done.code == 0
+    assert done.err == "left out: photos/5.png: no picture: the file begins with b'no pictu'\n"
+    assert "over all patches of 5 pictures" in Path("some", "captions.md").read_text(encoding="utf-8")
+
+
+# ── mistakes ──
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model", "--only", "filter"], "no figure is called 'filter'; did you mean 'filters'?"),
+        (
+            ["model", "--only", "distance"],
+            "the figure 'distance' needs pictures; name files or folders after the model",
+        ),
+        (["model", "nowhere"], "there is no nowhere; give files, folders"),
+        (["model", "empty"], "there are no pictures in the places given"),
+        (["model", "bad.png"], "none of the pictures can be read"),
+        (["model", "photos", "--out", "taken"], "filters.png exists already; choose another name, or replace it"),
+        (["model", "photos", "--out", "bad.png"], "bad.png is a file, and figures are written to a folder"),
+        (["no-model"], "no-model"),
+        (["model", "--device", "abacus"], "no device is called 'abacus'"),
+    ],
+)
+def test_mistakes_get_one_message(run: Run, words: list[str], message: str) -> None:
+    Path("empty").mkdir()
+    Path("bad.png").write_bytes(b"")
+    Path("taken").mkdir()
+    Path("taken", "filters.png").write_bytes(b"mine")
+    done = run(*words)
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
+    assert done.err.splitlines()[-1].startswith("vitrail: ")
+    assert Path("taken", "filters.png").read_bytes() == b"mine"
+    assert not Path("figures").exists()
+
+
+def test_overwrite_replaces(run: Run) -> None:
+    Path("taken").mkdir()
+    Path("taken", "filters.png").write_bytes(b"mine")
+    Path("taken", "notes.txt").write_text("stays", encoding="utf-8")
+    assert run("model", "--out", "taken", "--overwrite").code == 0
+    assert files("taken") == ["captions.md", "filters.png", "notes.txt", "positions.png"]
+    with Image.open("taken/filters.png") as picture:
+        assert picture.format == "PNG"
+
+
+# ── which pictures ──
+
+
+def test_of_many_pictures_some_are_drawn_evenly_and_always_the_same() -> None:
+    items = [Item(b"%d" % number) for number in range(2000)]
+    chosen = [int(item.name) for item in _drawn(items, 128)]
+    assert chosen == [int(item.name) for item in _drawn(iter(items), 128)]
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == 128
+    # A folder lists class after class: every tenth of it has its share.
+    assert min(np.histogram(chosen, bins=10, range=(0, 2000))[0]) >= 5
+    assert [int(item.name) for item in _drawn(items[:3], 128)] == [0, 1, 2]
+
+
+# ── examples ──
+
+
+class Shown(NamedTuple):
+    map: Any
+    picture: Image.Image
+    target: str | int | None = None
+
+
+def test_the_veil_is_clear_where_the_map_is_largest() -> None:
+    picture = Image.new("RGB", (8, 8), (200, 100, 0))
+    veiled = np.asarray(attended(picture, np.array([[1, 0]], np.float32)))
+    assert tuple(veiled[4, 0]) == (200, 100, 0)
+    assert tuple(veiled[4, 7]) == VEIL
+    assert np.asarray(attended(picture, np.zeros((2, 2), np.float32))).reshape(-1, 3).tolist() == [list(VEIL)] * 64
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, (8, 8)), (4, (40, 20)), (5, (300, 500))])
+def test_examples_stand_beside_their_pictures(count: int, size: tuple[int, int]) -> None:
+    colours = [(20 * number + 10, 255 - 20 * number, 99) for number in range(count)]
+    shown = [Shown(np.ones((2, 3), np.float32), Image.new("RGB", size, colour)) for colour in colours]
+    picture = examples_figure(shown).picture
+    assert picture is not None
+    pixels = np.asarray(picture)
+    areas = [int((pixels == colour).all(axis=2).sum()) for colour in colours]
+    assert len(set(areas)) == 1
+    assert areas[0] >= 2 * 100 * 100  # each twice, and large enough to see
+
+
+def test_names_that_pillow_cannot_write() -> None:
+    shown = [
+        Shown(np.ones((2, 2), np.float32), Image.new("RGB", (9, 9)), name) for name in ("猫", "x" * 300, 7, "\0\n")
+    ]
+    figure = examples_figure(shown)
+    assert figure.caption.endswith("Below each stands the class that is explained.")
+
+
+def test_rollout_of_a_bundle_is_the_rollout_drawn() -> None:
+    bundle = tiny()
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    made = rollout_figure(bundle, [pixels] * 20, device="cpu")
+    assert isinstance(made, Figure)
+    normal = bundle.preprocess.normalise(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    map = rollout_maps(bundle.model.eval(), normal)[0].numpy()
+    picture = Image.fromarray(pixels)
+    expected = np.asarray(attended(picture.resize((192, 128), Image.Resampling.NEAREST), map))
+    assert made.picture is not None
+    # The first pair, after the margin and the heading: 192 wide, 6 between.
+    found = np.asarray(made.picture)[41 : 41 + 128, 24 + 192 + 6 : 24 + 2 * 192 + 6]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_no_examples() -> None:
+    with pytest.raises(InputError, match="at least one picture"):
+        rollout_figure(tiny(), [], device="cpu")
+    alone = rollout_figure(tiny(image_size=4), [np.zeros((4, 4, 3), np.uint8)], device="cpu")
+    assert isinstance(alone, Absent)
+    assert "one patch" in alone.reason
+
+
+def test_a_figure_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
+    figure = filters_figure(tiny())
+    assert isinstance(figure, Figure)
+    path = figure.save(tmp_path / "new" / "folder")
+    with pytest.raises(CheckpointError, match="exists already"):
+        figure.save(tmp_path / "new" / "folder")
+    assert [other.name for other in path.parent.iterdir()] == ["filters.png"]
