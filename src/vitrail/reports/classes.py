@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.charts.bars import Bar, Bin, bar_chart, reliability_diagram
+from vitrail.charts.bars import FEW, Bar, Bin, bar_chart, reliability_diagram
 from vitrail.charts.heat import NAMED, WRITTEN, heat_map
 from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
@@ -118,7 +118,9 @@ def confusion(run: Record) -> Section:
         title="Confusion matrix", x_label="taken for", y_label="class", standalone=False,
         width=WIDTH + 40 if count <= SMALL else 1050,
     )  # fmt: skip
-    caption = "A row for each class, a column for each answer; blue is right, orange is not. "
+    caption = (
+        "A row for each class, a column for each answer; blue is right, orange is not: the stronger, the more often. "
+    )
     caption += "The numbers count pictures." if count <= WRITTEN else "Point at a mistake for its numbers."
     caption += "" if count <= NAMED else " Classes go by their numbers in the table above."
     pairs = _pairs(verdict, matrix)
@@ -171,8 +173,9 @@ def calibration(run: Record) -> Section:
         f"Its answers are {share(sure)} sure on average, and {share(verdict.top1)} of them are right. {tends}",
         f"Over bins of like certainty, the two differ by {share(verdict.ece)} on average (expected calibration error, "
         f"{len(verdict.reliability)} bins).",
-        "On the dotted line, answers would be right exactly as often as they say; bars below it are too sure. Short "
-        "bars at the foot stand for few answers, whose place is partly chance.",
+        "On the dotted line, answers would be right exactly as often as they say; where bars end below it, the model "
+        f"is too sure. At the foot is how many answers each bar stands for; pale bars have fewer than {FEW}, and their "
+        "place is partly chance.",
     ]
     body = f'<div class="pair">{chart(drawn)}<div>{"".join(map(paragraph, said))}</div></div>'
     return Section("calibration", "Certainty", title, body)

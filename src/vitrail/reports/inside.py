@@ -22,7 +22,7 @@ from vitrail.reports.sight import SIDE, Sight
 TITLE = "Inside the model"
 WHAT = "What the ViT paper shows of its models (arXiv 2010.11929, figures 6, 7 and 11), drawn from this one."
 EXAMPLES = 6
-WORK = 1_000_000_000_000
+WORK = 200_000_000_000
 """Floating-point operations that the attention distance may take on a CPU: some seconds, not minutes."""
 
 

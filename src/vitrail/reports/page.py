@@ -128,7 +128,8 @@ def _line(columns: Sequence[Column], row: Sequence[Cell]) -> str:
 def chart(svg: str, caption: str = "", *, wide: bool = False) -> str:
     """Return a chart with words below it."""
     words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f'<figure class="drawn{" wide" if wide else ""}">{svg}{words}</figure>'
+    kind = 'drawn wide" tabindex="0' if wide else "drawn"  # what scrolls must be reached by the keyboard
+    return f'<figure class="{kind}">{svg}{words}</figure>'
 
 
 def picture(image: "Image.Image", alt: str, *, exact: bool = False) -> str:
