@@ -15,7 +15,6 @@ from vitrail.explanations.figures.distance import PICTURES
 from vitrail.explanations.figures.examples import attended
 from vitrail.explanations.overlay import enlarged
 from vitrail.explanations.wanted import Wanted
-from vitrail.models.cost import cost
 from vitrail.reports.page import Section, absent, paragraph, picture
 from vitrail.reports.sight import SIDE, Sight
 
@@ -46,7 +45,9 @@ def inside(sight: Sight) -> Section:
 def _affordable(bundle: Bundle) -> int:
     if torch.cuda.is_available():
         return PICTURES
-    return max(EXAMPLES, min(PICTURES, WORK // max(1, cost(bundle.model.config).flops)))
+    # Every token meets every weight once, in a multiplication and an addition; near enough, and at once.
+    weights = sum(parameter.numel() for parameter in bundle.model.parameters())
+    return max(EXAMPLES, min(PICTURES, WORK // (2 * weights * bundle.model.config.tokens)))
 
 
 def _readable(items: list[Item], bundle: Bundle) -> list[tuple[Item, np.ndarray]]:
