@@ -6,7 +6,7 @@ from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, pa
 from vitrail.reports.record import Check, Record
 from vitrail.reports.words import many
 
-DETAILS = 8
+DETAILS = 4
 """How many examples of a finding are listed."""
 
 
