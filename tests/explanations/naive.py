@@ -51,7 +51,7 @@ class Pass:
     attention: list[Tensor] = field(default_factory=list)
     """(heads, T, T) of each layer."""
     entering: list[Tensor] = field(default_factory=list)
-    """(T, D) of each layer."""
+    """(T, D) of each layer, as its attention reads it."""
     pooling: Tensor | None = None
     """(heads, pooled tokens)."""
     normed: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -114,8 +114,8 @@ class Naive:
         x = (torch.stack(rows) + self.w["pos_embed"][0]).requires_grad_()
         for i in range(config.depth):
             at = f"blocks.{i}."
-            found.entering.append(x)
             read = self.norm(x, at + "norm1") if config.norm_order == "pre" else x
+            found.entering.append(read)
             query, key, value = self.linear(read, at + "attn.qkv").split(D, dim=1)
             weights = self.looks(query, key)
             found.attention.append(weights)
@@ -208,11 +208,14 @@ class Naive:
         pool_row = None if found.pooling is None else (layers[-1] * slopes[-1]).clamp(min=0).mean(0)[0]
         return self.grid(self.row(R, query, pool_row))
 
-    def gradcam(self, picture: Tensor, target: int, layer: int, query: str | None) -> Tensor:
+    def gradcam(self, picture: Tensor, target: int, layer: int | None, query: str | None) -> Tensor:
         found = self(picture)
-        (slope,) = torch.autograd.grad(self.score(found, target, query), found.entering[layer])
+        features = found.entering[-1 if layer is None else layer]
+        if layer is None and self.config.pool in ("mean", "map"):
+            features = found.normed
+        (slope,) = torch.autograd.grad(self.score(found, target, query), features)
         importance = sum(slope[place] for place in self.patches) / len(self.patches)
-        return self.grid((found.entering[layer] @ importance).clamp(min=0))
+        return self.grid((features @ importance).clamp(min=0))
 
     def score(self, found: Pass, target: int, query: str | None) -> Tensor:
         if self.config.pool != "none":

@@ -9,7 +9,7 @@ from tests.explanations.naive import CONFIGS, Naive, build, pictures
 from torch import Tensor
 
 from vitrail.errors import InputError
-from vitrail.explanations.attention import attention_maps, attention_rows, choose_head, pooling_rows
+from vitrail.explanations.attention import attention_maps, attention_rows, choose_head, maps_of_layers, pooling_rows
 from vitrail.explanations.gradcam import gradcam_maps
 from vitrail.explanations.pca import as_colours, pca_maps
 from vitrail.explanations.relevance import relevance, relevance_maps
@@ -100,7 +100,7 @@ def test_gradcam(name: str) -> None:
     model = build(name)
     naive, x = Naive(model), pictures(model.config)
     query = "0,1" if model.config.pool == "none" else None
-    for layer in (0, -1):
+    for layer in (0, -1, None):
         for target in range(5):  # for some classes nothing speaks, and the map is empty
             expected = torch.stack([naive.gradcam(picture, target, layer, query) for picture in x])
             if expected.max() > 1e-3:
@@ -108,7 +108,6 @@ def test_gradcam(name: str) -> None:
                 break
         else:
             raise AssertionError("a map of zeros proves nothing")
-    assert torch.equal(gradcam_maps(model, x, 2, None, query), gradcam_maps(model, x, 2, 2, query))
 
 
 @pytest.mark.parametrize("name", ["class first", "class last", "registers", "map", "mean over all", "hybrid"])
@@ -158,3 +157,14 @@ def test_gradients_are_had_where_they_are_switched_off() -> None:
         assert torch.equal(relevance(model, x, 1), expected)
         assert not attention_rows(model, x, 0).requires_grad
     assert not expected.requires_grad
+
+
+@pytest.mark.parametrize("name", ["class last", "map over all"])
+def test_all_layers_in_one_pass(name: str) -> None:
+    model = build(name)
+    x = pictures(model.config)
+    for query in (None, "register:1", "0,4"):
+        found = maps_of_layers(model, x, query)
+        assert len(found) == 3
+        for layer, maps in enumerate(found):
+            assert_close(maps, attention_maps(model, x, layer, query))

@@ -33,7 +33,7 @@ def explain(
     ] = None,
     fuse: Annotated[str, typer.Option(help="How rollout joins heads: mean, max or min.")] = "mean",
     discard: Annotated[float, typer.Option(help="The share of smallest weights that rollout leaves out.")] = 0.0,
-    grid: Annotated[str | None, typer.Option(help="All heads, or all layers, in one picture.")] = None,
+    grid: Annotated[str | None, typer.Option(help="heads or layers: all of them in one picture.")] = None,
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("explanations"),
     arrays: Annotated[bool, typer.Option("--arrays", help="Write the maps also as .npy.")] = False,
     opacity: Annotated[float, typer.Option(min=0, max=1, help="Of the map over the picture.")] = 0.6,

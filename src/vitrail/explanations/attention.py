@@ -52,16 +52,29 @@ def attention_maps(model: ViT, pixels: Tensor, layer: int | None = None, query: 
     without `query` it is what the head reads: with the pool `map` the pool's own query, unless a layer is named.
     """
     config = model.config
-    asked = query if query is not None else default_query(config)
-    if query is None and asked == POOL and layer is not None:
-        asked = "mean"
-    if asked == POOL:
-        if layer is not None:
-            raise InputError("the pool's query stands behind all layers; leave the layer out, or ask another token")
+    if layer is None and (query if query is not None else default_query(config)) == POOL:
         return patch_grid(pooling_rows(model, pixels), config)
-    row = read_query(asked, config).to(pixels.device)
+    row = _row_in_a_layer(model, query).to(pixels.device)
     number = config.depth - 1 if layer is None else read_layer(layer, config.depth)
     return patch_grid(row @ attention_rows(model, pixels, number), config)
+
+
+def maps_of_layers(model: ViT, pixels: Tensor, query: Query | None = None) -> list[Tensor]:
+    """Return what `attention_maps` returns for every layer, in one pass."""
+    row = _row_in_a_layer(model, query).to(pixels.device)
+    maps = []
+    for _, weights in attention_walk(model, pixels):
+        maps.append(patch_grid(row @ weights, model.config))
+        del weights  # the next layer's take its place
+    return maps
+
+
+def _row_in_a_layer(model: ViT, query: Query | None) -> Tensor:
+    """Return the row (T,) of what is asked in a layer, where the pool's query does not stand yet."""
+    if query == POOL and model.config.pool == "map":
+        raise InputError("the pool's query stands behind all layers; leave the layer out, or ask another token")
+    asked = query if query is not None else default_query(model.config)
+    return read_query("mean" if asked == POOL and query is None else asked, model.config)
 
 
 def choose_head(maps: Tensor, head: int | None) -> Tensor:

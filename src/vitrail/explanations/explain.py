@@ -16,7 +16,7 @@ from vitrail.data.given import Item, Picture, fitted, is_one, item_of, name_of, 
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
 from vitrail.evaluation import in_use
-from vitrail.explanations.attention import attention_maps
+from vitrail.explanations.attention import attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.relevance import answering_token
 from vitrail.explanations.rollout import Fuse
@@ -76,10 +76,10 @@ def explain(
 
     `method` is one of: attention (the weights of `layer` and `head`, or the heads' mean, for the token `query`),
     rollout (all layers multiplied; `fuse` is mean, max or min of the heads, `discard` the share of smallest weights
-    left out), relevance (gradient-weighted attention for class `target`), gradcam (weighted tokens that enter `layer`,
-    for class `target`), pca (features after `layer` as colours). `target` is a class's name or number; without it, the
-    likeliest. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column"; without it, what the
-    head reads. Layers, heads, rows and columns count from 0. The model goes to the device.
+    left out), relevance (gradient-weighted attention for class `target`), gradcam (weighted features, as `layer` reads
+    them, for class `target`), pca (features after `layer` as colours). `target` is a class's name or number; without
+    it, the likeliest. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column"; without it,
+    what the head reads. Layers, heads, rows and columns count from 0. The model goes to the device.
     """
     wanted = Wanted(method, layer, head, query, fuse, discard)
     explainer = Explainer(bundle, wanted, target=target, device=device)
@@ -129,6 +129,9 @@ class Explainer:
             target, probability = self._class_of(pixels)
             if each == "heads":
                 maps = list(attention_maps(self.model, pixels, self.wanted.layer, self.wanted.query)[0])
+            elif self.wanted.method == "attention":
+                every = maps_of_layers(self.model, pixels, self.wanted.query)
+                maps = [choose_head(of_layer, self.wanted.head)[0] for of_layer in every]
             else:
                 layers = [replace(self.wanted, layer=layer) for layer in range(self.model.config.depth)]
                 maps = [explain_pixels(self.model, pixels, wanted, target)[0] for wanted in layers]

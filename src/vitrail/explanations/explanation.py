@@ -9,6 +9,7 @@ from PIL import Image
 
 from vitrail.checkpoints.writing import whole_file
 from vitrail.errors import ConfigError
+from vitrail.evaluation import percent
 from vitrail.explanations.overlay import beside, enlarged, overlay
 from vitrail.explanations.wanted import Method
 
@@ -16,7 +17,7 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 OPACITY = 0.6
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
     """What a model looked at in one picture."""
 
@@ -29,6 +30,10 @@ class Explanation:
     """The class that is explained: its name, or its number where the bundle has no names; None for other methods."""
     probability: float | None = None
     """How likely the model takes it to be, from 0 to 1."""
+
+    def __repr__(self) -> str:
+        of = "" if self.target is None else f" of {self.target}, {percent(self.probability or 0)}%"
+        return f"Explanation({self.method}{of}: {self.map.shape[0]}×{self.map.shape[1]} patches)"
 
     def overlay(self, opacity: float = OPACITY, side: int | None = None) -> Image.Image:
         """Return the picture with the map laid over it, from the least of the map (dark) to the most (light).

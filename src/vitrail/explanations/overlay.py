@@ -56,7 +56,9 @@ def overlay(picture: Image.Image, map: Floats, opacity: float, side: int | None)
     layers = [map] if map.ndim == 2 else list(map.transpose(2, 0, 1))
     smooth = [_resized(layer if map.ndim == 3 else stretched(layer), ground.size) for layer in layers]
     colours = heat(smooth[0]) if map.ndim == 2 else (255 * np.stack(smooth, axis=-1)).round().astype(np.uint8)
-    return Image.blend(ground, Image.fromarray(colours), opacity)
+    # The picture turns grey as the map covers it, so that what has a colour has it from the map.
+    grey = Image.blend(ground, ground.convert("L").convert("RGB"), opacity)
+    return Image.blend(grey, Image.fromarray(colours), opacity)
 
 
 def beside(pictures: Sequence[Image.Image]) -> Image.Image:
@@ -86,7 +88,7 @@ def tiled(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image
 
 
 def _resized(numbers: Floats, size: tuple[int, int]) -> Floats:
-    """Bring a map to the size of a picture, every number in the middle of its patch and smooth between."""
+    """Bring a map to the size of a picture, each number in the middle of its patch; what overshoots between is cut."""
     image = Image.fromarray(np.ascontiguousarray(numbers, np.float32))
-    larger: Floats = np.asarray(image.resize(size, Image.Resampling.BILINEAR))
+    larger: Floats = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
     return larger.clip(0, 1)

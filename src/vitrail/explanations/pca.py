@@ -13,7 +13,7 @@ def pca_maps(model: ViT, pixels: Tensor, layer: int | None = None) -> Tensor:
     check_ready(model)
     grid = model.features(pixels, layer=layer, as_grid=True).tokens
     colours = [as_colours(picture.flatten(1).T) for picture in grid]
-    return torch.stack(colours).reshape(len(grid), *model.config.grid, 3)
+    return torch.stack(colours).reshape(len(grid), *model.config.grid, 3).to(pixels.device)
 
 
 def as_colours(features: Tensor) -> Tensor:

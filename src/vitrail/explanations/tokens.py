@@ -35,7 +35,9 @@ def read_query(query: Query, config: ViTConfig) -> Tensor:
 
 def read_token(query: Query, config: ViTConfig) -> int:
     """Return the place of the one token that is meant."""
-    layout, asked = config.layout, f"{query[0]},{query[1]}" if isinstance(query, tuple) else query.strip().lower()
+    layout = config.layout
+    pair = isinstance(query, tuple | list) and len(query) == 2
+    asked = f"{query[0]},{query[1]}" if pair else str(query).strip().lower()
     kind, _, number = asked.partition(":")
     if asked in ("class", "distillation"):
         place = layout.class_token if asked == "class" else layout.distillation_token

@@ -1,0 +1,106 @@
+"""`vitrail explain`, run in this process."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.explanations.test_explain import bundle, noise
+
+from vitrail.__main__ import main
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    monkeypatch.chdir(tmp_path)
+    bundle().save("model")
+    for number, name in enumerate(("cat.png", "a dog?.png")):
+        noise(seed=number).save(name)
+
+    def command(*words: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["vitrail", "explain", "model", *map(str, words), "--device", "cpu"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return command
+
+
+def size(path: str) -> tuple[int, int]:
+    with Image.open(path) as picture:
+        return picture.size
+
+
+def test_pictures_beside_their_maps(run: Callable[..., Done]) -> None:
+    done = run("cat.png", "a dog?.png", "--class", "owl", "--arrays")
+    assert done.code == 0, done.err
+    assert sorted(path.name for path in Path("explanations").iterdir()) == [
+        "a_dog_-relevance.npy", "a_dog_-relevance.png", "cat-relevance.npy", "cat-relevance.png",
+    ]  # fmt: skip
+    assert size("explanations/cat-relevance.png") == (2 * 224 + 8, 134)
+    assert np.load("explanations/cat-relevance.npy").shape == (3, 5)
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["picture", "class", "sure", "written"]
+    assert lines[1].startswith("cat.png")
+    assert "owl" in lines[1]
+    assert "explanations/cat-relevance.png" in lines[1]
+
+
+def test_what_exists_is_replaced_only_on_request(run: Callable[..., Done]) -> None:
+    assert run("cat.png", "--out", "o", "--method", "rollout", "--discard", "0.5").code == 0
+    before = Path("o/cat-rollout.png").read_bytes()
+    refused = run("a dog?.png", "cat.png", "--out", "o", "--method", "rollout")
+    assert refused.code == 2
+    assert "o/cat-rollout.png exists already" in refused.err
+    assert [path.name for path in Path("o").iterdir()] == ["cat-rollout.png"], "nothing was computed before"
+    assert run("cat.png", "--out", "o", "--method", "rollout", "--overwrite", "--opacity", 1).code == 0
+    assert Path("o/cat-rollout.png").read_bytes() != before
+
+
+def test_grids(run: Callable[..., Done]) -> None:
+    done = run("cat.png", "--method", "attention", "--grid", "heads", "--layer", 0, "--query", "1,1", "--arrays")
+    assert done.code == 0, done.err
+    assert np.load("explanations/cat-attention-heads.npy").shape == (3, 3, 5)
+    assert size("explanations/cat-attention-heads.png")[0] == 3 * (160 + 8) + 8
+    assert run("cat.png", "--method", "pca", "--grid", "layers", "--arrays").code == 0
+    assert np.load("explanations/cat-pca-layers.npy").shape == (3, 3, 5, 3)
+
+
+def test_one_bad_picture_does_not_stop_the_others(run: Callable[..., Done]) -> None:
+    Path("bad.png").write_bytes(b"nothing")
+    done = run(".")
+    assert done.code == 0
+    assert len(done.out.splitlines()) == 3
+    assert "left out: " in done.err
+    assert "bad.png" in done.err
+    assert run("bad.png").code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("cat.png", "--method", "attention", "--layer", 9), "layer 9 does not exist: this model has layers 0 to 2"),
+        (("cat.png", "--class", "cot"), "did you mean 'cat'?"),
+        (("cat.png", "--grid", "heads"), "only attention has a map for every head, not relevance"),
+        (("none.png",), "there is no none.png"),
+        (("cat.png", "--out", "cat.png"), "cat.png is a file"),
+        (("empty",), "there are no pictures in empty"),
+    ],
+)
+def test_mistakes_get_one_sentence(run: Callable[..., Done], words: tuple[object, ...], message: str) -> None:
+    Path("empty").mkdir()
+    done = run(*words)
+    assert done.code == 2
+    assert message in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+    assert not Path("explanations").exists()

@@ -1,0 +1,294 @@
+"""`vitrail.explain` and the pictures it makes."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.explanations.naive import build, pictures
+
+import vitrail
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.given import Item
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError
+from vitrail.explanations.explain import Explainer
+from vitrail.explanations.explanation import Explanation
+from vitrail.explanations.files import plan_outputs, safe_name
+from vitrail.explanations.overlay import HEAT, heat, stretched
+from vitrail.explanations.relevance import relevance_maps
+from vitrail.explanations.wanted import Wanted
+
+NAMES = ("cat", "dog", "fox", "hen", "owl")
+
+
+def bundle(name: str = "class first", names: tuple[str, ...] | None = NAMES, **changes: Any) -> Bundle:
+    model = build(name, **changes)
+    channels = model.config.channels
+    half = (0.5,) * channels
+    preprocess = Preprocess(size=model.config.image_size, resize="cover", channels=channels, mean=half, std=half)
+    return Bundle(model, preprocess, names if model.config.classes else None)
+
+
+def noise(height: int = 30, width: int = 31, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+@pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
+@pytest.mark.parametrize("name", ["class first", "grey", "hybrid"])
+def test_one_picture(name: str, method: Any) -> None:
+    ours = bundle(name)
+    found = vitrail.explain(ours, noise(), method=method, device="cpu")
+    assert isinstance(found, Explanation)
+    assert found.map.shape == ((3, 5, 3) if method == "pca" else (3, 5))
+    assert found.map.dtype == np.float32
+    assert (found.picture.mode, found.picture.size) == ("RGB", (20, 12))
+    assert np.array_equal(
+        np.asarray(found.picture.convert("L" if name == "grey" else "RGB")).reshape(12, 20, -1),
+        ours.preprocess.pixels(noise()).permute(1, 2, 0).numpy(),
+    ), "this is what the model saw"
+    if method in ("relevance", "gradcam"):
+        answer = vitrail.Classifier(ours, device="cpu")(noise())
+        assert found.target == answer.name
+        assert found.probability == pytest.approx(answer.probability, rel=1e-4)
+        assert answer.name in repr(found)
+    else:
+        assert (found.target, found.probability) == (None, None)
+    assert found.overlay().size == (224, round(12 * 224 / 20))
+    assert found.overlay(side=400).size == (400, 240)
+
+
+def test_several_pictures_of_every_kind(tmp_path: Path) -> None:
+    ours = bundle()
+    noise(12, 20).save(tmp_path / "a.png")
+    given = [tmp_path / "a.png", noise(12, 20), np.asarray(noise(12, 20)), (tmp_path / "a.png").read_bytes()]
+    found = vitrail.explain(ours, given, target="owl", device="cpu")
+    assert [one.target for one in found] == ["owl"] * 4
+    pixels = ours.preprocess(noise(12, 20))[None]
+    expected = relevance_maps(ours.model, pixels, 4)[0].numpy()
+    for one in found:
+        np.testing.assert_allclose(one.map, expected, rtol=1e-5)
+
+
+def test_a_model_in_training_is_left_as_it_was() -> None:
+    ours = bundle("class first", attention_dropout=0.5)
+    expected = vitrail.explain(ours, noise(), device="cpu").map
+    ours.model.train()
+    assert np.array_equal(vitrail.explain(ours, noise(), device="cpu").map, expected)
+    assert ours.model.training
+    assert ours.model.blocks[0].training
+
+
+@pytest.mark.parametrize(("target", "number"), [("fox", 2), (2, 2), ("2", 2), (0, 0)])
+def test_the_class_may_be_chosen(target: str | int, number: int) -> None:
+    found = vitrail.explain(bundle(), noise(), target=target, device="cpu")
+    assert found.target == NAMES[number]
+    assert vitrail.explain(bundle(names=None), noise(), target=target if target != "fox" else 2).target == number
+
+
+def test_every_token_for_itself() -> None:
+    ours = bundle("per token")
+    patch = vitrail.explain(ours, noise(), query="1,2", device="cpu")
+    assert not np.array_equal(patch.map, vitrail.explain(ours, noise(), query=(2, 2), device="cpu").map)
+    whole = vitrail.explain(ours, noise(), device="cpu")
+    logits = ours.model(ours.preprocess(noise())[None])[0].detach()
+    assert whole.target == NAMES[int(logits[0].argmax())]  # the class token's answer
+    assert patch.target == NAMES[int(logits[1 + 5 + 2].argmax())]
+
+
+def test_channels_that_are_no_colours() -> None:
+    ours = bundle("class first", channels=2)
+    found = vitrail.explain(ours, np.zeros((12, 20, 2), np.uint8) + np.array([0, 200], np.uint8), device="cpu")
+    assert found.picture.getpixel((0, 0)) == (100, 100, 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("class first", {"method": "relevence"}, "no method is called 'relevence'; did you mean 'relevance'?"),
+        ("class first", {"method": "attention", "layer": 3}, "layer 3 does not exist: this model has layers 0 to 2"),
+        ("class first", {"method": "pca", "layer": -4}, "layer -4 does not exist: this model has layers 0 to 2"),
+        ("class first", {"method": "attention", "head": 3}, "head 3 does not exist: this model has heads 0 to 2"),
+        ("class first", {"method": "attention", "head": 0.5}, "a head is a whole number, found 0.5"),
+        (
+            "class first",
+            {"method": "attention", "query": "3,0"},
+            "no patch in row 3, column 0: this model has rows 0 to 2",
+        ),
+        ("class first", {"method": "attention", "query": (0, -1)}, "no patch in row 0, column -1"),
+        (
+            "class first",
+            {"method": "rollout", "query": "register:0"},
+            "this model has no registers; ask class, mean or",
+        ),
+        ("registers", {"method": "rollout", "query": "register:3"}, "registers register:0 to register:2"),
+        ("registers", {"method": "rollout", "query": "distillation"}, "no distillation token; ask class, register:0"),
+        ("mean", {"method": "attention", "query": "class"}, "no class token; ask mean or a patch 'row,column'"),
+        ("mean", {"method": "attention", "query": "pool"}, "there is no token 'pool' to ask; ask mean or a patch"),
+        ("mean", {"method": "attention", "query": "somewhere"}, "there is no token 'somewhere' to ask"),
+        ("mean", {"method": "attention", "query": 5}, "there is no token '5' to ask"),
+        ("mean", {"method": "attention", "query": (1, 2, 3)}, "there is no token '(1, 2, 3)' to ask"),
+        ("map", {"method": "attention", "query": "pool", "layer": 1}, "the pool's query stands behind all layers"),
+        (
+            "class first",
+            {"method": "relevance", "query": "class"},
+            "query means nothing for relevance, only for attention",
+        ),
+        ("class first", {"method": "relevance", "layer": 1}, "layer means nothing for relevance"),
+        ("class first", {"method": "rollout", "target": "cat"}, "target means nothing for rollout, only for relevance"),
+        ("class first", {"method": "attention", "fuse": "max"}, "fuse means nothing for attention, only for rollout"),
+        ("class first", {"method": "rollout", "fuse": "maxx"}, "heads are not fused by 'maxx'; did you mean 'max'?"),
+        ("class first", {"method": "rollout", "discard": 1.0}, "from 0 to below 1"),
+        ("class first", {"target": "cot"}, "this model has no class 'cot'; did you mean 'cat'?"),
+        ("class first", {"target": "zebra"}, "no class 'zebra'; it has cat, dog, fox, hen, owl"),
+        ("class first", {"target": 5}, "class 5 does not exist: this model has classes 0 to 4"),
+        ("class first", {"target": -1}, "class -1 does not exist"),
+    ],
+)
+def test_what_cannot_be_explained(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, InputError)) as caught:
+        vitrail.explain(bundle(name), noise(), device="cpu", **options)
+    assert message in str(caught.value)
+
+
+def test_models_that_cannot_say_a_class() -> None:
+    with pytest.raises(InputError, match="no head, so there is no class to explain; use attention, rollout or pca"):
+        vitrail.explain(bundle("class first", classes=0), noise(), device="cpu")
+    assert vitrail.explain(bundle("class first", classes=0), noise(), method="rollout", device="cpu").map.shape == (
+        3,
+        5,
+    )
+    with pytest.raises(InputError, match=r"answers for every token .* 'row,column'; attention, rollout and pca work"):
+        vitrail.explain(bundle("per token", class_token="none"), noise(), device="cpu")
+    with pytest.raises(InputError, match="no names, so give a number"):
+        vitrail.explain(bundle(names=None), noise(), target="cat", device="cpu")
+
+
+def test_pictures_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"bad\.png: "):
+        vitrail.explain(bundle(), tmp_path / "bad.png", device="cpu")
+    with pytest.raises(InputError, match=r"picture 1: expected a path, .* found int"):
+        vitrail.explain(bundle(), [noise(), 7], device="cpu")  # type: ignore[list-item]
+    with pytest.raises(InputError, match="expected a path"):
+        vitrail.explain(bundle(), 7, device="cpu")  # type: ignore[call-overload]
+    assert vitrail.explain(bundle(), [], device="cpu") == []
+
+
+def test_damaged_weights_are_said() -> None:
+    ours = bundle()
+    with torch.no_grad():
+        ours.model.blocks[1].attn.qkv.weight[0, 0] = float("nan")
+    with pytest.raises(Diverged, match="not finite; the model's weights are damaged"):
+        vitrail.explain(ours, noise(), method="rollout", device="cpu")
+
+
+# ── grids ──
+
+
+def test_a_grid_of_heads_or_layers() -> None:
+    ours, item = bundle(), Item(b"", content=noise())
+    x = ours.preprocess(noise())[None]
+    heads = Explainer(ours, Wanted("attention", layer=1, query="0,3"), device="cpu").grid(item, "heads")
+    weights = ours.model.trace(x, attention=(1,)).attention[1].detach()
+    assert [tile.label for tile in heads] == ["head 0", "head 1", "head 2"]
+    for head, tile in enumerate(heads):
+        np.testing.assert_allclose(tile.explanation.map.flatten(), weights[0, head, 4, 1:], rtol=1e-4)
+    layers = Explainer(ours, Wanted("attention", head=2), device="cpu").grid(item, "layers")
+    traced = ours.model.trace(x, attention=range(3)).attention
+    assert [tile.label for tile in layers] == ["layer 0", "layer 1", "layer 2"]
+    for layer, tile in enumerate(layers):
+        np.testing.assert_allclose(tile.explanation.map.flatten(), traced[layer][0, 2, 0, 1:].detach(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "each", "message"),
+    [
+        (Wanted("rollout"), "layers", "joins all layers in one map"),
+        (Wanted("gradcam"), "heads", "only attention has a map for every head"),
+        (Wanted("attention", head=1), "heads", "leave head 1 out"),
+        (Wanted("pca", layer=1), "layers", "leave layer 1 out"),
+        (Wanted("pca"), "tokens", "heads or layers, not 'tokens'"),
+    ],
+)
+def test_a_grid_of_what_has_none(wanted: Wanted, each: Any, message: str) -> None:
+    item = Item(b"", content=noise())
+    with pytest.raises(ConfigError, match=message):
+        Explainer(bundle(), wanted, device="cpu").grid(item, each)
+
+
+# ── pictures and files ──
+
+
+def test_more_is_lighter() -> None:
+    lightness = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in heat(np.linspace(0, 1, 256)).tolist()]
+    assert all(later > earlier for earlier, later in itertools.pairwise(lightness))
+    assert heat(np.array([0.0, 1.0])).tolist() == [list(HEAT[0]), list(HEAT[-1])]
+    assert stretched(np.array([2.0, 4.0, 3.0])).tolist() == [0, 1, 0.5]
+    assert stretched(np.full(3, 7.0)).tolist() == [0, 0, 0]
+
+
+def test_the_overlay_lies_where_the_map_says() -> None:
+    map = np.zeros((4, 6), np.float32)
+    map[1, 4] = 1
+    picture = Image.new("RGB", (240, 160), (120, 90, 60))
+    found = Explanation(map, picture, "attention")
+    light = np.asarray(found.overlay(opacity=1).convert("L"), np.float32)
+    row, column = np.unravel_index(light.argmax(), light.shape)
+    assert 40 <= row < 80
+    assert 160 <= column < 200
+    assert found.overlay(opacity=0).tobytes() == picture.tobytes()
+    assert found.side_by_side().size == (240 + 8 + 240, 160)
+    for wrong in (-0.1, 1.1):
+        with pytest.raises(ConfigError, match="opacity"):
+            found.overlay(wrong)
+
+
+def test_saving(tmp_path: Path) -> None:
+    found = Explanation(np.eye(3, dtype=np.float32), noise(), "attention")
+    assert found.save(tmp_path / "new" / "x.png") == tmp_path / "new" / "x.png"
+    with Image.open(tmp_path / "new" / "x.png") as picture:
+        assert picture.size == found.side_by_side().size
+    found.save(tmp_path / "x.npy")
+    assert np.array_equal(np.load(tmp_path / "x.npy"), found.map)
+    with pytest.raises(CheckpointError, match="exists already"):
+        found.save(tmp_path / "x.npy")
+    found.save(tmp_path / "x.npy", overwrite=True)
+    with pytest.raises(ConfigError, match=r"does not end as a picture"):
+        found.save(tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (b"photos/cat.jpg", "cat"),
+        (b"a b?c*<script>.PNG", "a_b_c_script_"),
+        (b"x.tar/..\\con.png", "_con"),
+        (b"nul", "_nul"),
+        (b"..png", "picture"),
+        (b"/", "picture"),
+        (b"list.csv, line 7", "list.csv_line_7"),
+        (b"\xff\xfe.png", "_"),
+        ("grün/Größe 1.webp".encode(), "Größe_1"),
+        (("é" * 300 + ".png").encode(), "é" * 60),
+    ],
+)
+def test_names_that_every_file_system_takes(name: bytes, expected: str) -> None:
+    assert safe_name(name) == expected
+
+
+def test_no_two_pictures_get_the_same_file(tmp_path: Path) -> None:
+    planned = plan_outputs([b"a/1.png", b"b/1.png", b"c/1.JPG"], tmp_path, "pca", arrays=True, overwrite=False)
+    assert [files.picture.name for files in planned] == ["1-pca.png", "1-2-pca.png", "1-3-pca.png"]
+    assert planned[1].array == tmp_path / "1-2-pca.npy"
+
+
+def test_pure_functions_take_batches() -> None:
+    model = build("class first")
+    x = pictures(model.config, 3)
+    together = relevance_maps(model, x, torch.tensor([0, 1, 2]))
+    for i in range(3):
+        torch.testing.assert_close(relevance_maps(model, x[i : i + 1], i)[0], together[i])
