@@ -28,7 +28,7 @@ $(VENV)/.installed-all: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,dev,docs]'
 	@touch $@
 
-demo: $(VENV)/.installed ## train a ViT from scratch on the built-in digits, measure it, and say where the run is
+demo: $(VENV)/.installed ## train a ViT from scratch on the built-in digits, measure it, and write a report about it
 	@$(BIN)/vitrail train
 
 check: $(VENV)/.installed-all ## formatting, lint, types, and the direction of imports
@@ -42,6 +42,7 @@ format: $(VENV)/.installed-all ## format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 test: $(VENV)/.installed-all ## the tests, under ten minutes on two cores
+	@scripts/install-chromium || test -z "$$CI"
 	$(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed-all ## what is too slow for `make test`: full-size models, compilation

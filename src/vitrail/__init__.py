@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import convert, create, describe, embed, explain, export, load, probe, sweep, train
+    from vitrail.api import convert, create, describe, embed, explain, export, load, probe, report, sweep, train
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
@@ -42,6 +42,7 @@ __all__ = [
     "export",
     "load",
     "probe",
+    "report",
     "sweep",
     "train",
     "variant_config",
@@ -57,6 +58,7 @@ _HOME = {
     "export": "vitrail.api",
     "load": "vitrail.api",
     "probe": "vitrail.api",
+    "report": "vitrail.api",
     "sweep": "vitrail.api",
     "train": "vitrail.api",
     "create": "vitrail.api",

@@ -1,9 +1,15 @@
 """The public functions: what `import vitrail` offers, each one call deep."""
 
-from typing import NamedTuple
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 
+from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError
@@ -18,8 +24,11 @@ from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
+from vitrail.reports.report import report, report_of_finished
+from vitrail.training.recipe import Recipe
 from vitrail.training.sweep import Sweep, sweep
-from vitrail.training.train import Run, train
+from vitrail.training.train import Run
+from vitrail.training.train import train as train_run
 
 __all__ = [
     "Conversion",
@@ -38,6 +47,7 @@ __all__ = [
     "export",
     "load",
     "probe",
+    "report",
     "sweep",
     "train",
 ]
@@ -61,6 +71,36 @@ def create(
     """
     changes = {"classes": classes, "image_size": image_size, "patch_size": patch_size, "channels": channels}
     return ViT(_config(name).replace(**{field: value for field, value in changes.items() if value is not None}))
+
+
+def train(
+    data: str | Path = "digits",
+    *,
+    recipe: str | Path | Recipe | None = None,
+    changes: Sequence[str] = (),
+    start: str | Path | Bundle | None = None,
+    folder: str | Path | None = None,
+    device: str = "auto",
+    workers: int | None = None,
+    quiet: bool = False,
+    verdict_on: Literal["test", "val"] = "test",
+) -> Run:
+    """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
+
+    `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
+    "optimizer.lr=3e-4". `start` is a model to begin with. `verdict_on="val"` leaves the test part alone while
+    settings are still being chosen; the same call without it gives the verdict later, and writes the report.
+    """
+    run = train_run(
+        data, recipe=recipe, changes=changes, start=start, folder=folder, device=device, workers=workers, quiet=quiet,
+        verdict_on=verdict_on,
+    )  # fmt: skip
+    if verdict_on != "test" or os.environ.get("RANK", "0") != "0":  # torchrun has started others that do not report
+        return run
+    path, said = report_of_finished(run.folder)
+    if not quiet:
+        print(said, file=sys.stderr)
+    return replace(run, report=path)
 
 
 class Description(NamedTuple):

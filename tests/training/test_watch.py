@@ -142,7 +142,8 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert not any("left" in line for line in screen), "the two lines go when the run ends"
     assert sum("held-out pictures" in line for line in screen) == 1
     log = (tmp_path / "run" / "log.txt").read_text().splitlines()
-    assert " ".join(screen).endswith(log[-1])
+    assert screen[-1] == "the report is run/report.html"
+    assert " ".join(screen[:-1]).endswith(log[-1])
     assert any(re.match(r"batch\s+64\s+about 20 steps", line) for line in screen)
 
 

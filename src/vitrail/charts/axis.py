@@ -82,7 +82,7 @@ def short(value: float) -> str:
 
 def _round_step(least: float, *, whole: bool) -> float:
     power = 10.0 ** math.floor(math.log10(least))
-    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least * 0.999)
+    step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= 0.75 * least)
     return max(1.0, step) if whole else step
 
 

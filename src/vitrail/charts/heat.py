@@ -8,8 +8,8 @@ WRITTEN = 24
 """Up to so many rows and columns each cell has its number written in it."""
 NAMED = 60
 """Up to so many rows and columns each has its name beside it; more are counted."""
-LEAST = 0.25
-"""No mistake is paler than this share would be."""
+LEAST, FREQUENT = 0.25, 0.2
+"""No mistake is paler than this share of the colour; and from this share of a class on it may have all of it."""
 MOST_NOTES = 400
 """So many cells of a large map say their numbers when they are pointed at: the strongest."""
 
@@ -62,11 +62,19 @@ Place = tuple[float, float, float]
 """Left and top of a field, and the side of a cell."""
 
 
-def _kind(row: int, column: int, share: float, square: bool) -> str:
-    mistaken = square and row != column
-    # A single mistake among many right answers must still be seen.
-    level = min(LEVELS - 1, int(max(share, LEAST if mistaken else 0) * LEVELS))
-    return f"fill{2 if mistaken else 1} heat{level}"
+def _kind(row: int, column: int, share: float, worst: float | None) -> str:
+    """Return the colour of a cell; `worst` is the largest share off the diagonal of a square table."""
+    mistaken = worst is not None and row != column
+    if mistaken and worst is not None:
+        # A single mistake among many right answers must be seen, and one that is frequent must stand out.
+        share = LEAST + (1 - LEAST) * share / max(worst, FREQUENT)
+    return f"fill{2 if mistaken else 1} heat{min(LEVELS - 1, int(share * LEVELS))}"
+
+
+def _worst(shares: Sequence[Sequence[float]], names: Names) -> float | None:
+    if len(names[0]) != len(names[1]):
+        return None
+    return max((share for r, line in enumerate(shares) for c, share in enumerate(line) if r != c), default=0.0)
 
 
 def _written(
@@ -74,14 +82,14 @@ def _written(
 ) -> str:
     """Each cell with its number."""
     left, top, side = place
-    square, parts = len(names[0]) == len(names[1]), []
+    worst, parts = _worst(shares, names), []
     for r, line in enumerate(shares):
         for c, share in enumerate(line):
             if not share > 0:
                 continue
             x, y = left + c * side, top + r * side
             said = _said(names[0][r], names[1][c], share, None if counts is None else counts[r][c])
-            parts.append(f'<g>{titled(said)}<rect class="{_kind(r, c, share, square)}" x="{number(x + 0.5)}" ')
+            parts.append(f'<g>{titled(said)}<rect class="{_kind(r, c, share, worst)}" x="{number(x + 0.5)}" ')
             parts.append(f'y="{number(y + 0.5)}" width="{number(side - 1)}" height="{number(side - 1)}" rx="2"/>')
             shown = f"{counts[r][c]:,}" if counts is not None else f"{share:.2f}"
             style = ("over " if share >= 0.55 else "") + ("small" if side < 34 or len(shown) > 3 else "")
@@ -96,14 +104,14 @@ def _packed(
 ) -> str:
     """All cells of one colour as one path: a table of 200 by 200 would be megabytes of single ones."""
     left, top, side = place
-    square = len(names[0]) == len(names[1])
+    worst = _worst(shares, names)
     cells = [(share, r, c) for r, line in enumerate(shares) for c, share in enumerate(line) if share > 0]
     paths: dict[str, list[str]] = {}
     for share, r, c in cells:
-        kind = _kind(r, c, share, square)
+        kind = _kind(r, c, share, worst)
         paths.setdefault(kind, []).append(f"M{c} {r}h1v1h-1z")
     field = "".join(f'<path class="{kind}" d="{"".join(path)}"/>' for kind, path in paths.items())
-    loud = sorted((cell for cell in cells if cell[1] != cell[2] or not square), reverse=True)[:MOST_NOTES]
+    loud = sorted((cell for cell in cells if cell[1] != cell[2] or worst is None), reverse=True)[:MOST_NOTES]
     notes = "".join(
         f'<rect x="{c}" y="{r}" width="1" height="1" fill-opacity="0">'
         f"{titled(_said(names[0][r], names[1][c], share, None if counts is None else counts[r][c]))}</rect>"

@@ -17,6 +17,7 @@ from vitrail.cli.inspect import inspect
 from vitrail.cli.models import models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
+from vitrail.cli.report import report
 from vitrail.cli.train import train
 
 app = typer.Typer(
@@ -45,5 +46,20 @@ def _root(
     pass
 
 
-for command in (train, eval, predict, embed, probe, explain, figures, export, bench, check, inspect, convert, models):
+for command in (
+    train,
+    report,
+    eval,
+    predict,
+    embed,
+    probe,
+    explain,
+    figures,
+    export,
+    bench,
+    check,
+    inspect,
+    convert,
+    models,
+):
     app.command()(command)

@@ -67,6 +67,16 @@ def train(
     if is_main and not _shown_together():  # else it was shown a moment ago
         typer.echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
         typer.echo(done.verdict)
+    if is_main:
+        _report(done.folder)
+
+
+def _report(folder: Path) -> None:
+    """Write the report; a run is not less finished for lack of one."""
+    from vitrail.reports.report import report_of_finished
+
+    path, said = report_of_finished(folder)
+    typer.echo(said, err=path is None)
 
 
 def _shown_together() -> bool:

@@ -3,12 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.charts.bars import Bar, Bin, bar_chart, reliability_diagram
+from vitrail.charts.bars import FEW, Bar, Bin, bar_chart, reliability_diagram
 from vitrail.charts.heat import NAMED, WRITTEN, heat_map
 from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
 from vitrail.metrics.intervals import wilson_interval
-from vitrail.reports.page import Cell, Column, Section, absent, chart, paragraph, table
+from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, paragraph, table
 from vitrail.reports.record import Record, Verdict
 from vitrail.reports.words import many, share, span
 
@@ -49,7 +49,7 @@ def _extremes(verdict: Verdict) -> str:
                 Bar(row.name, row.recall or 0, f"{row.name}: {share(row.recall)} of {many(row.pictures, 'picture')}")
                 for row in rows
             ],
-            title=title, unit="percent", colour=colour, high=1.0, standalone=False,
+            title=title, unit="percent", colour=colour, high=1.0, width=WIDTH, standalone=False,
         )
         for title, rows, colour in (("Hardest, by recall", hardest, 2), ("Easiest, by recall", easiest, 3))
     ]  # fmt: skip
@@ -116,9 +116,11 @@ def confusion(run: Record) -> Section:
     drawn = heat_map(
         shares.tolist(), rows=verdict.classes, columns=verdict.classes, counts=matrix.tolist(),
         title="Confusion matrix", x_label="taken for", y_label="class", standalone=False,
-        width=560 if count <= SMALL else 1050,
+        width=WIDTH + 40 if count <= SMALL else 1050,
     )  # fmt: skip
-    caption = "A row for each class, a column for each answer; blue is right, orange is not. "
+    caption = (
+        "A row for each class, a column for each answer; blue is right, orange is not: the stronger, the more often. "
+    )
     caption += "The numbers count pictures." if count <= WRITTEN else "Point at a mistake for its numbers."
     caption += "" if count <= NAMED else " Classes go by their numbers in the table above."
     pairs = _pairs(verdict, matrix)
@@ -158,7 +160,7 @@ def calibration(run: Record) -> Section:
         return Section("calibration", "Certainty", title, absent(run.why_no_verdict))
     verdict = run.verdict
     bins = [Bin(row.low, row.high, row.pictures, row.confidence, row.accuracy) for row in verdict.reliability]
-    drawn = reliability_diagram(bins, standalone=False)
+    drawn = reliability_diagram(bins, width=WIDTH, height=WIDTH - 100, standalone=False)
     sure = sum(row.pictures * (row.confidence or 0) for row in verdict.reliability) / verdict.pictures
     gap = sure - verdict.top1
     if abs(gap) < 0.01:
@@ -171,8 +173,9 @@ def calibration(run: Record) -> Section:
         f"Its answers are {share(sure)} sure on average, and {share(verdict.top1)} of them are right. {tends}",
         f"Over bins of like certainty, the two differ by {share(verdict.ece)} on average (expected calibration error, "
         f"{len(verdict.reliability)} bins).",
-        "On the dotted line, answers would be right exactly as often as they say; bars below it are too sure. Short "
-        "bars at the foot stand for few answers, whose place is partly chance.",
+        "On the dotted line, answers would be right exactly as often as they say; where bars end below it, the model "
+        f"is too sure. At the foot is how many answers each bar stands for; pale bars have fewer than {FEW}, and their "
+        "place is partly chance.",
     ]
     body = f'<div class="pair">{chart(drawn)}<div>{"".join(map(paragraph, said))}</div></div>'
     return Section("calibration", "Certainty", title, body)

@@ -3,73 +3,75 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vitrail.charts.axis import Unit
 from vitrail.charts.lines import Series, line_chart
-from vitrail.reports.page import Section, absent, chart
+from vitrail.reports.page import HEIGHT, WIDTH, Section, absent, chart
 from vitrail.reports.record import Record
 from vitrail.training.curves import Curve, curve
 
+LOW = 190
+"""The height of the lesser charts."""
 Rows = Sequence[dict[str, Any]]
 
 
 def curves(run: Record) -> Section:
     """Return loss, accuracy, learning rate and gradient norm over the steps."""
-    if not run.rows:
-        return Section(
-            "curves", "Training", "How training went", absent("metrics.jsonl holds no steps, so there are no curves.")
-        )
     rows = run.rows
-    drawn = [
-        line_chart(
-            [*_noisy("training", curve(rows, "loss"), 1), _seldom("val part", curve(rows, "val_loss"), 2)],
-            title="Loss", x_label="step", log=_wide(rows), x_unit="whole", standalone=False,
-        ),
-        line_chart(
-            [
-                _line("training, as augmented", curve(rows, "accuracy").smooth(), 1),
-                _seldom("val part", curve(rows, "val_top1"), 2),
-            ],
-            title="Accuracy", x_label="step", x_unit="whole", y_unit="percent", y_high=1.0, standalone=False,
-        ),
-        line_chart(
-            [_line("", curve(rows, "lr"), 3)],
-            title="Learning rate", x_label="step", x_unit="whole", y_low=0.0, height=200, standalone=False,
-        ),
-        line_chart(
-            _noisy("", curve(rows, "gradient_norm"), 4),
-            title="Gradient norm", x_label="step", x_unit="whole", height=200, standalone=False,
-        ),
-    ]  # fmt: skip
-    return Section("curves", "Training", "How training went", f'<div class="pair">{"".join(map(chart, drawn))}</div>')
+    if not rows:
+        return _section(absent("metrics.jsonl holds no steps, so there are no curves."))
+    loss = [*_noisy("training", curve(rows, "loss"), 1), _seldom("val part", curve(rows, "val_loss"), 2)]
+    accuracy = [
+        _line("training, as augmented", curve(rows, "accuracy").smooth(), 1),
+        _seldom("val part", curve(rows, "val_top1"), 2),
+    ]
+    return _section(
+        _over_steps("Loss", loss, log=_wide(rows)),
+        _over_steps("Accuracy", accuracy, unit="percent", high=1.0),
+        _over_steps("Learning rate", [_line("", curve(rows, "lr"), 3)], low=0.0, height=LOW),
+        _over_steps("Gradient norm", _noisy("", curve(rows, "gradient_norm"), 4), height=LOW),
+    )
 
 
 def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section:
     """Return the curves of two runs, over each other."""
-    if not one.rows and not other.rows:
-        return Section(
-            "curves", "Training", "How training went", absent("Neither run has taken a step, so there are no curves.")
+    both = [(name, run.rows, place) for place, (name, run) in enumerate(zip(names, (one, other), strict=True), 1)]
+    if not any(rows for _, rows, _ in both):
+        return _section(absent("Neither run has taken a step, so there are no curves."))
+
+    def measured(number: str) -> list[Series]:
+        return [_seldom(name, curve(rows, number), colour) for name, rows, colour in both]
+
+    def trained(number: str) -> list[Series]:
+        return [_line(name, curve(rows, number).smooth(), colour) for name, rows, colour in both]
+
+    return _section(
+        _over_steps("Accuracy on the val part", measured("val_top1"), unit="percent", high=1.0),
+        _over_steps("Loss on the val part", measured("val_loss"), log=True),
+        _over_steps("Training loss", trained("loss"), log=any(_wide(rows) for _, rows, _ in both)),
+        _over_steps("Learning rate", trained("lr"), low=0.0),
+    )
+
+
+def _section(*drawn: str) -> Section:
+    return Section("curves", "Training", "How training went", f'<div class="pair">{"".join(drawn)}</div>')
+
+
+def _over_steps(
+    title: str,
+    series: Sequence[Series],
+    *,
+    log: bool = False,
+    unit: Unit = "number",
+    low: float | None = None,
+    high: float | None = None,
+    height: int = HEIGHT,
+) -> str:
+    return chart(
+        line_chart(
+            series, title=title, x_label="step", x_unit="whole", log=log, y_unit=unit, y_low=low, y_high=high,
+            width=WIDTH, height=height, standalone=False,
         )
-    both = [(name, run.rows, place + 1) for place, (name, run) in enumerate(zip(names, (one, other), strict=True))]
-    drawn = [
-        line_chart(
-            [_seldom(name, curve(rows, "val_top1"), colour) for name, rows, colour in both],
-            title="Accuracy on the val part", x_label="step", x_unit="whole", y_unit="percent", y_high=1.0,
-            standalone=False,
-        ),
-        line_chart(
-            [_seldom(name, curve(rows, "val_loss"), colour) for name, rows, colour in both],
-            title="Loss on the val part", x_label="step", x_unit="whole", log=True, standalone=False,
-        ),
-        line_chart(
-            [_line(name, curve(rows, "loss").smooth(), colour) for name, rows, colour in both],
-            title="Training loss", x_label="step", x_unit="whole", log=any(_wide(rows) for _, rows, _ in both),
-            standalone=False,
-        ),
-        line_chart(
-            [_line(name, curve(rows, "lr"), colour) for name, rows, colour in both],
-            title="Learning rate", x_label="step", x_unit="whole", y_low=0.0, standalone=False,
-        ),
-    ]  # fmt: skip
-    return Section("curves", "Training", "How training went", f'<div class="pair">{"".join(map(chart, drawn))}</div>')
+    )  # fmt: skip
 
 
 def _line(name: str, points: Curve, colour: int) -> Series:
@@ -81,7 +83,7 @@ def _seldom(name: str, points: Curve, colour: int) -> Series:
 
 
 def _noisy(name: str, points: Curve, colour: int) -> list[Series]:
-    """A curve as it is, faint, and smooth over it."""
+    """Return a curve as it is, faint, and smooth over it."""
     return [_line("", points, colour)._replace(faint=True), _line(name, points.smooth(), colour)]
 
 

@@ -2,11 +2,11 @@
 
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
-from vitrail.reports.page import Cell, Column, Section, absent, chart, paragraph, table
+from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, paragraph, table
 from vitrail.reports.record import Check, Record
 from vitrail.reports.words import many
 
-DETAILS = 8
+DETAILS = 4
 """How many examples of a finding are listed."""
 
 
@@ -42,8 +42,7 @@ def _details(details: list[str]) -> str:
 def _counts(check: Check) -> str:
     parts = list(check.counts)
     names = list(dict.fromkeys(name for counts in check.counts.values() for name in counts))
-    total = [Cell("<strong>all</strong>", "")]
-    total += [Cell(f"<strong>{sum(check.counts[part].values()):,}</strong>", "") for part in parts]
+    total = [Cell("all"), *(Cell(f"{sum(check.counts[part].values()):,}") for part in parts)]
     rows = [
         [
             Cell(escape(name)),
@@ -51,9 +50,8 @@ def _counts(check: Check) -> str:
         ]
         for name in names
     ]
-    return table(
-        [Column("Class"), *(Column(part, number=True) for part in parts)], [*rows, total], caption="Pictures by part"
-    )
+    columns = [Column("Class"), *(Column(part, number=True) for part in parts)]
+    return table(columns, rows, foot=total, caption="Pictures by part")
 
 
 def _sizes(check: Check) -> str:
@@ -64,7 +62,11 @@ def _sizes(check: Check) -> str:
         )
         for span in check.short_sides
     ]
-    return chart(bar_chart(bars, title="Shorter side in pixels", unit="whole", standalone=False)) if bars else ""
+    return (
+        chart(bar_chart(bars, title="Shorter side in pixels", unit="whole", width=WIDTH, standalone=False))
+        if bars
+        else ""
+    )
 
 
 def _kinds(check: Check) -> str:

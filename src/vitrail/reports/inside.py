@@ -15,14 +15,13 @@ from vitrail.explanations.figures.distance import PICTURES
 from vitrail.explanations.figures.examples import attended
 from vitrail.explanations.overlay import enlarged
 from vitrail.explanations.wanted import Wanted
-from vitrail.models.cost import cost
 from vitrail.reports.page import Section, absent, paragraph, picture
 from vitrail.reports.sight import SIDE, Sight
 
 TITLE = "Inside the model"
 WHAT = "What the ViT paper shows of its models (arXiv 2010.11929, figures 6, 7 and 11), drawn from this one."
 EXAMPLES = 6
-WORK = 1_000_000_000_000
+WORK = 200_000_000_000
 """Floating-point operations that the attention distance may take on a CPU: some seconds, not minutes."""
 
 
@@ -46,7 +45,9 @@ def inside(sight: Sight) -> Section:
 def _affordable(bundle: Bundle) -> int:
     if torch.cuda.is_available():
         return PICTURES
-    return max(EXAMPLES, min(PICTURES, WORK // max(1, cost(bundle.model.config).flops)))
+    # Every token meets every weight once, in a multiplication and an addition; near enough, and at once.
+    weights = sum(parameter.numel() for parameter in bundle.model.parameters())
+    return max(EXAMPLES, min(PICTURES, WORK // (2 * weights * bundle.model.config.tokens)))
 
 
 def _readable(items: list[Item], bundle: Bundle) -> list[tuple[Item, np.ndarray]]:
@@ -90,4 +91,4 @@ def _rollout(bundle: Bundle, items: list[Item]) -> str:
         "Held-out pictures, and beside each what the answer could take from where, through all layers (attention "
         "rollout, Abnar and Zuidema): dark parts do not reach it."
     )
-    return f'<h3>Where it looks</h3><ul class="mistakes">{"".join(cards)}</ul>{paragraph(caption, "quiet small")}'
+    return f'<h3>Where it looks</h3><ul class="mistakes many">{"".join(cards)}</ul>{paragraph(caption, "quiet small")}'

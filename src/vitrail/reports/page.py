@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 GENERATOR = "vitrail report"
 """By this a file says that it is a report and may be written anew."""
 QUALITY = 88
+WIDTH, HEIGHT = 440, 270
+"""Of a chart: half the page, and small enough that its letters can be read on a phone."""
 
 
 class Section(NamedTuple):
@@ -87,7 +89,14 @@ def page(*, title: str, head: str, sections: Sequence[Section]) -> str:
 """
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, caption: str, sortable: bool = True) -> str:
+def table(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    caption: str,
+    foot: Sequence[Cell] = (),
+    sortable: bool = True,
+) -> str:
     """Return a table in a box of its own, which scrolls where the page is narrow; a click on a title sorts it."""
     heads = []
     for column in columns:
@@ -96,27 +105,31 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, caption:
         name = escape(column.title)
         said = f'<button type="button"{hint}>{name}</button>' if sortable else f"<span{hint}>{name}</span>"
         heads.append(f'<th scope="col"{kind}>{said}</th>')
-    lines = []
-    for row in rows:
-        cells = []
-        for place, (column, cell) in enumerate(zip(columns, row, strict=True)):
-            kind = ' class="number"' if column.number else ""
-            key = "" if cell.key is None else f' data-key="{escape(str(cell.key))}"'
-            tag = 'th scope="row"' if place == 0 else "td"
-            cells.append(f"<{tag}{kind}{key}>{cell.shown}</{tag.partition(' ')[0]}>")
-        lines.append(f"<tr>{''.join(cells)}</tr>")
+    lines = [_line(columns, row) for row in rows]
+    last = f"<tfoot>{_line(columns, foot)}</tfoot>" if foot else ""
     kind = "sortable" if sortable else "plain"
     return (
         f'<div class="box" tabindex="0" role="group" aria-label="{escape(caption)}"><table class="{kind}">'
         f"<caption>{escape(caption)}</caption><thead><tr>{''.join(heads)}</tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
+        f"<tbody>{''.join(lines)}</tbody>{last}</table></div>"
     )
+
+
+def _line(columns: Sequence[Column], row: Sequence[Cell]) -> str:
+    cells = []
+    for place, (column, cell) in enumerate(zip(columns, row, strict=True)):
+        kind = ' class="number"' if column.number else ""
+        key = "" if cell.key is None else f' data-key="{escape(str(cell.key))}"'
+        tag = 'th scope="row"' if place == 0 else "td"
+        cells.append(f"<{tag}{kind}{key}>{cell.shown}</{tag.partition(' ')[0]}>")
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def chart(svg: str, caption: str = "", *, wide: bool = False) -> str:
     """Return a chart with words below it."""
     words = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f'<figure class="drawn{" wide" if wide else ""}">{svg}{words}</figure>'
+    kind = 'drawn wide" tabindex="0' if wide else "drawn"  # what scrolls must be reached by the keyboard
+    return f'<figure class="{kind}">{svg}{words}</figure>'
 
 
 def picture(image: "Image.Image", alt: str, *, exact: bool = False) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from vitrail.errors import ConfigError
 from vitrail.reports.classes import calibration, classes, confusion
+from vitrail.reports.compare import compare
 from vitrail.reports.curves import curves
 from vitrail.reports.data import data
 from vitrail.reports.inside import inside
@@ -27,8 +28,7 @@ def report(run: str | Path, other: str | Path | None = None, out: str | Path | N
     two = None if other is None else read_run(other)
     target = Path(out) if out is not None else one.folder / _default_name(two)
     _check_target(target)
-    text = _single(one)
-    write_text(target, text)
+    write_text(target, _single(one) if two is None else compare(one, two))
     return target
 
 
@@ -62,3 +62,19 @@ def _check_target(target: Path) -> None:
         with target.open("rb") as file:
             if f'content="{GENERATOR} '.encode() not in file.read(4096):
                 raise ConfigError(f"{target} is there already and is no report; choose another --out")
+
+
+def report_of_finished(folder: Path) -> tuple[Path | None, str]:
+    """Write the report of a run that has just ended; return its path, if there is one, and a sentence about it.
+
+    Whatever goes wrong is told and not raised: the run itself is done and safe.
+    """
+    try:
+        path = report(folder)
+    except Exception as error:
+        again = f"vitrail report {folder}"
+        return (
+            None,
+            f"there is no report, because {error or type(error).__name__}; the run is whole, and {again} tries again",
+        )
+    return path, f"the report is {path}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from vitrail._version import __version__
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import WEIGHTS
-from vitrail.reports.page import Cell, Column, Section, paragraph, table
+from vitrail.reports.page import Section, paragraph
 from vitrail.reports.record import BEST, Record
 from vitrail.training.folder import HELD_OUT, METRICS, RECIPE, SPLIT
 
@@ -26,11 +26,7 @@ FILES = {
 def reproduce(run: Record) -> Section:
     """Return all that is needed to make the run again, and to see that it came out the same."""
     start = str(run.origin.get("start", ""))
-    command = ["vitrail", "train", run.data or "DATA", "--recipe", str(run.folder / RECIPE)]
-    if start:
-        command += ["--from", "MODEL"]
-    command += ["--run", f"{run.folder}-again"]
-    body = f"<pre><code>{escape(shlex.join(command))}</code></pre>"
+    body = f'<pre class="wrap"><code>{escape(command(run))}</code></pre>'
     if start:
         source = run.provenance.get("source")
         named = f" ({source})" if source else ""
@@ -40,9 +36,17 @@ def reproduce(run: Record) -> Section:
         "as good within the intervals above."
     )
     body += f"<h3>Versions where this report was written</h3>{_versions(run)}"
-    body += f"<h3>Files of the run</h3>{_files(run.folder)}"
+    body += f"<h3>Files of the run, with their SHA-256</h3>{_files(run.folder)}"
     body += f"<details><summary>The whole recipe</summary><pre><code>{escape(run.recipe_text)}</code></pre></details>"
     return Section("reproduce", "Making it again", "Making it again", body)
+
+
+def command(run: Record) -> str:
+    """Return the command that makes a run again."""
+    words = ["vitrail", "train", run.data or "DATA", "--recipe", str(run.folder / RECIPE)]
+    if run.origin.get("start"):
+        words += ["--from", "MODEL"]
+    return shlex.join([*words, "--run", f"{run.folder}-again"])
 
 
 def _versions(run: Record) -> str:
@@ -57,17 +61,16 @@ def _versions(run: Record) -> str:
 
 
 def _files(folder: Path) -> str:
-    rows = []
+    said = []
     for name, what in FILES.items():
         path = folder / name
         if path.is_file():
-            size, mark = _size(path.stat().st_size), f"<code>{_checksum(path)}</code>"
+            about = f"{escape(what)}, {_size(path.stat().st_size)}<br><code>{_checksum(path)}</code>"
         else:
-            why = "not there; pip install 'vitrail[train]' adds it" if name == HELD_OUT else "not there"
-            size, mark = "–", f'<span class="quiet">{escape(why)}</span>'
-        rows.append([Cell(f"<code>{escape(name)}</code>"), Cell(escape(what)), Cell(size), Cell(mark)])
-    columns = [Column("File"), Column("What it holds"), Column("Size", number=True), Column("SHA-256")]
-    return table(columns, rows, caption="Files of the run", sortable=False)
+            why = "is not there; pip install 'vitrail[train]' adds it" if name == HELD_OUT else "is not there"
+            about = f'{escape(what)}<br><span class="quiet">{escape(why)}</span>'
+        said.append(f"<dt><code>{escape(name)}</code></dt><dd>{about}</dd>")
+    return f'<dl class="facts">{"".join(said)}</dl>'
 
 
 def _checksum(path: Path) -> str:

@@ -73,16 +73,15 @@ def numbers(verdict: Verdict) -> list[Number]:
         ),
         Number(
             "Calibration error", share(verdict.ece), "",
-            f"How far its certainty is from how often it is right, on average (ECE, {len(verdict.reliability)} bins).",
+            f"How far certainty is from how often it is right, on average (ECE, {len(verdict.reliability)} bins).",
         ),
     ]  # fmt: skip
 
 
 def _lead(verdict: Verdict) -> str:
     low, high = verdict.top1_interval
-    said = [
-        f"With 95% confidence the true share lies between <strong>{share(low)}</strong> and <strong>{share(high)}</strong>."
-    ]
+    ends = f"<strong>{share(low)}</strong> and <strong>{share(high)}</strong>"
+    said = [f"With 95% confidence the true share lies between {ends}."]
     weakest = verdict.weakest_first
     if verdict.top1 == 1:
         said.append("No picture was mistaken.")

@@ -51,6 +51,8 @@ class Run:
     choices: list[Choice]
     verdict: str
     """How good it is, in one sentence."""
+    report: Path | None = None
+    """The page about it, if one was made."""
 
 
 def train(

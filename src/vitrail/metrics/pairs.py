@@ -1,0 +1,64 @@
+"""Whether one classifier is better than another, when both were asked about the same pictures."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.errors import InputError
+from vitrail.metrics.intervals import Interval, bootstrap_mean
+
+
+class Paired(NamedTuple):
+    """How two classifiers fared with the same pictures."""
+
+    pictures: int
+    both: int
+    """Pictures on which both are right."""
+    only_first: int
+    only_second: int
+    neither: int
+    difference: float
+    """How much larger the second one's share of right answers is."""
+    interval: Interval
+    """Of the difference, 95%, by bootstrap over the pictures."""
+    chance: float
+    """How often luck alone makes a difference at least as large (McNemar's test, exact)."""
+
+
+def paired(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Paired:
+    """Compare two classifiers by which of the same pictures each is right on."""
+    if first.shape != second.shape or first.ndim != 1:
+        raise InputError(
+            f"answers to {first.shape} and {second.shape} pictures; give one for each of the same pictures"
+        )
+    only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
+    gains = second.astype(np.float64) - first.astype(np.float64)
+    return Paired(
+        pictures=len(first),
+        both=int((first & second).sum()),
+        only_first=only_first,
+        only_second=only_second,
+        neither=int((~first & ~second).sum()),
+        difference=float(gains.mean()),
+        interval=bootstrap_mean(gains),
+        chance=exact_mcnemar(only_first, only_second),
+    )
+
+
+def exact_mcnemar(only_first: int, only_second: int) -> float:
+    """Return how often fair coins, one for each picture on which the two differ, fall at least as unevenly.
+
+    >>> round(exact_mcnemar(1, 7), 4)
+    0.0703
+    """
+    tosses, fewer = only_first + only_second, min(only_first, only_second)
+    if 2 * fewer >= tosses:
+        return 1.0
+    # By logarithms, because the numbers of combinations outgrow floats from about a thousand tosses on.
+    terms = [
+        math.lgamma(tosses + 1) - math.lgamma(k + 1) - math.lgamma(tosses - k + 1) - tosses * math.log(2)
+        for k in range(fewer + 1)
+    ]
+    return min(1.0, 2 * math.fsum(map(math.exp, terms)))

@@ -1,0 +1,219 @@
+"""Two runs side by side."""
+
+from typing import NamedTuple
+
+from vitrail.charts.svg import escape
+from vitrail.metrics.pairs import Paired
+from vitrail.reports.answers import Both, answers_of_both
+from vitrail.reports.curves import curves_of_two
+from vitrail.reports.disagreements import disagreements
+from vitrail.reports.page import Cell, Column, Section, absent, page, paragraph, table
+from vitrail.reports.record import Record, Verdict, settings
+from vitrail.reports.reproduce import command
+from vitrail.reports.words import cut, loss_span, many, points, share, span
+
+LUCK = 0.05
+"""A difference that luck makes less often than this is called one."""
+
+
+class Row(NamedTuple):
+    """A number of two runs."""
+
+    name: str
+    values: tuple[float | None, float | None]
+    spans: tuple[str, str] = ("", "")
+    less_is_better: bool = False
+    is_loss: bool = False
+
+
+def compare(one: Record, other: Record) -> str:
+    """Return a page that compares two runs."""
+    names = (f"A: {cut(one.name, 28)}", f"B: {cut(other.name, 28)}")
+    both, why_not = answers_of_both(one, other)
+    sections = [
+        _numbers(one, other, names),
+        _pairs(one, both, why_not),
+        _settings(one, other, names),
+        curves_of_two(one, other, names),
+        _classes(one, other),
+        _again(one, other, names),
+    ]
+    return page(title=f"{one.name} and {other.name}", head=_head(one, other, both), sections=sections)
+
+
+def _head(one: Record, other: Record, both: Both | None) -> str:
+    who = f"A is <strong>{escape(one.name)}</strong>, B is <strong>{escape(other.name)}</strong>"
+    above = f'<p class="over-title">{who}</p>'
+    a, b = one.verdict, other.verdict
+    if a is None or b is None:
+        why = " ".join(f"{run.name}: {run.why_no_verdict}" for run in (one, other) if run.verdict is None)
+        return f'{above}<h1>Not both runs have a verdict yet</h1><p class="lead">{escape(why)}</p>'
+    shares = f"{share(a.top1)} against {share(b.top1)}"
+    if both is not None:
+        title = f"{_which(both.paired)}: {shares}"
+        lead = _statement(both.paired)
+    else:
+        apart = a.top1_interval[1] < b.top1_interval[0] or b.top1_interval[1] < a.top1_interval[0]
+        better = "B" if b.top1 > a.top1 else "A"
+        title = f"{better} is better: {shares}" if apart else f"No clear difference: {shares}"
+        lead = "Their intervals do not touch." if apart else "Their 95% intervals overlap."
+    return f'{above}<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
+
+
+def _which(result: Paired) -> str:
+    if result.chance >= LUCK:
+        return "No clear difference"
+    return "B is better" if result.difference > 0 else "A is better"
+
+
+def _statement(result: Paired) -> str:
+    """Say what the same pictures tell."""
+    alone = f"A alone is right on {result.only_first:,} and B alone on {result.only_second:,}"
+    if not result.only_first + result.only_second:
+        return f"On the same {many(result.pictures, 'picture')} both are right and wrong on exactly the same ones."
+    luck = f"By luck alone, so uneven a split comes {_often(result.chance)}"
+    so = "so this is a difference" if result.chance < LUCK else "so this says little about which is better"
+    return f"On the same {many(result.pictures, 'picture')}, {alone}. {luck}, {so} (McNemar, exact)."
+
+
+def _often(chance: float) -> str:
+    return "less than once in 1,000 times" if chance < 0.001 else f"in {100 * chance:.2g}% of cases"
+
+
+def _numbers(one: Record, other: Record, names: tuple[str, str]) -> Section:
+    title = "The numbers"
+    a, b = one.verdict, other.verdict
+    if a is None or b is None:
+        return Section("result", "Numbers", title, absent("A run without a verdict has no numbers to compare."))
+    columns = [Column(""), *(Column(name, number=True) for name in names), Column("B − A", number=True)]
+    rows = [_number_row(row) for row in _rows(a, b)]
+    notes = ""
+    if a.pictures != b.pictures or a.classes != b.classes:
+        notes = paragraph(
+            f"A was judged by {many(a.pictures, 'picture')} of {many(len(a.classes), 'class', 'classes')}, B by "
+            f"{many(b.pictures, 'picture')} of {many(len(b.classes), 'class', 'classes')}.",
+            "warn",
+        )
+    return Section("result", "Numbers", title, notes + table(columns, rows, caption=title, sortable=False))
+
+
+def _rows(a: Verdict, b: Verdict) -> list[Row]:
+    losses = (loss_span(a.loss_interval), loss_span(b.loss_interval))
+    return [
+        Row("Accuracy", (a.top1, b.top1), (span(a.top1_interval), span(b.top1_interval))),
+        Row("Among the first five", (a.top5, b.top5)),
+        Row("Macro F1", (a.macro_f1, b.macro_f1), (span(a.macro_f1_interval), span(b.macro_f1_interval))),
+        Row("Balanced accuracy", (a.balanced_accuracy, b.balanced_accuracy)),
+        Row("Log loss", (a.loss, b.loss), losses, less_is_better=True, is_loss=True),
+        Row("Calibration error", (a.ece, b.ece), less_is_better=True),
+    ]
+
+
+def _number_row(row: Row) -> list[Cell]:
+    def said(value: float | None, interval: str) -> Cell:
+        number = "–" if value is None else f"{value:.3f}" if row.is_loss else share(value)
+        return Cell(f'{number}<br><span class="quiet small">{interval}</span>' if interval else number)
+
+    first, second = row.values
+    difference = Cell("–")
+    if first is not None and second is not None:
+        apart = second - first
+        sign = "" if abs(apart) < 5e-4 else "up" if (apart < 0) == row.less_is_better else "down"
+        shown = f"{apart:+.3f}".replace("-", "\N{MINUS SIGN}") if row.is_loss else points(apart)
+        difference = Cell(f'<span class="{sign}">{shown}</span>' if sign else shown)
+    return [Cell(row.name), said(first, row.spans[0]), said(second, row.spans[1]), difference]
+
+
+def _pairs(one: Record, both: Both | None, why_not: str) -> Section:
+    title = "On the same pictures"
+    if both is None:
+        return Section("pairs", "Pictures", title, absent(why_not))
+    result = both.paired
+    low, high = result.interval
+    columns = [Column(""), Column("B right", number=True), Column("B wrong", number=True)]
+    rows = [
+        [Cell("A right"), Cell(f"{result.both:,}"), Cell(f"{result.only_first:,}")],
+        [Cell("A wrong"), Cell(f"{result.only_second:,}"), Cell(f"{result.neither:,}")],
+    ]
+    said = paragraph(_statement(result)) + paragraph(
+        f"B − A is {points(result.difference)} percentage points, 95% interval {points(low)} to {points(high)}."
+    )
+    counted = table(columns, rows, caption=title, sortable=False)
+    body = f'<div class="pair"><div>{said}</div><div>{counted}</div></div>{disagreements(one, both)}'
+    return Section("pairs", "Pictures", title, body)
+
+
+def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
+    title = "What was set otherwise"
+    there, here = settings(one.recipe), settings(other.recipe)
+    rows = [
+        [Cell(f"<code>{escape(name)}</code>"), _setting(there, name), _setting(here, name)]
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
+    if one.data != other.data:
+        rows.insert(0, [Cell("data"), Cell(escape(one.data)), Cell(escape(other.data))])
+    if one.origin.get("start") != other.origin.get("start"):
+        begun = [Cell(escape(_beginning(run))) for run in (one, other)]
+        rows.insert(0, [Cell("began with"), *begun])
+    if not rows:
+        return Section(
+            "settings", "Settings", title, paragraph("Nothing: both have the same recipe and the same data.")
+        )
+    columns = [Column("Setting"), *(Column(name) for name in names)]
+    return Section("settings", "Settings", title, table(columns, rows, caption=title))
+
+
+def _beginning(run: Record) -> str:
+    start = str(run.origin.get("start", ""))
+    return f"{run.provenance.get('source', 'a model')} ({start[:8]})" if start else "fresh weights"
+
+
+def _setting(found: dict[str, object], name: str) -> Cell:
+    if name not in found:
+        return Cell('<span class="quiet">not set</span>')
+    return Cell(f"<code>{escape(str(found[name]))}</code>")
+
+
+def _classes(one: Record, other: Record) -> Section:
+    title = "Classes that changed most"
+    a, b = one.verdict, other.verdict
+    if a is None or b is None:
+        return Section("classes", "Classes", title, absent("A run without a verdict has no classes to compare."))
+    before = {row.name: row for row in a.per_class}
+    shared = [(before[row.name], row) for row in b.per_class if row.name in before]
+    found = [(x, y, y.recall - x.recall) for x, y in shared if x.recall is not None and y.recall is not None]
+    if not found:
+        return Section("classes", "Classes", title, absent("The two runs have no class in common."))
+    found.sort(key=lambda row: -abs(row[2]))
+    rows = [
+        [
+            Cell(escape(x.name)),
+            Cell(share(x.recall), x.recall),
+            Cell(share(y.recall), y.recall),
+            Cell(_coloured(change), change),
+            Cell(f"{y.pictures:,}", y.pictures),
+        ]
+        for x, y, change in found
+    ]
+    columns = [
+        Column("Class"),
+        Column("Recall, A", number=True),
+        Column("Recall, B", number=True),
+        Column("B − A, points", number=True),
+        Column("Pictures", number=True),
+    ]
+    return Section("classes", "Classes", title, table(columns, rows, caption=title))
+
+
+def _coloured(change: float) -> str:
+    kind = "up" if change > 0 else "down" if change < 0 else "quiet"
+    return f'<span class="{kind}">{points(change)}</span>'
+
+
+def _again(one: Record, other: Record, names: tuple[str, str]) -> Section:
+    body = "".join(
+        f'<h3>{escape(name)}</h3><pre class="wrap"><code>{escape(command(run))}</code></pre>'
+        for name, run in zip(names, (one, other), strict=True)
+    )
+    return Section("reproduce", "Making them again", "Making them again", body)

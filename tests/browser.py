@@ -1,0 +1,30 @@
+"""A real Chromium for tests of pages; `scripts/install-chromium` puts one on a machine."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Start the browser of this machine. Only where there is none is a test left out, and in CI that is a failure."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        missing = "there is no Chromium on this machine; run scripts/install-chromium"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()

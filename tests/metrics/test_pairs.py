@@ -1,0 +1,27 @@
+"""Two classifiers on the same pictures, against scipy's binomial test and by hand."""
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from vitrail.errors import InputError
+from vitrail.metrics.pairs import exact_mcnemar, paired
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 7), (5, 5), (40, 61), (3000, 2800), (0, 5000)])
+def test_chance_is_that_of_the_exact_binomial_test(a: int, b: int) -> None:
+    expected = binomtest(a, a + b, 0.5).pvalue if a + b else 1.0
+    assert exact_mcnemar(a, b) == pytest.approx(expected, rel=1e-8, abs=1e-300)
+
+
+def test_counts_and_difference() -> None:
+    first, second = np.array([1, 1, 1, 0, 0], bool), np.array([1, 0, 1, 1, 1], bool)
+    result = paired(first, second)
+    assert (result.both, result.only_first, result.only_second, result.neither) == (2, 1, 2, 0)
+    assert result.difference == pytest.approx(0.2)
+    assert result.interval.low <= 0.2 <= result.interval.high
+
+
+def test_other_pictures_are_refused() -> None:
+    with pytest.raises(InputError, match="same pictures"):
+        paired(np.zeros(3, bool), np.zeros(4, bool))

@@ -1,0 +1,27 @@
+"""Two runs that all tests of reports share. Who changes one takes a copy."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.reports.runs import pictures, tiny_run
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pictures(tmp_path_factory.mktemp("reports") / "data")
+
+
+@pytest.fixture(scope="session")
+def run(data: Path) -> Path:
+    return tiny_run(data, data.parents[1] / "a <i>run & more").folder
+
+
+@pytest.fixture(scope="session")
+def other_run(data: Path) -> Path:
+    return tiny_run(data, data.parents[1] / "other", "optimizer.lr=0.01", "epochs=6").folder
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(run, tmp_path / "copy")

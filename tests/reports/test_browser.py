@@ -1,0 +1,139 @@
+"""A report in a real Chromium: nothing is fetched, nothing complains, everything shows, also on a phone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tests.browser import chromium
+from tests.reports.runs import CLASSES, EVIL
+
+from vitrail.reports.report import report
+
+PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def files(run: Path, other_run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    return {
+        "one": report(run, out=folder / "one.html"),
+        "two": report(run, other_run, folder / "two.html"),
+    }
+
+
+class Opened(NamedTuple):
+    """A page, and all that it asked for and complained about."""
+
+    page: Any
+    requests: list[str]
+    complaints: list[str]
+
+
+@pytest.fixture
+def opened(browser: Any, files: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[Opened]:
+    which, viewport, scheme = request.param
+    context = browser.new_context(viewport=viewport, color_scheme=scheme)
+    page = context.new_page()
+    requests: list[str] = []
+    complaints: list[str] = []
+    page.on("request", lambda one: requests.append(one.url))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("dialog", lambda dialog: complaints.append(f"dialog {dialog.message}"))
+    page.goto(files[which].as_uri())
+    yield Opened(page, requests, complaints)
+    context.close()
+
+
+EVERYWHERE = [
+    (which, size, scheme) for which in ("one", "two") for size in (PHONE, DESKTOP) for scheme in ("light", "dark")
+]
+
+
+@pytest.mark.parametrize(
+    "opened", EVERYWHERE, indirect=True, ids=lambda case: f"{case[0]}-{case[1]['width']}-{case[2]}"
+)
+def test_it_shows_whole_and_asks_for_nothing(opened: Opened) -> None:
+    page = opened.page
+    assert page.evaluate("document.images.length") > 0
+    assert page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth).length") == 0
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+    assert page.evaluate("document.querySelectorAll('svg.chart').length") >= 4
+    assert opened.complaints == []
+    asked = [url for url in opened.requests if not url.startswith("data:")]
+    assert len(asked) == 1, "only the file itself"
+    assert asked[0].startswith("file:")
+
+
+@pytest.mark.parametrize("opened", [("one", DESKTOP, "light")], indirect=True)
+def test_a_name_that_looks_like_a_script_shows_as_text(opened: Opened) -> None:
+    cells = opened.page.locator("#classes tbody th").all_inner_texts()
+    assert sorted(cells) == sorted(CLASSES)
+    assert opened.page.locator("script").count() == 1
+    assert opened.page.get_by_text(EVIL).first.is_visible()
+
+
+@pytest.mark.parametrize("opened", [("one", DESKTOP, "light")], indirect=True)
+def test_tables_are_sorted_by_click_and_by_key(opened: Opened) -> None:
+    page = opened.page
+
+    def column(number: int) -> list[str]:
+        found: list[str] = page.locator(f"#classes tbody tr > :nth-child({number})").all_inner_texts()
+        return found
+
+    def direction() -> Any:
+        return page.locator("#classes th", has=recall).get_attribute("aria-sort")
+
+    recall = page.get_by_role("button", name="Recall", exact=True)
+    recall.click()
+    found = [float(text.rstrip("%")) for text in column(3)]
+    assert found == sorted(found, reverse=True)
+    assert direction() == "descending"
+    recall.press("Enter")
+    found = [float(text.rstrip("%")) for text in column(3)]
+    assert found == sorted(found)
+    assert direction() == "ascending"
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Space")
+    pictures = [int(text) for text in column(2)]
+    assert pictures == sorted(pictures, reverse=True)
+    assert direction() is None
+    page.locator("#classes").get_by_role("button", name="Class", exact=True).click()
+    assert column(1) == [EVIL, "plain", CLASSES[1]]
+
+
+@pytest.mark.parametrize("opened", [("one", DESKTOP, "dark")], indirect=True)
+def test_dark_is_dark_and_paper_is_white(opened: Opened) -> None:
+    def light(variable: str) -> float:
+        script = "v => getComputedStyle(document.querySelector('svg.chart')).getPropertyValue(v)"
+        colour = opened.page.evaluate(script, variable).strip().lstrip("#")
+        return sum(int(colour[place : place + 2], 16) for place in (0, 2, 4)) / 765
+
+    assert light("--chart-ink") > 0.7
+    opened.page.emulate_media(media="print")
+    assert light("--chart-ink") < 0.3
+    assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert opened.page.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+
+
+@pytest.mark.parametrize("opened", [("one", DESKTOP, "light")], indirect=True)
+def test_it_prints(opened: Opened) -> None:
+    printed = opened.page.pdf()
+    assert printed.startswith(b"%PDF")
+    assert opened.page.evaluate("document.querySelector('details').open"), "the recipe is printed, too"
+
+
+@pytest.mark.parametrize("opened", [("one", PHONE, "light")], indirect=True)
+def test_what_is_wide_scrolls_in_a_box_that_the_keyboard_reaches(opened: Opened) -> None:
+    boxes = opened.page.locator(".box")
+    assert boxes.count() >= 3
+    for box in boxes.all():
+        assert box.get_attribute("tabindex") == "0"
+        assert box.get_attribute("aria-label")

@@ -1,0 +1,97 @@
+"""Two runs side by side: the numbers of both, and what the same pictures tell."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tests.reports.runs import CLASSES
+from tests.reports.test_report import Page
+
+from vitrail.metrics.pairs import paired
+from vitrail.reports.answers import answers_of_both
+from vitrail.reports.compare import _statement
+from vitrail.reports.record import read_run
+from vitrail.reports.report import report
+from vitrail.reports.words import share
+
+
+@pytest.fixture(scope="module")
+def page(run: Path, other_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return Page(report(run, other_run, tmp_path_factory.mktemp("compare") / "both.html"))
+
+
+def test_both_numbers_are_there_with_their_names(page: Page, run: Path, other_run: Path) -> None:
+    for folder in (run, other_run):
+        verdict = json.loads((folder / "verdict.json").read_text())
+        assert share(verdict["top1"]) in page.sections["result"]
+        assert folder.name in page.sections["result"]
+
+
+def test_the_settings_that_differ_are_listed_and_no_others(page: Page) -> None:
+    text = page.sections["settings"]
+    assert "optimizer.lr" in text
+    assert "epochs" in text
+    assert "model.width" not in text
+
+
+def test_the_same_pictures_are_compared_one_by_one(page: Page, run: Path, other_run: Path) -> None:
+    right = [
+        np.array(pq.read_table(folder / "held_out.parquet", columns=["correct"])["correct"])
+        for folder in (run, other_run)
+    ]
+    only_a, only_b = int((right[0] & ~right[1]).sum()), int((~right[0] & right[1]).sum())
+    assert only_a + only_b, "the runs are meant to differ"
+    assert f"A alone is right on {only_a} and B alone on {only_b}" in " ".join(page.sections["pairs"].split())
+    shown = page.all("img")
+    assert len(shown) == min(6, only_a) + min(6, only_b)
+
+
+def test_classes_that_changed_are_in_the_order_of_the_change(page: Page) -> None:
+    for name in CLASSES:
+        assert name in page.sections["classes"]
+    keys = [float(cell["data-key"] or 0) for cell in page.all("td") if cell.get("data-key")]
+    changes = keys[2::4]
+    assert len(changes) == 3
+    assert changes == sorted(changes, key=abs, reverse=True)
+
+
+def test_other_pictures_are_not_compared_one_by_one(run: Path, copy: Path) -> None:
+    table = pq.read_table(copy / "held_out.parquet")
+    pq.write_table(table.slice(1), copy / "held_out.parquet")
+    both, why = answers_of_both(read_run(run), read_run(copy))
+    assert both is None
+    assert "judged by different pictures" in why
+    assert "judged by different pictures" in Page(report(run, copy, copy / "both.html")).sections["pairs"]
+
+
+def test_what_is_missing_in_either_is_said(run: Path, copy: Path, tmp_path: Path) -> None:
+    (copy / "held_out.parquet").unlink()
+    assert "has no held_out.parquet" in Page(report(run, copy, tmp_path / "a.html")).sections["pairs"]
+    (copy / "held_out.parquet").write_bytes(b"PAR1 no")
+    assert "cannot be read" in Page(report(run, copy, tmp_path / "a.html")).sections["pairs"]
+    (copy / "verdict.json").unlink()
+    page = Page(report(copy, run, tmp_path / "a.html"))
+    assert "Not both runs have a verdict yet" in page.sections[""]
+    shutil.copy(run / "verdict.json", copy / "verdict.json")
+
+
+def test_a_run_is_as_good_as_itself(run: Path, tmp_path: Path) -> None:
+    page = Page(report(run, run, tmp_path / "same.html"))
+    assert "No clear difference" in page.sections[""]
+    assert "right and wrong on exactly the same ones" in page.sections["pairs"]
+    assert "Nothing: both have the same recipe" in page.sections["settings"]
+
+
+def test_the_statement_calls_luck_luck() -> None:
+    first, second = np.zeros(40, bool), np.zeros(40, bool)
+    second[:3] = True
+    assert "says little" in _statement(paired(first, second))
+    second[:12] = True
+    assert "less than once in 1,000 times, so this is a difference" in _statement(paired(first, second))
+
+
+def test_by_default_the_file_names_both(copy: Path, other_run: Path) -> None:
+    assert report(copy, other_run) == copy / "report-and-other.html"

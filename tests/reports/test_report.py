@@ -1,0 +1,280 @@
+"""A report tells what the run's files say, whatever is missing in them, and is one file that trusts no name."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.reports.runs import CLASSES, EVIL, TINY, tiny_run
+
+import vitrail
+from vitrail.__main__ import main
+from vitrail.data.sources.source import Arrays
+from vitrail.errors import ConfigError
+from vitrail.evaluation import Predictions, measure
+from vitrail.reports.record import read_run
+from vitrail.reports.report import report, report_of_finished
+from vitrail.reports.words import share, span
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, and its text by section."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.html = path.read_text(encoding="utf-8")
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.sections: dict[str, str] = {"": ""}
+        self.section = ""
+        self.hidden = 0
+        self.feed(self.html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.hidden += tag in ("script", "style")
+        if tag == "section":
+            self.section = dict(attrs)["id"] or ""
+            self.sections[self.section] = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self.hidden -= tag in ("script", "style")
+        if tag == "section":
+            self.section = ""
+
+    def handle_data(self, data: str) -> None:
+        if not self.hidden:
+            self.sections[self.section] += f"{data} "
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return Page(report(run, out=tmp_path_factory.mktemp("page") / "report.html"))
+
+
+def test_the_page_needs_nothing_else(page: Page) -> None:
+    assert len(page.html) < 8_000_000
+    for tag in ("link", "iframe", "object", "embed", "base", "form"):
+        assert page.all(tag) == []
+    assert all((image["src"] or "").startswith("data:image/") for image in page.all("img"))
+    assert all((link["href"] or "").startswith("#") for link in page.all("a"))
+    assert "url(" not in page.html
+    assert "@import" not in page.html
+
+
+def test_only_our_own_script_and_style_may_run(page: Page) -> None:
+    policy = next(m["content"] for m in page.all("meta") if m.get("http-equiv") == "Content-Security-Policy") or ""
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        found = re.findall(rf"<{tag}>(.*?)</{tag}>", page.html, re.DOTALL)
+        assert len(found) == 1
+        digest = base64.b64encode(hashlib.sha256(found[0].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    # With such a policy these would be refused, and tell of themselves on the console.
+    assert not [attributes for _, attributes in page.elements if "style" in attributes]
+    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+
+
+def test_names_are_text(page: Page) -> None:
+    assert len(page.all("script")) == 1
+    assert page.all("i") == [], "the run's name is no markup"
+    for name in CLASSES:
+        assert name in page.sections["classes"]
+    assert "a <i>run & more" in page.sections[""]
+
+
+def test_the_head_says_how_good_the_model_is(page: Page, run: Path) -> None:
+    verdict = json.loads((run / "verdict.json").read_text())
+    low, high = verdict["top1_interval"]
+    text = " ".join(page.sections[""].split())
+    assert f"Right on {share(verdict['top1'])} of {verdict['pictures']} held-out pictures" in text
+    assert f"between {share(low)} and {share(high)}" in text
+    assert f"95% interval {span(tuple(verdict['macro_f1_interval']))}" in page.sections["result"]
+
+
+def test_each_part_is_there(page: Page, run: Path) -> None:
+    assert list(page.sections) == [
+        "", "result", "mistakes", "classes", "confusion", "calibration", "curves", "inside", "data", "reproduce",
+    ]  # fmt: skip
+    marks = {element["id"] for element in page.all("section")}
+    assert {(link["href"] or "")[1:] for link in page.all("a")} == marks, "every part is linked to"
+    titles = page.html
+    for title in ("Loss", "Accuracy", "Learning rate", "Gradient norm", "Confusion matrix", "Reliability"):
+        assert f'aria-label="{title}"' in titles
+    weights = hashlib.sha256((run / "best" / "model.safetensors").read_bytes()).hexdigest()
+    assert weights in page.sections["reproduce"]
+    assert "vitrail train" in page.sections["reproduce"]
+    assert "90 pictures in 3 classes" in page.sections["data"]
+    assert "How far each head looks" in page.sections["inside"]
+
+
+def test_each_mistake_has_its_picture_and_a_map(page: Page, run: Path) -> None:
+    worst = json.loads((run / "verdict.json").read_text())["worst"][:12]
+    assert worst, "the pictures are meant to be hard"
+    saw = [image["alt"] or "" for image in page.all("img")]
+    assert sum(alt.endswith("as the model saw it") for alt in saw) == len(worst)
+    assert [alt.removeprefix("what spoke for ") for alt in saw if alt.startswith("what spoke")] == [
+        mistake["predicted"] for mistake in worst
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "section", "said"),
+    [
+        ("verdict.json", "", "Not finished: step 16"),
+        ("verdict.json", "result", "So far the best on the val part"),
+        ("verdict.json", "confusion", "nothing has been measured on held-out pictures yet"),
+        ("check.json", "data", "check.json is not there"),
+        ("held_out.parquet", "reproduce", "is not there; pip install 'vitrail[train]' adds it"),
+        ("metrics.jsonl", "curves", "holds no steps"),
+        ("split.json", "mistakes", "does not say where it is"),
+        ("origin.json", "inside", "does not say where it is"),
+        ("best/model.safetensors", "inside", "The best model cannot be opened"),
+    ],
+)
+def test_what_is_missing_is_said_in_its_place(copy: Path, file: str, section: str, said: str) -> None:
+    (copy / file).unlink()
+    assert said in " ".join(Page(report(copy)).sections[section].split())
+
+
+@pytest.mark.parametrize("file", ["verdict.json", "check.json"])
+@pytest.mark.parametrize("content", ["{", "[]", '{"verdict": "from another version"}'])
+def test_damaged_files_are_said_too(copy: Path, file: str, content: str) -> None:
+    (copy / file).write_text(content)
+    section = {"verdict.json": "result", "check.json": "data"}[file]
+    assert f"{file} " in Page(report(copy)).sections[section]
+
+
+def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> None:
+    origin = json.loads((copy / "origin.json").read_text())
+    (copy / "origin.json").write_text(json.dumps({**origin, "data": str(tmp_path / "moved.csv")}))
+    gone = Page(report(copy))
+    assert "The pictures cannot be shown" in gone.sections["mistakes"]
+    assert "taken for" in gone.sections["mistakes"], "what is known of the mistakes is still told"
+    (copy / "origin.json").write_text(json.dumps(origin))
+    verdict = json.loads((copy / "verdict.json").read_text())
+    verdict["worst"][0]["name"] = "somewhere/else.png"
+    (copy / "verdict.json").write_text(json.dumps(verdict))
+    assert "another picture is in its place" in Page(report(copy)).sections["mistakes"]
+
+
+def test_without_held_out_pictures_the_head_warns(data: Path, tmp_path: Path) -> None:
+    folder = tiny_run(data, tmp_path / "all", "data.val=0", "data.test=0", "epochs=1").folder
+    head = Page(report(folder)).sections[""]
+    assert "90 training pictures" in head
+    assert "No picture was held out" in head
+
+
+def test_without_a_test_part_the_head_warns(data: Path, tmp_path: Path) -> None:
+    folder = tiny_run(data, tmp_path / "val", "data.val=0.3", "data.test=0", "epochs=1").folder
+    assert "selected on these same pictures" in Page(report(folder)).sections[""]
+
+
+def test_digits_are_built_in(tmp_path: Path) -> None:
+    folder = vitrail.train(
+        changes=["model.stem=conv", "model.width=16", "model.depth=1", "model.heads=1", "epochs=1"],
+        folder=tmp_path / "digits", device="cpu", workers=0, quiet=True,
+    ).folder  # fmt: skip
+    page = Page(folder / "report.html")
+    assert sum((image["alt"] or "").startswith("what spoke") for image in page.all("img")) == 12
+    assert len(page.html) < 8_000_000
+
+
+def test_two_hundred_classes_stay_readable(copy: Path) -> None:
+    generator = np.random.default_rng(0)
+    names = tuple(f"a class with a longer name, number {number}" for number in range(200))
+    labels = np.repeat(np.arange(200), 10)
+    probabilities = generator.dirichlet(np.full(200, 0.02), 2000).astype(np.float32)
+    probabilities[np.arange(2000), labels] += 0.5
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    source = Arrays(np.zeros((2000, 2, 2), np.uint8), labels, names)
+    measured = measure(Predictions(probabilities, labels, np.arange(2000)), source)
+    (copy / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    page = Page(report(copy))
+    assert len(page.html) < 2_000_000
+    assert "Classes go by their numbers in the table above" in page.sections["confusion"]
+    assert "No." in page.sections["classes"]
+    assert all(name in page.sections["classes"] for name in names)
+
+
+def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    for place, words in (
+        (tmp_path, "no recipe.toml"),
+        (tmp_path / "nowhere", "there is no"),
+        (tmp_path / "sweep", "holds a sweep"),
+        (copy / "best", "name the run itself"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            report(place)
+
+
+def test_only_a_report_is_written_over(copy: Path, tmp_path: Path) -> None:
+    assert report(copy) == report(copy) == copy / "report.html"
+    letter = tmp_path / "letter.html"
+    letter.write_text("dear")
+    for target, words in (
+        (letter, "is no report"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "no" / "where.html", "there is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            report(copy, out=target)
+    assert letter.read_text() == "dear"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "letter.html"]
+
+
+def call(*words: str) -> int | str | None:
+    """Run the command in this process; another one would spend its time on importing torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["vitrail", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return ended.value.code
+
+
+def test_the_command_says_where_the_report_is(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("report", str(copy), "--out", str(tmp_path / "page.html")) == 0
+    assert capsys.readouterr().out == f"the report is {tmp_path / 'page.html'}\n"
+    assert call("report", str(tmp_path)) == 2
+    refused = capsys.readouterr()
+    assert (refused.out, refused.err.count("\n")) == ("", 1)
+
+
+def test_training_ends_with_the_report_and_does_not_fail_for_it(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(data), "--run", str(tmp_path / "run"), "--device", "cpu", "--workers", "0"]
+    words += [word for change in (*TINY, "epochs=1") for word in ("--set", change)]
+    target = tmp_path / "run" / "report.html"
+    assert call(*words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"the report is {target}"
+    assert EVIL in Page(target).sections["classes"]
+    target.unlink()
+    target.mkdir()  # nothing can be written in its place
+    assert call(*words) == 0
+    assert f"there is no report, because {target} is a folder" in capsys.readouterr().err
+
+
+def test_whatever_a_report_meets_it_is_a_sentence(copy: Path) -> None:
+    shutil.rmtree(copy / "best")
+    (copy / "recipe.toml").unlink()
+    path, said = report_of_finished(copy)
+    assert path is None
+    assert said.startswith("there is no report, because")
+
+
+def test_a_candidate_that_lost_says_why_it_has_no_verdict(copy: Path) -> None:
+    (copy / "verdict.json").unlink()
+    (copy / "candidate.json").write_text("{}")
+    assert "candidate of a sweep" in read_run(copy).why_no_verdict
