@@ -64,6 +64,17 @@ def test_packed_bf16_is_as_near_as_autocast_is() -> None:
     assert packed < 3 * usual
 
 
+@pytest.mark.parametrize(("kind", "shape"), [("plain", 1), ("mean_of_all", 8)])
+def test_the_last_block_computes_what_the_head_reads(kind: str, shape: int) -> None:
+    made, pictures = bundle(kind), pixels(2)
+    packed = pack(made.model, torch.float32)
+    seen: list[int] = []
+    packed.blocks[-1].register_forward_hook(lambda _, __, tokens: seen.append(tokens.shape[1]))
+    found = eager(Bundle(packed, made.preprocess), pictures)
+    assert seen == [shape]
+    assert relative_error(found, eager(made, pictures)) < 1e-5
+
+
 # ── lanes ──
 
 

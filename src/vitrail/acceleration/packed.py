@@ -2,7 +2,8 @@
 
 torch hands oneDNN a matrix as it lies in memory, and each product first puts it into blocks; here that is done once.
 The activation, and the addition of a branch to its residual, happen while the product's result is still at hand, and
-the residual stream stays in the low precision. The model's definition is not touched: a copy's blocks are replaced.
+the residual stream stays in the low precision. Where the head reads one token only, the last block computes that token
+only. The model's definition is not touched: a copy's blocks are replaced.
 
 The operators are those that torch's own compiler calls, so they are there wherever torch is built with oneDNN.
 """
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.models.blocks import Block, LayerScale, Mlp, gelu_tanh
+from vitrail.models.config import ViTConfig
 from vitrail.models.position import Places
 from vitrail.models.vit import ViT
 
@@ -56,6 +58,7 @@ class PackedBlock(nn.Module):
     def __init__(self, block: Block, dtype: torch.dtype, *, last: bool) -> None:
         super().__init__()
         self.block, self.dtype, self.last = block, dtype, last
+        self.read = token_read(block.config) if last else None
         attention, mlp = block.attn, block.mlp
         self.proj = _packed(attention.proj, dtype, block.ls1)
         self.fc2 = _packed(mlp.fc2, dtype, block.ls2)
@@ -78,11 +81,21 @@ class PackedBlock(nn.Module):
 
     def _attended(self, residual: Tensor, x: Tensor, places: Places) -> Tensor:
         query, key, value, _ = self.block.attn.project(x, places)
+        if self.read is not None:
+            here = slice(self.read, self.read + 1)
+            residual, query = residual[:, here].contiguous(), query[:, :, here]
         heads = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         return self.proj.added_to(residual, heads)
 
     def _thought(self, residual: Tensor, x: Tensor) -> Tensor:
         return self.fc2.added_to(residual, _activated(self.fc1, self.block.mlp, x))
+
+
+def token_read(config: ViTConfig) -> int | None:
+    """Return the one token that the head reads; None where it reads several. Nobody sees what becomes of the others."""
+    if config.pool != "cls" or config.distillation_token:
+        return None
+    return 0 if config.class_token == "first" else config.tokens - 1
 
 
 def can_pack(model: ViT, dtype: torch.dtype) -> bool:
