@@ -13,7 +13,8 @@ from torch import nn
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.writing import recover
-from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
+from vitrail.data.batches import Batch, Evaluation, Training, evaluation_batches, training_batches
+from vitrail.data.resident import Resident
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts
 from vitrail.data.stream import Share, Stream
@@ -149,11 +150,7 @@ class _Run:
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
         with requests_to_stop() as asked:
-            for batch, waited in _timed(
-                training_batches(
-                    self.training, progress.step, plan.steps, workers=self.where.workers, pin=self._on_cuda()
-                )
-            ):
+            for batch, waited in _timed(self._batches(progress.step)):
                 self._note_bad(batch.bad)
                 rate = self._rate(progress.step)
                 began = time.monotonic()
@@ -174,6 +171,13 @@ class _Run:
                     break
                 if stop:
                     raise Stopped(stop)
+
+    def _batches(self, first: int) -> Iterator[Batch]:
+        """Give the batches from a step on."""
+        steps, workers = self.plan.steps, self.where.workers
+        if self.plan.recipe.data.on_device:
+            return Resident(self.training, self.where.device, workers).batches(first, steps)
+        return training_batches(self.training, first, steps, workers=workers, pin=self._on_cuda())
 
     def _tired(self) -> bool:
         """Say whether the val part has not become better for as long as patience lasts."""

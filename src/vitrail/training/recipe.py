@@ -56,6 +56,8 @@ class DataPart(Frozen):
     """How often a batch shows the same picture, each time cut anew."""
     cache: Positive | None = None
     """Keep pictures decoded, with so many pixels along the shorter side. None: read the files."""
+    on_device: bool = False
+    """Keep all training pictures on the device and vary them there: for small pictures, where reading is the bound."""
     bad_files: BadFiles = "skip"
 
 

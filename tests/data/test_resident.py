@@ -1,0 +1,75 @@
+"""Pictures that live on the device are those of the stream."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.mixing import Mixing
+from vitrail.data.batches import Training, training_batches
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.resident import Resident
+from vitrail.data.sources.opening import open_source
+from vitrail.data.stream import Share, Stream
+from vitrail.errors import ConfigError, DataError
+
+CPU = torch.device("cpu")
+
+
+def training(folder: Path, share: Share | None = None, bad_files: str = "skip") -> Training:
+    source = open_source(folder)
+    augmentation = Augmentation(crop="padded", flip=0.5, erasing=0.5)
+    parts = Share(0, 1) if share is None else share
+    return Training(
+        source, Stream(len(source), 4, 7), Preprocess(size=(8, 8)), augmentation, Mixing(cutmix=1.0), parts, bad_files
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            Image.fromarray(generator.integers(0, 256, (8, 8, 3), np.uint8)).save(tmp_path / name / f"{number}.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_those_made_from_files(folder: Path, workers: int) -> None:
+    data = training(folder)
+    found = list(Resident(data, CPU, workers).batches(3, 9))
+    expected = list(training_batches(data, 3, 9, workers=0))
+    assert len(found) == len(expected) == 6
+    for one, other in zip(found, expected, strict=True):
+        for name in ("pixels", "labels", "indices", "share", "box"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_a_part_of_several_processes(folder: Path) -> None:
+    whole = next(iter(Resident(training(folder), CPU, 0).batches(2, 3)))
+    parts = [next(iter(Resident(training(folder, Share(part, 2)), CPU, 0).batches(2, 3))) for part in range(2)]
+    assert torch.equal(torch.cat([part.pixels for part in parts]), whole.pixels)
+
+
+def test_bad_files_are_replaced_and_told_once(folder: Path) -> None:
+    (folder / "a" / "1.png").write_text("no picture")
+    data = training(folder)
+    found = list(Resident(data, CPU, 0).batches(0, 10))
+    expected = list(training_batches(data, 0, 10, workers=0))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.pixels, other.pixels)
+        assert torch.equal(one.indices, other.indices)
+        assert torch.equal(one.labels, other.labels)
+    assert [len(batch.bad) for batch in found] == [1] + [0] * 9
+    with pytest.raises(DataError, match=r"1\.png"):
+        Resident(training(folder, bad_files="refuse"), CPU, 0)
+
+
+def test_what_cannot_live_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
+    with pytest.raises(ConfigError, match="10 pictures of 8×8 pixels are too many to live on the device"):
+        Resident(training(folder), CPU, 0)
