@@ -8,7 +8,7 @@ from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Affine, Augmentation, Jitter, Plan
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.on_device import apply_all, check_on_device
-from vitrail.data.augmentation.randaugment import BIG_VISION, USUAL, Operation, RandAugment, usual_magnitude
+from vitrail.data.augmentation.randaugment import BIG_VISION, USUAL, Operation, RandAugment, draw, usual_magnitude
 from vitrail.errors import ConfigError
 
 SIZE = (24, 32)
@@ -57,7 +57,7 @@ def test_every_operation(name: str) -> None:
         sets = "big_vision" if name not in USUAL or number % 2 else "usual"
         sets = "usual" if name not in BIG_VISION else sets
         settings = RandAugment(layers=1, magnitude=9, operations=sets)
-        tries = (augment.randaugment.draw(settings, SIZE, draws(number, position))[0] for position in range(500))
+        tries = (draw(settings, SIZE, draws(number, position))[0] for position in range(500))
         plans.append(plan._replace(operations=(next(drawn for drawn in tries if drawn.name == name),)))
     # A level that is given and one that is found are never mixed in a run.
     if name == "contrast":

@@ -8,6 +8,7 @@ import numpy as np
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.augmentation.augment import Affine, Augmentation
 from vitrail.data.augmentation.mixing import Mixing
+from vitrail.data.augmentation.on_device import check_on_device
 from vitrail.data.augmentation.randaugment import RandAugment
 from vitrail.data.decode import decode, open_picture
 from vitrail.data.preprocess import Preprocess
@@ -95,6 +96,8 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     rate = _rate(recipe, model, start, choices) if recipe.optimizer.lr is None else recipe.optimizer.lr
     augmentation = _augmentation(facts, choices) if recipe.augmentation is None else recipe.augmentation
     mixing = _mixing(facts, choices) if recipe.mixing is None else recipe.mixing
+    if recipe.data.on_device:
+        check_on_device(augmentation)
     settled = recipe.replace(
         model=_written(model),
         batch="auto" if recipe.batch == "auto" else batch,

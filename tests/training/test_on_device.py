@@ -1,0 +1,32 @@
+"""A run whose pictures live on the device is the run that reads them from files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vitrail.errors import ConfigError
+from vitrail.training.train import train
+
+SMALL = (
+    *("steps=6", "batch=16", "evaluations=1", "model.width=16", "model.depth=1", "model.heads=2", "mixing.mixup=0.5"),
+    *("augmentation.crop=padded", "augmentation.flip=0.5", "augmentation.erasing=0.5"),
+)
+
+
+def weights(folder: Path, *changes: str) -> dict[str, torch.Tensor]:
+    run = train("digits", changes=[*SMALL, *changes], folder=folder, device="cpu", workers=0, quiet=True)
+    return load_file(Path(run.folder) / "last" / "model.safetensors")
+
+
+def test_the_same_weights(tmp_path: Path) -> None:
+    files, resident = (weights(tmp_path / answer, f"data.on_device={answer}") for answer in ("false", "true"))
+    assert files.keys() == resident.keys()
+    assert all(torch.equal(files[name], resident[name]) for name in files)
+
+
+def test_a_crop_that_resizes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="resizes each picture, which is not done on the device"):
+        weights(tmp_path / "run", "data.on_device=true", "augmentation.crop=inception")
+    assert not (tmp_path / "run").exists()
