@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 TILE = 160
 """The longer side of a picture in a grid."""
+LISTED = 20
+"""Pictures in the table, and unreadable ones below it."""
 
 
 def explain(
@@ -45,9 +47,10 @@ def explain(
     from vitrail.data.sources.listing import shown
     from vitrail.errors import DataError
     from vitrail.explanations.explain import Explainer, check_grid
-    from vitrail.explanations.files import plan_outputs
+    from vitrail.explanations.files import ending_of, plan_outputs
     from vitrail.explanations.wanted import Wanted
     from vitrail.inference.listing import list_items
+    from vitrail.reports.words import cut
 
     wanted = Wanted(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
@@ -55,7 +58,7 @@ def explain(
     items = list(list_items(pictures))
     if not items:
         raise DataError(f"there are no pictures in {', '.join(map(shown, pictures))}")
-    ending = method if grid is None else f"{method}-{grid}"
+    ending = ending_of(wanted, target, grid)
     planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
     explainer = Explainer(bundle, wanted, target=target, device=device)
     rows, bad = [], []
@@ -68,13 +71,19 @@ def explain(
             except DataError as error:
                 bad.append(error)
                 continue
-            rows.append((name, *_said(found), str(files.picture)))
+            rows.append((cut(name), *_said(found), str(files.picture)))
     if not rows:
         raise bad[0]
     titles = ("picture", "class", "sure", "written") if explainer.wanted.targeted else ("picture", "written")
-    print_table(titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows], numbers=("sure",))
-    for unread in bad:
+    print_table(
+        titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows[:LISTED]], numbers=("sure",)
+    )
+    if len(rows) > LISTED:
+        typer.echo(f"… and {len(rows) - LISTED:,} more in {out}")
+    for unread in bad[:LISTED]:
         typer.echo(f"left out: {unread}", err=True)
+    if len(bad) > LISTED:
+        typer.echo(f"left out: {len(bad) - LISTED:,} more", err=True)
 
 
 def _write(
