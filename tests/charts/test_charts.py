@@ -94,6 +94,9 @@ def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_room() -> None:
     assert axis.ticks() == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
     assert around([1e-8, 1], log=True).ticks() == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1])
     assert not around([0, 1], log=True).log, "0 has no logarithm"
+    short_stretch = around([2.39, 2.43], log=True).ticks()
+    assert len(short_stretch) > 2, "an axis without numbers says nothing"
+    assert all(2.15 <= tick <= 2.68 for tick in short_stretch)
 
 
 @pytest.mark.parametrize(
