@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -128,30 +129,47 @@ def test_each_mistake_has_its_picture_and_a_map(page: Page, run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "section", "said"),
+    "said",
     [
-        ("verdict.json", "", "Not finished: step 16"),
-        ("verdict.json", "result", "So far the best on the val part"),
-        ("verdict.json", "confusion", "nothing has been measured on held-out pictures yet"),
-        ("check.json", "data", "check.json is not there"),
-        ("held_out.parquet", "reproduce", "is not there; pip install 'vitrail[train]' adds it"),
-        ("metrics.jsonl", "curves", "holds no steps"),
-        ("split.json", "mistakes", "does not say where it is"),
-        ("origin.json", "inside", "does not say where it is"),
-        ("best/model.safetensors", "inside", "The best model cannot be opened"),
+        {
+            "check.json": ("data", "check.json is not there"),
+            "held_out.parquet": ("reproduce", "is not there; pip install 'vitrail[train]' adds it"),
+            "metrics.jsonl": ("curves", "holds no steps"),
+            "split.json": ("mistakes", "does not say where it is"),
+            "best/model.safetensors": ("inside", "The best model cannot be opened"),
+        },
+        {"origin.json": ("inside", "does not say where it is")},
+        {"verdict.json": ("", "Not finished: step 16")},
     ],
+    ids=lambda said: "+".join(said),
 )
-def test_what_is_missing_is_said_in_its_place(copy: Path, file: str, section: str, said: str) -> None:
-    (copy / file).unlink()
-    assert said in " ".join(Page(report(copy)).sections[section].split())
+def test_what_is_missing_is_said_in_its_place(copy: Path, said: dict[str, tuple[str, str]]) -> None:
+    for file in said:
+        (copy / file).unlink()
+    page = Page(report(copy))
+    for section, words in said.values():
+        assert words in " ".join(page.sections[section].split())
+    if "verdict.json" in said:
+        assert "So far the best on the val part" in page.sections["result"]
+        assert "nothing has been measured on held-out pictures yet" in page.sections["confusion"]
 
 
-@pytest.mark.parametrize("file", ["verdict.json", "check.json"])
 @pytest.mark.parametrize("content", ["{", "[]", '{"verdict": "from another version"}'])
-def test_damaged_files_are_said_too(copy: Path, file: str, content: str) -> None:
-    (copy / file).write_text(content)
-    section = {"verdict.json": "result", "check.json": "data"}[file]
-    assert f"{file} " in Page(report(copy)).sections[section]
+def test_damaged_files_are_said_too(copy: Path, content: str) -> None:
+    for file in ("verdict.json", "check.json"):
+        (copy / file).write_text(content)
+    page = Page(report(copy))
+    assert "verdict.json " in page.sections["result"]
+    assert "check.json " in page.sections["data"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"pictures": 0}, {"confusion": [[1]]}, {"per_class": []}, {"classes": ["a", "b"]}], ids=str
+)
+def test_a_verdict_whose_parts_do_not_fit_is_said_too(copy: Path, change: dict[str, object]) -> None:
+    verdict = json.loads((copy / "verdict.json").read_text())
+    (copy / "verdict.json").write_text(json.dumps({**verdict, **change}))
+    assert "is not as this version of vitrail writes it" in read_run(copy).why_no_verdict
 
 
 def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> None:
@@ -179,6 +197,7 @@ def test_without_a_test_part_the_head_warns(data: Path, tmp_path: Path) -> None:
     assert "selected on these same pictures" in Page(report(folder)).sections[""]
 
 
+@pytest.mark.slow
 def test_digits_are_built_in(tmp_path: Path) -> None:
     folder = vitrail.train(
         changes=["model.stem=conv", "model.width=16", "model.depth=1", "model.heads=1", "epochs=1"],
@@ -206,6 +225,43 @@ def test_two_hundred_classes_stay_readable(copy: Path) -> None:
     assert all(name in page.sections["classes"] for name in names)
 
 
+def test_a_name_from_right_to_left_turns_nothing_around(copy: Path) -> None:
+    text = (copy / "verdict.json").read_text(encoding="utf-8")
+    for place, name in enumerate(CLASSES):
+        text = text.replace(json.dumps(name), f'"שלום {place}"')
+    verdict = json.loads(text)
+    verdict["worst"][0]["name"] = "photos/שלום/5.png"
+    (copy / "verdict.json").write_text(json.dumps(verdict), encoding="utf-8")
+    html = Page(report(copy)).html
+    assert re.search('<bdi>שלום .</bdi> <span class="quiet">×', html), "the count stands behind the name"
+    assert "<bdi>photos</bdi>/<bdi>שלום</bdi>/<bdi>5.png</bdi>" in html
+    lead = html.partition('class="lead">')[2].partition("</p>")[0]
+    assert lead.count("<bdi>") >= 1
+    assert "שלום" not in re.sub("<bdi>.*?</bdi>", "", lead)
+
+
+def test_a_class_that_is_never_recognised_is_not_among_the_easiest(copy: Path) -> None:
+    classes = 6
+    labels = np.repeat(np.arange(classes), 20)
+    probabilities = np.full((len(labels), classes), 0.02, np.float32)
+    probabilities[:, 0] = 0.9
+    source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple(f"class {n}" for n in range(classes)))
+    measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    (copy / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    page = Page(report(copy))
+    easiest = page.html.partition('aria-label="Easiest, by recall"')[2].partition("</svg>")[0]
+    assert "<desc>class 0: 100%</desc>" in easiest
+    assert "surer than it should be" in page.sections["calibration"]
+
+
+def test_few_pictures_do_not_tell_whether_a_model_is_too_sure(copy: Path) -> None:
+    verdict = json.loads((copy / "verdict.json").read_text())
+    sure = sum(row["pictures"] * (row["confidence"] or 0) for row in verdict["reliability"]) / verdict["pictures"]
+    verdict["top1"], verdict["top1_interval"] = sure - 0.05, (sure - 0.1, sure + 0.1)
+    (copy / "verdict.json").write_text(json.dumps(verdict))
+    assert "as sure as it may be" in Page(report(copy)).sections["calibration"]
+
+
 def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").write_text("{}")
@@ -217,13 +273,19 @@ def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             report(place)
+    (copy / "recipe.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"recipe.toml is no TOML"):
+        report(copy)
 
 
 def test_only_a_report_is_written_over(copy: Path, tmp_path: Path) -> None:
     assert report(copy) == report(copy) == copy / "report.html"
     letter = tmp_path / "letter.html"
     letter.write_text("dear")
+    pipe = copy / "pipe.html"
+    os.mkfifo(pipe)
     for target, words in (
+        (pipe, "is no file"),
         (letter, "is no report"),
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "where.html", "there is no folder"),
