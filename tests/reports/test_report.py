@@ -21,7 +21,8 @@ from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions, measure
 from vitrail.reports.record import read_run
 from vitrail.reports.report import report, report_of_finished
-from vitrail.reports.words import share, span
+from vitrail.reports.sight import Sight
+from vitrail.reports.words import points, share, span
 
 
 class Page(HTMLParser):
@@ -311,6 +312,17 @@ def test_the_command_says_where_the_report_is(copy: Path, tmp_path: Path, capsys
     assert call("report", str(tmp_path)) == 2
     refused = capsys.readouterr()
     assert (refused.out, refused.err.count("\n")) == ("", 1)
+
+
+def test_small_differences_have_no_sign() -> None:
+    assert [points(x) for x in (0.0, -1e-5, 0.012, -0.012)] == ["0.0", "0.0", "+1.2", "\N{MINUS SIGN}1.2"]
+
+
+def test_the_pictures_looked_at_are_from_all_of_the_data() -> None:
+    source = Arrays(np.zeros((200, 2, 2), np.uint8), np.zeros(200, np.int64), ("a",))
+    found = Sight(None, None, "", source, "").some(128)
+    assert len(found) == len({item.name for item in found}) == 128
+    assert found[-1].name == os.fsencode(source.name(199))
 
 
 def test_training_ends_with_the_report_and_does_not_fail_for_it(

@@ -10,6 +10,7 @@ from vitrail.checkpoints.load import load
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, VitrailError
+from vitrail.explanations.figures.grid_of_grids import evenly
 from vitrail.reports.record import BEST, Record
 
 if TYPE_CHECKING:
@@ -52,9 +53,8 @@ class Sight:
 
         if self.source is None or not len(self.source):
             return []
-        every = max(1, len(self.source) // count)
         found = []
-        for index in range(0, len(self.source), every)[:count]:
+        for index in evenly(len(self.source), count):
             try:
                 found.append(Item(os.fsencode(self.source.name(index)), content=self.source.read(index)))
             except (VitrailError, OSError):

@@ -22,7 +22,8 @@ def loss_span(interval: Interval) -> str:
 
 def points(difference: float) -> str:
     """Write a difference of shares in percentage points, with its sign."""
-    return f"{100 * difference:+.1f}".replace("-", "\N{MINUS SIGN}")
+    rounded = round(100 * difference, 1)
+    return f"{rounded:+.1f}".replace("-", "\N{MINUS SIGN}") if rounded else "0.0"
 
 
 def many(count: int, one: str, more: str = "") -> str:
