@@ -1,5 +1,6 @@
 """`vitrail explain`, run in this process."""
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,13 @@ def test_grids(run: Callable[..., Done]) -> None:
     assert size("explanations/cat-attention-layer0-1_1-heads.png")[0] == 3 * (160 + 8) + 8
     assert run("cat.png", "--method", "pca", "--grid", "layers", "--arrays").code == 0
     assert np.load("explanations/cat-pca-layers.npy").shape == (3, 3, 5, 3)
+
+
+def test_paths_from_stdin(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cat.png\na dog?.png\n")))
+    done = run("-", "--method", "attention")
+    assert done.code == 0, done.err
+    assert len(list(Path("explanations").iterdir())) == 2
 
 
 def test_one_bad_picture_does_not_stop_the_others(run: Callable[..., Done]) -> None:

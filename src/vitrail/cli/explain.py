@@ -22,7 +22,10 @@ LISTED = 20
 
 def explain(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    pictures: Annotated[list[str], typer.Argument(help="Files, folders, patterns, manifests, tar shards, or digits.")],
+    pictures: Annotated[
+        list[str],
+        typer.Argument(help="Files, folders, patterns, manifests, tar shards, or digits; - reads paths from stdin."),
+    ],
     method: Annotated[str, typer.Option(help="relevance, gradcam, attention, rollout or pca.")] = "relevance",
     target: Annotated[
         str | None, typer.Option("--class", help="The class to explain, by name or number; as a rule the likeliest.")
@@ -49,13 +52,13 @@ def explain(
     from vitrail.explanations.explain import Explainer, check_grid
     from vitrail.explanations.files import ending_of, plan_outputs
     from vitrail.explanations.wanted import Wanted
-    from vitrail.inference.listing import list_items
+    from vitrail.inference.listing import list_items, read_stdin
     from vitrail.reports.words import cut
 
     wanted = Wanted(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
         check_grid(wanted, grid)
-    items = list(list_items(pictures))
+    items = list(list_items(pictures, stdin=read_stdin()))
     if not items:
         raise DataError(f"there are no pictures in {', '.join(map(shown, pictures))}")
     ending = ending_of(wanted, target, grid)
