@@ -19,10 +19,13 @@ from vitrail.__main__ import main
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions, measure
+from vitrail.metrics.intervals import wilson_interval
 from vitrail.reports.record import read_run
 from vitrail.reports.report import report, report_of_finished
 from vitrail.reports.sight import Sight
 from vitrail.reports.words import points, share, span
+
+MARKUP = "<i>\"'><b evil=\"\" evil='' "
 
 
 class Page(HTMLParser):
@@ -92,6 +95,50 @@ def test_names_are_text(page: Page) -> None:
     for name in CLASSES:
         assert name in page.sections["classes"]
     assert "a <i>run & more" in page.sections[""]
+
+
+def marked(content: object) -> object:
+    """Put markup into every text of a JSON file, and into the names that are keys."""
+    match content:
+        case str():
+            return f"{content}{MARKUP}"
+        case list():
+            return [marked(one) for one in content]
+        case dict():
+            names = ("counts", "formats", "modes")
+            return {
+                key: _marked_names(value) if key in names and isinstance(value, dict) else marked(value)
+                for key, value in content.items()
+            }
+    return content
+
+
+def _marked_names(table: dict[str, object]) -> dict[str, object]:
+    return {
+        f"{name}{MARKUP}": _marked_names(value) if isinstance(value, dict) else value for name, value in table.items()
+    }
+
+
+def test_no_text_of_a_run_is_markup(copy: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(copy, tmp_path / f"other{MARKUP.replace('/', '')}")
+    for file in ("verdict.json", "check.json", "origin.json"):
+        (copy / file).write_text(json.dumps(marked(json.loads((copy / file).read_text()))))
+    check = json.loads((copy / "check.json").read_text())
+    finding = {"text": MARKUP, "advice": MARKUP, "details": [MARKUP] * 9}
+    (copy / "check.json").write_text(json.dumps({**check, "findings": [finding], "verdict": MARKUP}))
+    config = json.loads((copy / "best" / "config.json").read_text())
+    config["vitrail"]["provenance"] |= {"source": MARKUP, "written_by": MARKUP}
+    (copy / "best" / "config.json").write_text(json.dumps(config))
+    recipe = (copy / "recipe.toml").read_text()
+    (copy / "recipe.toml").write_text(f"marked = '{MARKUP.replace(chr(39), '')}'\n{recipe}# {MARKUP}\n")
+    for page in (Page(report(copy)), Page(report(copy, other)), Page(report(other, copy))):
+        assert page.all("i") == []
+        assert page.all("b") == []
+        assert not [attributes for _, attributes in page.elements if "evil" in attributes]
+        assert "<i>" in "".join(page.sections.values())
+    alone = Page(copy / "report.html")
+    for section in ("mistakes", "classes", "confusion", "data", "reproduce"):
+        assert MARKUP[:9] in alone.sections[section], section
 
 
 def test_the_head_says_how_good_the_model_is(page: Page, run: Path) -> None:
@@ -239,6 +286,24 @@ def test_a_name_from_right_to_left_turns_nothing_around(copy: Path) -> None:
     lead = html.partition('class="lead">')[2].partition("</p>")[0]
     assert lead.count("<bdi>") >= 1
     assert "שלום" not in re.sub("<bdi>.*?</bdi>", "", lead)
+
+
+def test_a_class_has_its_own_interval_and_what_it_is_taken_for(copy: Path) -> None:
+    matrix = np.array([[20, 10, 0], [0, 10, 0], [2, 0, 3]])
+    labels, answers = (np.repeat(places, matrix.flatten()) for places in np.indices(matrix.shape).reshape(2, -1))
+    source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, ("a", "b", "c"))
+    probabilities = np.eye(3, dtype=np.float32)[answers] * 0.7 + 0.1
+    measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    (copy / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    html = Page(report(copy)).html.partition('<section id="classes"')[2].partition("</section>")[0]
+    rows = [re.sub("<[^>]+>", " ", row).split() for row in re.findall("<tr>(.*?)</tr>", html)[1:]]
+    ends = [span(wilson_interval(right, count)) for right, count in ((20, 30), (10, 10), (3, 5))]
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        ("a", "30", ends[0]),
+        ("b", "10", ends[1]),
+        ("c", "5", ends[2]),
+    ]
+    assert [row[6:] for row in rows] == [["b", "×10"], ["–"], ["a", "×2"]]
 
 
 def test_a_class_that_is_never_recognised_is_not_among_the_easiest(copy: Path) -> None:
