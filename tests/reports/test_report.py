@@ -203,10 +203,10 @@ def test_what_is_missing_is_said_in_its_place(copy: Path, said: dict[str, tuple[
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"verdict": "from another version"}'])
-def test_damaged_files_are_said_too(copy: Path, content: str) -> None:
+def test_damaged_files_are_said_too(bare: Path, content: str) -> None:
     for file in ("verdict.json", "check.json"):
-        (copy / file).write_text(content)
-    page = Page(report(copy))
+        (bare / file).write_text(content)
+    page = Page(report(bare))
     assert "verdict.json " in page.sections["result"]
     assert "check.json " in page.sections["data"]
 
@@ -214,10 +214,10 @@ def test_damaged_files_are_said_too(copy: Path, content: str) -> None:
 @pytest.mark.parametrize(
     "change", [{"pictures": 0}, {"confusion": [[1]]}, {"per_class": []}, {"classes": ["a", "b"]}], ids=str
 )
-def test_a_verdict_whose_parts_do_not_fit_is_said_too(copy: Path, change: dict[str, object]) -> None:
-    verdict = json.loads((copy / "verdict.json").read_text())
-    (copy / "verdict.json").write_text(json.dumps({**verdict, **change}))
-    assert "is not as this version of vitrail writes it" in read_run(copy).why_no_verdict
+def test_a_verdict_whose_parts_do_not_fit_is_said_too(bare: Path, change: dict[str, object]) -> None:
+    verdict = json.loads((bare / "verdict.json").read_text())
+    (bare / "verdict.json").write_text(json.dumps({**verdict, **change}))
+    assert "is not as this version of vitrail writes it" in read_run(bare).why_no_verdict
 
 
 def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> None:
@@ -233,6 +233,15 @@ def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> Non
     assert "another picture is in its place" in Page(report(copy)).sections["mistakes"]
 
 
+def test_a_number_that_is_softer_than_it_looks_comes_with_a_warning(bare: Path) -> None:
+    split, verdict = (json.loads((bare / file).read_text()) for file in ("split.json", "verdict.json"))
+    (bare / "split.json").write_text(json.dumps({**split, "counts": {**split["counts"], "test": {}}}))
+    assert "selected on these same pictures" in Page(report(bare)).sections[""]
+    (bare / "verdict.json").write_text(json.dumps({**verdict, "kind": "training pictures"}))
+    assert "No picture was held out" in Page(report(bare)).sections[""]
+
+
+@pytest.mark.slow
 def test_without_held_out_pictures_the_head_warns(data: Path, tmp_path: Path) -> None:
     folder = tiny_run(data, tmp_path / "all", "data.val=0", "data.test=0", "epochs=1").folder
     head = Page(report(folder)).sections[""]
@@ -240,6 +249,7 @@ def test_without_held_out_pictures_the_head_warns(data: Path, tmp_path: Path) ->
     assert "No picture was held out" in head
 
 
+@pytest.mark.slow
 def test_without_a_test_part_the_head_warns(data: Path, tmp_path: Path) -> None:
     folder = tiny_run(data, tmp_path / "val", "data.val=0.3", "data.test=0", "epochs=1").folder
     assert "selected on these same pictures" in Page(report(folder)).sections[""]
@@ -256,7 +266,7 @@ def test_digits_are_built_in(tmp_path: Path) -> None:
     assert len(page.html) < 8_000_000
 
 
-def test_two_hundred_classes_stay_readable(copy: Path) -> None:
+def test_two_hundred_classes_stay_readable(bare: Path) -> None:
     generator = np.random.default_rng(0)
     names = tuple(f"a class with a longer name, number {number}" for number in range(200))
     labels = np.repeat(np.arange(200), 10)
@@ -265,22 +275,22 @@ def test_two_hundred_classes_stay_readable(copy: Path) -> None:
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     source = Arrays(np.zeros((2000, 2, 2), np.uint8), labels, names)
     measured = measure(Predictions(probabilities, labels, np.arange(2000)), source)
-    (copy / "verdict.json").write_text(json.dumps(measured.as_dict()))
-    page = Page(report(copy))
+    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    page = Page(report(bare))
     assert len(page.html) < 2_000_000
     assert "Classes go by their numbers in the table above" in page.sections["confusion"]
     assert "No." in page.sections["classes"]
     assert all(name in page.sections["classes"] for name in names)
 
 
-def test_a_name_from_right_to_left_turns_nothing_around(copy: Path) -> None:
-    text = (copy / "verdict.json").read_text(encoding="utf-8")
+def test_a_name_from_right_to_left_turns_nothing_around(bare: Path) -> None:
+    text = (bare / "verdict.json").read_text(encoding="utf-8")
     for place, name in enumerate(CLASSES):
         text = text.replace(json.dumps(name), f'"שלום {place}"')
     verdict = json.loads(text)
     verdict["worst"][0]["name"] = "photos/שלום/5.png"
-    (copy / "verdict.json").write_text(json.dumps(verdict), encoding="utf-8")
-    html = Page(report(copy)).html
+    (bare / "verdict.json").write_text(json.dumps(verdict), encoding="utf-8")
+    html = Page(report(bare)).html
     assert re.search('<bdi>שלום .</bdi> <span class="quiet">×', html), "the count stands behind the name"
     assert "<bdi>photos</bdi>/<bdi>שלום</bdi>/<bdi>5.png</bdi>" in html
     lead = html.partition('class="lead">')[2].partition("</p>")[0]
@@ -288,14 +298,14 @@ def test_a_name_from_right_to_left_turns_nothing_around(copy: Path) -> None:
     assert "שלום" not in re.sub("<bdi>.*?</bdi>", "", lead)
 
 
-def test_a_class_has_its_own_interval_and_what_it_is_taken_for(copy: Path) -> None:
+def test_a_class_has_its_own_interval_and_what_it_is_taken_for(bare: Path) -> None:
     matrix = np.array([[20, 10, 0], [0, 10, 0], [2, 0, 3]])
     labels, answers = (np.repeat(places, matrix.flatten()) for places in np.indices(matrix.shape).reshape(2, -1))
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, ("a", "b", "c"))
     probabilities = np.eye(3, dtype=np.float32)[answers] * 0.7 + 0.1
     measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
-    (copy / "verdict.json").write_text(json.dumps(measured.as_dict()))
-    html = Page(report(copy)).html.partition('<section id="classes"')[2].partition("</section>")[0]
+    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    html = Page(report(bare)).html.partition('<section id="classes"')[2].partition("</section>")[0]
     rows = [re.sub("<[^>]+>", " ", row).split() for row in re.findall("<tr>(.*?)</tr>", html)[1:]]
     ends = [span(wilson_interval(right, count)) for right, count in ((20, 30), (10, 10), (3, 5))]
     assert [(row[0], row[1], row[3]) for row in rows] == [
@@ -306,26 +316,26 @@ def test_a_class_has_its_own_interval_and_what_it_is_taken_for(copy: Path) -> No
     assert [row[6:] for row in rows] == [["b", "×10"], ["–"], ["a", "×2"]]
 
 
-def test_a_class_that_is_never_recognised_is_not_among_the_easiest(copy: Path) -> None:
+def test_a_class_that_is_never_recognised_is_not_among_the_easiest(bare: Path) -> None:
     classes = 6
     labels = np.repeat(np.arange(classes), 20)
     probabilities = np.full((len(labels), classes), 0.02, np.float32)
     probabilities[:, 0] = 0.9
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple(f"class {n}" for n in range(classes)))
     measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
-    (copy / "verdict.json").write_text(json.dumps(measured.as_dict()))
-    page = Page(report(copy))
+    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    page = Page(report(bare))
     easiest = page.html.partition('aria-label="Easiest, by recall"')[2].partition("</svg>")[0]
     assert "<desc>class 0: 100%</desc>" in easiest
     assert "surer than it should be" in page.sections["calibration"]
 
 
-def test_few_pictures_do_not_tell_whether_a_model_is_too_sure(copy: Path) -> None:
-    verdict = json.loads((copy / "verdict.json").read_text())
+def test_few_pictures_do_not_tell_whether_a_model_is_too_sure(bare: Path) -> None:
+    verdict = json.loads((bare / "verdict.json").read_text())
     sure = sum(row["pictures"] * (row["confidence"] or 0) for row in verdict["reliability"]) / verdict["pictures"]
     verdict["top1"], verdict["top1_interval"] = sure - 0.05, (sure - 0.1, sure + 0.1)
-    (copy / "verdict.json").write_text(json.dumps(verdict))
-    assert "as sure as it may be" in Page(report(copy)).sections["calibration"]
+    (bare / "verdict.json").write_text(json.dumps(verdict))
+    assert "as sure as it may be" in Page(report(bare)).sections["calibration"]
 
 
 def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
@@ -344,11 +354,11 @@ def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
         report(copy)
 
 
-def test_only_a_report_is_written_over(copy: Path, tmp_path: Path) -> None:
-    assert report(copy) == report(copy) == copy / "report.html"
+def test_only_a_report_is_written_over(bare: Path, tmp_path: Path) -> None:
+    assert report(bare) == report(bare) == bare / "report.html"
     letter = tmp_path / "letter.html"
     letter.write_text("dear")
-    pipe = copy / "pipe.html"
+    pipe = bare / "pipe.html"
     os.mkfifo(pipe)
     for target, words in (
         (pipe, "is no file"),
@@ -357,7 +367,7 @@ def test_only_a_report_is_written_over(copy: Path, tmp_path: Path) -> None:
         (tmp_path / "no" / "where.html", "there is no folder"),
     ):
         with pytest.raises(ConfigError, match=words):
-            report(copy, out=target)
+            report(bare, out=target)
     assert letter.read_text() == "dear"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "letter.html"]
 
@@ -371,8 +381,8 @@ def call(*words: str) -> int | str | None:
     return ended.value.code
 
 
-def test_the_command_says_where_the_report_is(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("report", str(copy), "--out", str(tmp_path / "page.html")) == 0
+def test_the_command_says_where_the_report_is(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("report", str(bare), "--out", str(tmp_path / "page.html")) == 0
     assert capsys.readouterr().out == f"the report is {tmp_path / 'page.html'}\n"
     assert call("report", str(tmp_path)) == 2
     refused = capsys.readouterr()
