@@ -12,6 +12,7 @@ from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, VitrailError
 from vitrail.explanations.figures.grid_of_grids import evenly
 from vitrail.reports.record import BEST, Record
+from vitrail.reports.words import ended
 
 if TYPE_CHECKING:
     from vitrail.data.given import Item
@@ -68,12 +69,12 @@ def look_into(run: Record) -> Sight:
     try:
         bundle = load(run.folder / BEST)
     except (VitrailError, OSError) as error:
-        why_no_bundle = f"The best model cannot be opened: {error}."
+        why_no_bundle = ended(f"The best model cannot be opened: {error}")
     source, why_no_pictures = None, ""
     try:
         source = _held_out(run)
     except (VitrailError, OSError, KeyError, TypeError) as error:
-        why_no_pictures = f"The pictures cannot be shown, because the data of the run cannot be opened: {error}."
+        why_no_pictures = ended(f"The pictures cannot be shown, because the data of the run cannot be opened: {error}")
     return Sight(run, bundle, why_no_bundle, source, why_no_pictures)
 
 

@@ -31,6 +31,15 @@ def many(count: int, one: str, more: str = "") -> str:
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
+def ended(text: str) -> str:
+    """End a sentence, if it has not ended.
+
+    >>> ended("it is gone"), ended("was it copied whole?")
+    ('it is gone.', 'was it copied whole?')
+    """
+    return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
 def cut(text: str, most: int = 60) -> str:
     """Cut a text short, in its middle, where names of files differ least."""
     if len(text) <= most:
