@@ -1,6 +1,8 @@
 """The documentation tells the truth: its code runs, its links lead somewhere, its drawings show the real shapes."""
 
 import contextlib
+import doctest
+import importlib
 import importlib.util
 import io
 import math
@@ -32,6 +34,9 @@ LARGEST_DRAWING = 200_000
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+SHOWN = [path for path in sorted((ROOT / "src").rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
 
 
 def name_of(path: Path) -> str:
@@ -208,3 +213,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(?:https?:)?//'
     )
     assert [page for page in html if fetched.search(page)] == []
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=name_of)
+def test_the_examples_in_docstrings_are_right(path: Path) -> None:
+    module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted
+    assert not found.failed

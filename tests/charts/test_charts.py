@@ -94,6 +94,9 @@ def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_room() -> None:
     assert axis.ticks() == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
     assert around([1e-8, 1], log=True).ticks() == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1])
     assert not around([0, 1], log=True).log, "0 has no logarithm"
+    short_stretch = around([2.39, 2.43], log=True).ticks()
+    assert len(short_stretch) > 2, "an axis without numbers says nothing"
+    assert all(2.15 <= tick <= 2.68 for tick in short_stretch)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,35 @@ def test_a_small_matrix_has_its_counts_and_a_large_one_stays_small() -> None:
     large = heat_map(shares.tolist(), rows=names, columns=names, title="t")
     assert len(large) < 700_000
     assert len(texts(large)) < 60, "200 names would lie over one another"
+
+
+def test_a_row_of_a_matrix_is_a_row() -> None:
+    shares = np.eye(3)
+    shares[0] = (0.6, 0, 0.4)
+    small = ET.fromstring(heat_map(shares.tolist(), rows=["a", "b", "c"], columns=["a", "b", "c"], title="t"))
+    cells = {
+        kind: [r for r in small.iter(f"{SVG}rect") if (r.get("class") or "").startswith(kind)]
+        for kind in ("fill1", "fill2")
+    }
+    (mistake,) = cells["fill2"]
+    assert mistake.get("y") == cells["fill1"][0].get("y"), "in the row of the first class"
+    assert mistake.get("x") == cells["fill1"][2].get("x"), "in the column of the last"
+    large = np.zeros((70, 70))
+    large[3, 50] = 1
+    names = list(map(str, range(70)))
+    (path,) = list(ET.fromstring(heat_map(large.tolist(), rows=names, columns=names, title="t")).iter(f"{SVG}path"))
+    assert path.get("d") == "M50 3h1v1h-1z"
+
+
+def test_bars_of_reliability_are_as_high_as_the_share_that_is_right() -> None:
+    root = ET.fromstring(reliability_diagram([Bin(0.8, 0.9, 10, 0.85, 0.5), Bin(0.9, 1.0, 20, 0.95, 1.0)]))
+    high = {
+        kind: [float(r.get("height", "")) for r in root.iter(f"{SVG}rect") if r.get("class") == kind]
+        for kind in ("fill1", "fill2 pale", "fill1 pale")
+    }
+    assert high["fill1"][0] / high["fill1"][1] == pytest.approx(0.5, abs=0.01)
+    assert high["fill2 pale"][0] / high["fill1"][1] == pytest.approx(0.35, abs=0.01)
+    assert high["fill1 pale"][0] / high["fill1 pale"][1] == pytest.approx(0.5, abs=0.05), "half as many answers"
 
 
 def test_the_gap_of_an_overconfident_bin_is_drawn() -> None:

@@ -1,5 +1,6 @@
 """`vitrail explain`, run in this process."""
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,19 +45,19 @@ def test_pictures_beside_their_maps(run: Callable[..., Done]) -> None:
     done = run("cat.png", "a dog?.png", "--class", "owl", "--arrays")
     assert done.code == 0, done.err
     assert sorted(path.name for path in Path("explanations").iterdir()) == [
-        "a_dog_-relevance.npy", "a_dog_-relevance.png", "cat-relevance.npy", "cat-relevance.png",
+        "a_dog_-relevance-owl.npy", "a_dog_-relevance-owl.png", "cat-relevance-owl.npy", "cat-relevance-owl.png",
     ]  # fmt: skip
-    assert size("explanations/cat-relevance.png") == (2 * 224 + 8, 134)
-    assert np.load("explanations/cat-relevance.npy").shape == (3, 5)
+    assert size("explanations/cat-relevance-owl.png") == (2 * 224 + 8, 134)
+    assert np.load("explanations/cat-relevance-owl.npy").shape == (3, 5)
     lines = done.out.splitlines()
     assert lines[0].split() == ["picture", "class", "sure", "written"]
     assert lines[1].startswith("cat.png")
     assert "owl" in lines[1]
-    assert "explanations/cat-relevance.png" in lines[1]
+    assert "explanations/cat-relevance-owl.png" in lines[1]
 
 
 def test_what_exists_is_replaced_only_on_request(run: Callable[..., Done]) -> None:
-    assert run("cat.png", "--out", "o", "--method", "rollout", "--discard", "0.5").code == 0
+    assert run("cat.png", "--out", "o", "--method", "rollout").code == 0
     before = Path("o/cat-rollout.png").read_bytes()
     refused = run("a dog?.png", "cat.png", "--out", "o", "--method", "rollout")
     assert refused.code == 2
@@ -64,15 +65,42 @@ def test_what_exists_is_replaced_only_on_request(run: Callable[..., Done]) -> No
     assert [path.name for path in Path("o").iterdir()] == ["cat-rollout.png"], "nothing was computed before"
     assert run("cat.png", "--out", "o", "--method", "rollout", "--overwrite", "--opacity", 1).code == 0
     assert Path("o/cat-rollout.png").read_bytes() != before
+    assert run("cat.png", "--out", "o", "--method", "rollout", "--discard", "0.5").code == 0, (
+        "another map, another file"
+    )
+    assert Path("o/cat-rollout-discard0.5.png").is_file()
+
+
+def test_of_many_pictures_the_first_are_listed(run: Callable[..., Done]) -> None:
+    content = Path("cat.png").read_bytes()
+    Path("many").mkdir()
+    for number in range(23):
+        (Path("many") / f"{'long' * 50}{number}.png").write_bytes(content)
+        (Path("many") / f"bad{number}.png").write_bytes(b"nothing")
+    done = run("many", "--method", "attention", "--side", 16)
+    assert done.code == 0, done.err
+    assert len(list(Path("explanations").iterdir())) == 23
+    lines = done.out.splitlines()
+    assert len(lines) == 22
+    assert lines[-1] == "… and 3 more in explanations"
+    assert max(map(len, lines)) < 250, "a long name is cut short"
+    assert done.err.splitlines()[-1] == "left out: 3 more"
 
 
 def test_grids(run: Callable[..., Done]) -> None:
     done = run("cat.png", "--method", "attention", "--grid", "heads", "--layer", 0, "--query", "1,1", "--arrays")
     assert done.code == 0, done.err
-    assert np.load("explanations/cat-attention-heads.npy").shape == (3, 3, 5)
-    assert size("explanations/cat-attention-heads.png")[0] == 3 * (160 + 8) + 8
+    assert np.load("explanations/cat-attention-layer0-1_1-heads.npy").shape == (3, 3, 5)
+    assert size("explanations/cat-attention-layer0-1_1-heads.png")[0] == 3 * (160 + 8) + 8
     assert run("cat.png", "--method", "pca", "--grid", "layers", "--arrays").code == 0
     assert np.load("explanations/cat-pca-layers.npy").shape == (3, 3, 5, 3)
+
+
+def test_paths_from_stdin(run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"cat.png\na dog?.png\n")))
+    done = run("-", "--method", "attention")
+    assert done.code == 0, done.err
+    assert len(list(Path("explanations").iterdir())) == 2
 
 
 def test_one_bad_picture_does_not_stop_the_others(run: Callable[..., Done]) -> None:

@@ -82,6 +82,19 @@ def test_a_model_in_training_is_left_as_it_was() -> None:
     assert ours.model.blocks[0].training
 
 
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    ours = bundle()
+    found = vitrail.explain(ours, noise(), target=torch.tensor(2), device="cpu")  # type: ignore[call-overload]
+    assert found.target == NAMES[2]
+    one, two = np.int64(1), np.int64(-1)
+    found = vitrail.explain(ours, noise(), method="attention", layer=one, head=two, device="cpu")  # type: ignore[call-overload]
+    expected = vitrail.explain(ours, noise(), method="attention", layer=1, head=-1, device="cpu")
+    assert np.array_equal(found.map, expected.map)
+    for wrong in (np.float64(1), True, torch.tensor([1, 2])):
+        with pytest.raises(vitrail.InputError, match="a layer is a whole number"):
+            vitrail.explain(ours, noise(), method="attention", layer=wrong, device="cpu")  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(("target", "number"), [("fox", 2), (2, 2), ("2", 2), (0, 0)])
 def test_the_class_may_be_chosen(target: str | int, number: int) -> None:
     found = vitrail.explain(bundle(), noise(), target=target, device="cpu")

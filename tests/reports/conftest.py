@@ -25,3 +25,9 @@ def other_run(data: Path) -> Path:
 @pytest.fixture
 def copy(run: Path, tmp_path: Path) -> Path:
     return shutil.copytree(run, tmp_path / "copy")
+
+
+@pytest.fixture
+def bare(run: Path, tmp_path: Path) -> Path:
+    """A run without its model, whose report is written at once."""
+    return shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("best", "last", "state"))

@@ -24,7 +24,7 @@ def pictures(folder: Path) -> Path:
         label = number % 3
         pixels = generator.integers(0, 200, (20, 20, 3), np.uint8)
         pixels[:, :, label] += np.uint8(4)
-        name = f"{number}.png"
+        name = f"{number}\"'><i>.png"
         Image.fromarray(pixels).save(folder / name)
         rows.append((name, CLASSES[label]))
     with (folder / "list.csv").open("w", newline="", encoding="utf-8") as file:

@@ -121,6 +121,8 @@ def test_dark_is_dark_and_paper_is_white(opened: Opened) -> None:
     assert light("--chart-ink") < 0.3
     assert opened.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert opened.page.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
+    lefts = opened.page.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.getBoundingClientRect().left)")
+    assert min(lefts) >= 0, "what reaches into the margin of the paper may be cut off"
 
 
 @pytest.mark.parametrize("opened", [("one", DESKTOP, "light")], indirect=True)

@@ -95,3 +95,8 @@ def test_the_statement_calls_luck_luck() -> None:
 
 def test_by_default_the_file_names_both(copy: Path, other_run: Path) -> None:
     assert report(copy, other_run) == copy / "report-and-other.html"
+
+
+def test_a_run_with_a_very_long_name_has_a_file_all_the_same(copy: Path, other_run: Path, tmp_path: Path) -> None:
+    long = shutil.copytree(other_run, tmp_path / ("n" * 240))
+    assert len(report(copy, long).name) < 100

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -18,9 +19,13 @@ from vitrail.__main__ import main
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions, measure
+from vitrail.metrics.intervals import wilson_interval
 from vitrail.reports.record import read_run
 from vitrail.reports.report import report, report_of_finished
-from vitrail.reports.words import share, span
+from vitrail.reports.sight import Sight
+from vitrail.reports.words import points, share, span
+
+MARKUP = "<i>\"'><b evil=\"\" evil='' "
 
 
 class Page(HTMLParser):
@@ -92,6 +97,50 @@ def test_names_are_text(page: Page) -> None:
     assert "a <i>run & more" in page.sections[""]
 
 
+def marked(content: object) -> object:
+    """Put markup into every text of a JSON file, and into the names that are keys."""
+    match content:
+        case str():
+            return f"{content}{MARKUP}"
+        case list():
+            return [marked(one) for one in content]
+        case dict():
+            names = ("counts", "formats", "modes")
+            return {
+                key: _marked_names(value) if key in names and isinstance(value, dict) else marked(value)
+                for key, value in content.items()
+            }
+    return content
+
+
+def _marked_names(table: dict[str, object]) -> dict[str, object]:
+    return {
+        f"{name}{MARKUP}": _marked_names(value) if isinstance(value, dict) else value for name, value in table.items()
+    }
+
+
+def test_no_text_of_a_run_is_markup(copy: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(copy, tmp_path / f"other{MARKUP.replace('/', '')}")
+    for file in ("verdict.json", "check.json", "origin.json"):
+        (copy / file).write_text(json.dumps(marked(json.loads((copy / file).read_text()))))
+    check = json.loads((copy / "check.json").read_text())
+    finding = {"text": MARKUP, "advice": MARKUP, "details": [MARKUP] * 9}
+    (copy / "check.json").write_text(json.dumps({**check, "findings": [finding], "verdict": MARKUP}))
+    config = json.loads((copy / "best" / "config.json").read_text())
+    config["vitrail"]["provenance"] |= {"source": MARKUP, "written_by": MARKUP}
+    (copy / "best" / "config.json").write_text(json.dumps(config))
+    recipe = (copy / "recipe.toml").read_text()
+    (copy / "recipe.toml").write_text(f"marked = '{MARKUP.replace(chr(39), '')}'\n{recipe}# {MARKUP}\n")
+    for page in (Page(report(copy)), Page(report(copy, other)), Page(report(other, copy))):
+        assert page.all("i") == []
+        assert page.all("b") == []
+        assert not [attributes for _, attributes in page.elements if "evil" in attributes]
+        assert "<i>" in "".join(page.sections.values())
+    alone = Page(copy / "report.html")
+    for section in ("mistakes", "classes", "confusion", "data", "reproduce"):
+        assert MARKUP[:9] in alone.sections[section], section
+
+
 def test_the_head_says_how_good_the_model_is(page: Page, run: Path) -> None:
     verdict = json.loads((run / "verdict.json").read_text())
     low, high = verdict["top1_interval"]
@@ -128,30 +177,47 @@ def test_each_mistake_has_its_picture_and_a_map(page: Page, run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "section", "said"),
+    "said",
     [
-        ("verdict.json", "", "Not finished: step 16"),
-        ("verdict.json", "result", "So far the best on the val part"),
-        ("verdict.json", "confusion", "nothing has been measured on held-out pictures yet"),
-        ("check.json", "data", "check.json is not there"),
-        ("held_out.parquet", "reproduce", "is not there; pip install 'vitrail[train]' adds it"),
-        ("metrics.jsonl", "curves", "holds no steps"),
-        ("split.json", "mistakes", "does not say where it is"),
-        ("origin.json", "inside", "does not say where it is"),
-        ("best/model.safetensors", "inside", "The best model cannot be opened"),
+        {
+            "check.json": ("data", "check.json is not there"),
+            "held_out.parquet": ("reproduce", "is not there; pip install 'vitrail[train]' adds it"),
+            "metrics.jsonl": ("curves", "holds no steps"),
+            "split.json": ("mistakes", "does not say where it is"),
+            "best/model.safetensors": ("inside", "The best model cannot be opened"),
+        },
+        {"origin.json": ("inside", "does not say where it is")},
+        {"verdict.json": ("", "Not finished: step 16")},
     ],
+    ids=lambda said: "+".join(said),
 )
-def test_what_is_missing_is_said_in_its_place(copy: Path, file: str, section: str, said: str) -> None:
-    (copy / file).unlink()
-    assert said in " ".join(Page(report(copy)).sections[section].split())
+def test_what_is_missing_is_said_in_its_place(copy: Path, said: dict[str, tuple[str, str]]) -> None:
+    for file in said:
+        (copy / file).unlink()
+    page = Page(report(copy))
+    for section, words in said.values():
+        assert words in " ".join(page.sections[section].split())
+    if "verdict.json" in said:
+        assert "So far the best on the val part" in page.sections["result"]
+        assert "nothing has been measured on held-out pictures yet" in page.sections["confusion"]
 
 
-@pytest.mark.parametrize("file", ["verdict.json", "check.json"])
 @pytest.mark.parametrize("content", ["{", "[]", '{"verdict": "from another version"}'])
-def test_damaged_files_are_said_too(copy: Path, file: str, content: str) -> None:
-    (copy / file).write_text(content)
-    section = {"verdict.json": "result", "check.json": "data"}[file]
-    assert f"{file} " in Page(report(copy)).sections[section]
+def test_damaged_files_are_said_too(bare: Path, content: str) -> None:
+    for file in ("verdict.json", "check.json"):
+        (bare / file).write_text(content)
+    page = Page(report(bare))
+    assert "verdict.json " in page.sections["result"]
+    assert "check.json " in page.sections["data"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"pictures": 0}, {"confusion": [[1]]}, {"per_class": []}, {"classes": ["a", "b"]}], ids=str
+)
+def test_a_verdict_whose_parts_do_not_fit_is_said_too(bare: Path, change: dict[str, object]) -> None:
+    verdict = json.loads((bare / "verdict.json").read_text())
+    (bare / "verdict.json").write_text(json.dumps({**verdict, **change}))
+    assert "is not as this version of vitrail writes it" in read_run(bare).why_no_verdict
 
 
 def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> None:
@@ -167,6 +233,15 @@ def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> Non
     assert "another picture is in its place" in Page(report(copy)).sections["mistakes"]
 
 
+def test_a_number_that_is_softer_than_it_looks_comes_with_a_warning(bare: Path) -> None:
+    split, verdict = (json.loads((bare / file).read_text()) for file in ("split.json", "verdict.json"))
+    (bare / "split.json").write_text(json.dumps({**split, "counts": {**split["counts"], "test": {}}}))
+    assert "selected on these same pictures" in Page(report(bare)).sections[""]
+    (bare / "verdict.json").write_text(json.dumps({**verdict, "kind": "training pictures"}))
+    assert "No picture was held out" in Page(report(bare)).sections[""]
+
+
+@pytest.mark.slow
 def test_without_held_out_pictures_the_head_warns(data: Path, tmp_path: Path) -> None:
     folder = tiny_run(data, tmp_path / "all", "data.val=0", "data.test=0", "epochs=1").folder
     head = Page(report(folder)).sections[""]
@@ -174,11 +249,13 @@ def test_without_held_out_pictures_the_head_warns(data: Path, tmp_path: Path) ->
     assert "No picture was held out" in head
 
 
+@pytest.mark.slow
 def test_without_a_test_part_the_head_warns(data: Path, tmp_path: Path) -> None:
     folder = tiny_run(data, tmp_path / "val", "data.val=0.3", "data.test=0", "epochs=1").folder
     assert "selected on these same pictures" in Page(report(folder)).sections[""]
 
 
+@pytest.mark.slow
 def test_digits_are_built_in(tmp_path: Path) -> None:
     folder = vitrail.train(
         changes=["model.stem=conv", "model.width=16", "model.depth=1", "model.heads=1", "epochs=1"],
@@ -189,7 +266,7 @@ def test_digits_are_built_in(tmp_path: Path) -> None:
     assert len(page.html) < 8_000_000
 
 
-def test_two_hundred_classes_stay_readable(copy: Path) -> None:
+def test_two_hundred_classes_stay_readable(bare: Path) -> None:
     generator = np.random.default_rng(0)
     names = tuple(f"a class with a longer name, number {number}" for number in range(200))
     labels = np.repeat(np.arange(200), 10)
@@ -198,12 +275,67 @@ def test_two_hundred_classes_stay_readable(copy: Path) -> None:
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     source = Arrays(np.zeros((2000, 2, 2), np.uint8), labels, names)
     measured = measure(Predictions(probabilities, labels, np.arange(2000)), source)
-    (copy / "verdict.json").write_text(json.dumps(measured.as_dict()))
-    page = Page(report(copy))
+    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    page = Page(report(bare))
     assert len(page.html) < 2_000_000
     assert "Classes go by their numbers in the table above" in page.sections["confusion"]
     assert "No." in page.sections["classes"]
     assert all(name in page.sections["classes"] for name in names)
+
+
+def test_a_name_from_right_to_left_turns_nothing_around(bare: Path) -> None:
+    text = (bare / "verdict.json").read_text(encoding="utf-8")
+    for place, name in enumerate(CLASSES):
+        text = text.replace(json.dumps(name), f'"שלום {place}"')
+    verdict = json.loads(text)
+    verdict["worst"][0]["name"] = "photos/שלום/5.png"
+    (bare / "verdict.json").write_text(json.dumps(verdict), encoding="utf-8")
+    html = Page(report(bare)).html
+    assert re.search('<bdi>שלום .</bdi> <span class="quiet">×', html), "the count stands behind the name"
+    assert "<bdi>photos</bdi>/<bdi>שלום</bdi>/<bdi>5.png</bdi>" in html
+    lead = html.partition('class="lead">')[2].partition("</p>")[0]
+    assert lead.count("<bdi>") >= 1
+    assert "שלום" not in re.sub("<bdi>.*?</bdi>", "", lead)
+
+
+def test_a_class_has_its_own_interval_and_what_it_is_taken_for(bare: Path) -> None:
+    matrix = np.array([[20, 10, 0], [0, 10, 0], [2, 0, 3]])
+    labels, answers = (np.repeat(places, matrix.flatten()) for places in np.indices(matrix.shape).reshape(2, -1))
+    source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, ("a", "b", "c"))
+    probabilities = np.eye(3, dtype=np.float32)[answers] * 0.7 + 0.1
+    measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    html = Page(report(bare)).html.partition('<section id="classes"')[2].partition("</section>")[0]
+    rows = [re.sub("<[^>]+>", " ", row).split() for row in re.findall("<tr>(.*?)</tr>", html)[1:]]
+    ends = [span(wilson_interval(right, count)) for right, count in ((20, 30), (10, 10), (3, 5))]
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        ("a", "30", ends[0]),
+        ("b", "10", ends[1]),
+        ("c", "5", ends[2]),
+    ]
+    assert [row[6:] for row in rows] == [["b", "×10"], ["–"], ["a", "×2"]]
+
+
+def test_a_class_that_is_never_recognised_is_not_among_the_easiest(bare: Path) -> None:
+    classes = 6
+    labels = np.repeat(np.arange(classes), 20)
+    probabilities = np.full((len(labels), classes), 0.02, np.float32)
+    probabilities[:, 0] = 0.9
+    source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple(f"class {n}" for n in range(classes)))
+    measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    page = Page(report(bare))
+    easiest = page.html.partition('aria-label="Easiest, by recall"')[2].partition("</svg>")[0]
+    assert "<desc>class 0: 100%</desc>" in easiest
+    assert "surer than it should be" in page.sections["calibration"]
+
+
+def test_few_pictures_do_not_tell_whether_a_model_is_too_sure(bare: Path) -> None:
+    verdict = json.loads((bare / "verdict.json").read_text())
+    sure = sum(row["pictures"] * (row["confidence"] or 0) for row in verdict["reliability"]) / verdict["pictures"]
+    verdict["top1"], verdict["top1_interval"] = sure - 0.05, (sure - 0.1, sure + 0.1)
+    (bare / "verdict.json").write_text(json.dumps(verdict))
+    assert "as sure as it may be" in Page(report(bare)).sections["calibration"]
 
 
 def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
@@ -217,19 +349,25 @@ def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             report(place)
+    (copy / "recipe.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"recipe.toml is no TOML"):
+        report(copy)
 
 
-def test_only_a_report_is_written_over(copy: Path, tmp_path: Path) -> None:
-    assert report(copy) == report(copy) == copy / "report.html"
+def test_only_a_report_is_written_over(bare: Path, tmp_path: Path) -> None:
+    assert report(bare) == report(bare) == bare / "report.html"
     letter = tmp_path / "letter.html"
     letter.write_text("dear")
+    pipe = bare / "pipe.html"
+    os.mkfifo(pipe)
     for target, words in (
+        (pipe, "is no file"),
         (letter, "is no report"),
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "where.html", "there is no folder"),
     ):
         with pytest.raises(ConfigError, match=words):
-            report(copy, out=target)
+            report(bare, out=target)
     assert letter.read_text() == "dear"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "letter.html"]
 
@@ -243,12 +381,23 @@ def call(*words: str) -> int | str | None:
     return ended.value.code
 
 
-def test_the_command_says_where_the_report_is(copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("report", str(copy), "--out", str(tmp_path / "page.html")) == 0
+def test_the_command_says_where_the_report_is(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("report", str(bare), "--out", str(tmp_path / "page.html")) == 0
     assert capsys.readouterr().out == f"the report is {tmp_path / 'page.html'}\n"
     assert call("report", str(tmp_path)) == 2
     refused = capsys.readouterr()
     assert (refused.out, refused.err.count("\n")) == ("", 1)
+
+
+def test_small_differences_have_no_sign() -> None:
+    assert [points(x) for x in (0.0, -1e-5, 0.012, -0.012)] == ["0.0", "0.0", "+1.2", "\N{MINUS SIGN}1.2"]
+
+
+def test_the_pictures_looked_at_are_from_all_of_the_data() -> None:
+    source = Arrays(np.zeros((200, 2, 2), np.uint8), np.zeros(200, np.int64), ("a",))
+    found = Sight(None, None, "", source, "").some(128)
+    assert len(found) == len({item.name for item in found}) == 128
+    assert found[-1].name == os.fsencode(source.name(199))
 
 
 def test_training_ends_with_the_report_and_does_not_fail_for_it(

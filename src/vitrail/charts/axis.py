@@ -36,7 +36,10 @@ class Axis(NamedTuple):
                 found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
             else:
                 found = [10.0**power for power in powers if power % every == 0]
-            return [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
+            there = [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
+            if len(there) > 1:
+                return there
+            # So short a stretch is nearly even, and round numbers lie between the powers.
         step = _round_step((self.high - self.low) / max(most - 1, 1), whole=self.unit == "whole")
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [place * step for place in range(first, last + 1)]

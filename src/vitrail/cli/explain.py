@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 TILE = 160
 """The longer side of a picture in a grid."""
+LISTED = 20
+"""Pictures in the table, and unreadable ones below it."""
 
 
 def explain(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    pictures: Annotated[list[str], typer.Argument(help="Files, folders, patterns, manifests, tar shards, or digits.")],
+    pictures: Annotated[
+        list[str],
+        typer.Argument(help="Files, folders, patterns, manifests, tar shards, or digits; - reads paths from stdin."),
+    ],
     method: Annotated[str, typer.Option(help="relevance, gradcam, attention, rollout or pca.")] = "relevance",
     target: Annotated[
         str | None, typer.Option("--class", help="The class to explain, by name or number; as a rule the likeliest.")
@@ -45,17 +50,18 @@ def explain(
     from vitrail.data.sources.listing import shown
     from vitrail.errors import DataError
     from vitrail.explanations.explain import Explainer, check_grid
-    from vitrail.explanations.files import plan_outputs
+    from vitrail.explanations.files import ending_of, plan_outputs
     from vitrail.explanations.wanted import Wanted
-    from vitrail.inference.listing import list_items
+    from vitrail.inference.listing import list_items, read_stdin
+    from vitrail.reports.words import cut
 
     wanted = Wanted(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
         check_grid(wanted, grid)
-    items = list(list_items(pictures))
+    items = list(list_items(pictures, stdin=read_stdin()))
     if not items:
         raise DataError(f"there are no pictures in {', '.join(map(shown, pictures))}")
-    ending = method if grid is None else f"{method}-{grid}"
+    ending = ending_of(wanted, target, grid)
     planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
     explainer = Explainer(bundle, wanted, target=target, device=device)
     rows, bad = [], []
@@ -68,13 +74,19 @@ def explain(
             except DataError as error:
                 bad.append(error)
                 continue
-            rows.append((name, *_said(found), str(files.picture)))
+            rows.append((cut(name), *_said(found), str(files.picture)))
     if not rows:
         raise bad[0]
     titles = ("picture", "class", "sure", "written") if explainer.wanted.targeted else ("picture", "written")
-    print_table(titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows], numbers=("sure",))
-    for unread in bad:
+    print_table(
+        titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows[:LISTED]], numbers=("sure",)
+    )
+    if len(rows) > LISTED:
+        typer.echo(f"… and {len(rows) - LISTED:,} more in {out}")
+    for unread in bad[:LISTED]:
         typer.echo(f"left out: {unread}", err=True)
+    if len(bad) > LISTED:
+        typer.echo(f"left out: {len(bad) - LISTED:,} more", err=True)
 
 
 def _write(

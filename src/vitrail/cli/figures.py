@@ -40,12 +40,12 @@ def figures(
     wanted = _wanted(only, given=bool(pictures))
     from vitrail.checkpoints.load import load
     from vitrail.explanations.figures.figure import Absent, check_room
-    from vitrail.inference.listing import list_items
+    from vitrail.inference.listing import list_items, read_stdin
     from vitrail.runtime import choose_device
 
     check_room(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
     choose_device(device)  # refuses a wrong one before anything is read
-    listed = list_items(pictures or [])
+    listed = list_items(pictures or [], stdin=read_stdin())
     opened = load(bundle)
     items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_PICTURES) else ([], None)
     captions = ["# Figures", ""]

@@ -9,7 +9,7 @@ from torch import Tensor
 from vitrail.errors import InputError
 from vitrail.explanations.tokens import POOL, Query, check_ready, default_query, patch_grid, read_query, spread
 from vitrail.models.blocks import Block
-from vitrail.models.checks import read_layer
+from vitrail.models.checks import read_layer, whole_number
 from vitrail.models.vit import ViT
 
 
@@ -81,13 +81,14 @@ def choose_head(maps: Tensor, head: int | None) -> Tensor:
     """Return one head's map of (B, heads, …), or the mean of all."""
     if head is None:
         return maps.mean(dim=1)
-    check_head_number(head, maps.shape[1])
-    return maps[:, head]
+    return maps[:, read_head(head, maps.shape[1])]
 
 
-def check_head_number(head: int, heads: int) -> None:
-    """Refuse a head that is not there."""
-    if isinstance(head, bool) or not isinstance(head, int):
+def read_head(head: int, heads: int) -> int:
+    """Read a head's number, which may count from the end."""
+    number = whole_number(head)
+    if number is None:
         raise InputError(f"a head is a whole number, found {head!r}; this model has heads 0 to {heads - 1}")
-    if not -heads <= head < heads:
-        raise InputError(f"head {head} does not exist: this model has heads 0 to {heads - 1} (or -1 for the last)")
+    if not -heads <= number < heads:
+        raise InputError(f"head {number} does not exist: this model has heads 0 to {heads - 1} (or -1 for the last)")
+    return number % heads

@@ -22,6 +22,7 @@ from vitrail.explanations.relevance import answering_token
 from vitrail.explanations.rollout import Fuse
 from vitrail.explanations.tokens import Query
 from vitrail.explanations.wanted import Method, Wanted, explain_pixels
+from vitrail.models.checks import whole_number
 from vitrail.runtime import choose_device
 
 Each = Literal["heads", "layers"]
@@ -189,11 +190,11 @@ def read_class(target: str | int, bundle: Bundle) -> int:
     names, outputs = bundle.classes, bundle.model.config.classes
     if isinstance(target, str) and names is not None and target in names:
         return names.index(target)
-    number = int(target) if isinstance(target, str) and target.isascii() and target.isdigit() else target
-    if isinstance(number, str):
-        near = suggest(number, names) if names is not None else "; its classes have no names, so give a number"
-        raise InputError(f"this model has no class {number!r}{near or f'; it has {_listed(names or ())}'}")
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < outputs:
+    if isinstance(target, str) and not (target.isascii() and target.isdigit()):
+        near = suggest(target, names) if names is not None else "; its classes have no names, so give a number"
+        raise InputError(f"this model has no class {target!r}{near or f'; it has {_listed(names or ())}'}")
+    number = int(target) if isinstance(target, str) else whole_number(target)
+    if number is None or not 0 <= number < outputs:
         raise InputError(f"class {target} does not exist: this model has classes 0 to {outputs - 1}")
     return number
 

@@ -9,9 +9,12 @@ from typing import NamedTuple
 from vitrail.checkpoints.writing import check_target
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import ConfigError
+from vitrail.explanations.wanted import Wanted
 
 LONGEST = 120
 """Bytes of a picture's name that are kept; file systems allow 255 in all."""
+LONGEST_CHOICE = 40
+"""Letters of a class's or a token's name that are kept."""
 _TROUBLE = re.compile(r"[^\w.+=@-]+")
 _RESERVED = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
 
@@ -21,6 +24,24 @@ class Outputs(NamedTuple):
 
     picture: Path
     array: Path | None
+
+
+def ending_of(wanted: Wanted, target: str | None, grid: str | None) -> str:
+    """Say in a file's name what was asked, so that another layer, head or class is another file.
+
+    >>> ending_of(Wanted("attention", layer=5, query="2,5"), None, "heads")
+    'attention-layer5-2_5-heads'
+    """
+    chosen = [
+        "" if wanted.layer is None else f"layer{wanted.layer}",
+        "" if wanted.head is None else f"head{wanted.head}",
+        "" if wanted.query is None else str(wanted.query),
+        "" if wanted.fuse == "mean" else wanted.fuse,
+        f"discard{wanted.discard:g}" if wanted.discard else "",
+        target or "",
+        grid or "",
+    ]
+    return "-".join([wanted.method, *(_TROUBLE.sub("_", one)[:LONGEST_CHOICE] for one in chosen if one)])
 
 
 def plan_outputs(names: Sequence[bytes], folder: Path, ending: str, *, arrays: bool, overwrite: bool) -> list[Outputs]:

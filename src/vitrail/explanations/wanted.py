@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from vitrail.errors import ConfigError, InputError, suggest
-from vitrail.explanations.attention import attention_maps, check_head_number, choose_head
+from vitrail.explanations.attention import attention_maps, choose_head, read_head
 from vitrail.explanations.gradcam import gradcam_maps
 from vitrail.explanations.pca import pca_maps
 from vitrail.explanations.relevance import answering_token, check_has_classes, relevance_maps
@@ -60,7 +60,7 @@ class Wanted:
         if self.layer is not None:
             read_layer(self.layer, config.depth)
         if self.head is not None:
-            check_head_number(self.head, config.heads)
+            read_head(self.head, config.heads)
         self._check_query(config)
         if self.targeted:
             check_has_classes(config)

@@ -9,8 +9,10 @@ import glob
 import heapq
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BufferedReader
+from typing import cast
 
 from vitrail.data.given import A_URL, Item, is_url
 from vitrail.data.sources.builtin import digits
@@ -38,6 +40,11 @@ def list_items(places: Sequence[str], *, stdin: BufferedReader | None = None, nu
     for place in places:
         _check_place(place)
     return (item for place in places for item in _items(place, stdin, null))
+
+
+def read_stdin() -> BufferedReader | None:
+    """Return what `list_items` reads paths from, if it is open."""
+    return None if sys.stdin is None else cast("BufferedReader", sys.stdin.buffer)
 
 
 def is_plain_file(place: str) -> bool:

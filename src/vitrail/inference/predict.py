@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ from vitrail.inference.classifier import (
 )
 from vitrail.inference.finished import count_finished
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job, is_finished
-from vitrail.inference.listing import is_plain_file, list_items
+from vitrail.inference.listing import is_plain_file, list_items, read_stdin
 from vitrail.inference.writing import Format, Row, Screen, Sink, choose_format
 from vitrail.runtime import Precision, choose_device
 
@@ -188,7 +187,7 @@ def predict_files(
     _check_output(output, chosen, places, resume, overwrite)
     check_precision(precision)
     choose_device(device)
-    items = _some(list_items(places, stdin=_stdin(), null=null))
+    items = _some(list_items(places, stdin=read_stdin(), null=null))
     if output is not None and resume and is_finished(output):
         found = count_finished(output, chosen, items)
         _check_readable(found)
@@ -240,10 +239,6 @@ def _check_readable(sink: Sink) -> None:
     if sink.done == 1:
         raise DataError(f"the only picture, {shown(path)}, cannot be read: {error}")
     raise DataError(f"none of the {sink.done:,} pictures can be read; the first, {shown(path)}: {error}")
-
-
-def _stdin() -> BufferedReader | None:
-    return None if sys.stdin is None else cast("BufferedReader", sys.stdin.buffer)  # None: it was closed
 
 
 def _some(items: Iterator[Item]) -> Iterator[Item]:

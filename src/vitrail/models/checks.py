@@ -1,6 +1,8 @@
 """What a model says to input that does not fit: one sentence with what was found and what to do."""
 
+import operator
 from collections.abc import Iterable
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -53,8 +55,19 @@ def read_layers(layers: Iterable[int], depth: int) -> dict[int, int]:
 
 def read_layer(layer: int, depth: int) -> int:
     """Read a layer's number, which may count from the end."""
-    if isinstance(layer, bool) or not isinstance(layer, int):
+    number = whole_number(layer)
+    if number is None:
         raise InputError(f"a layer is a whole number, found {layer!r}; this model has layers 0 to {depth - 1}")
-    if not -depth <= layer < depth:
-        raise InputError(f"layer {layer} does not exist: this model has layers 0 to {depth - 1} (or -1 for the last)")
-    return layer % depth
+    if not -depth <= number < depth:
+        raise InputError(f"layer {number} does not exist: this model has layers 0 to {depth - 1} (or -1 for the last)")
+    return number % depth
+
+
+def whole_number(value: object) -> int | None:
+    """Return a whole number, also one of NumPy or torch, as Python's own; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # a tensor of something else
+        return None

@@ -5,10 +5,9 @@ from numpy.typing import NDArray
 
 from vitrail.charts.bars import FEW, Bar, Bin, bar_chart, reliability_diagram
 from vitrail.charts.heat import NAMED, WRITTEN, heat_map
-from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
 from vitrail.metrics.intervals import wilson_interval
-from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, paragraph, table
+from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, table
 from vitrail.reports.record import Record, Verdict
 from vitrail.reports.words import many, share, span
 
@@ -40,7 +39,7 @@ def _extremes(verdict: Verdict) -> str:
     order = verdict.weakest_first
     most = min(EXTREMES, len(order) // 2)
     hardest = [row for row in order[:most] if row.recall != 1]
-    easiest = order[::-1][:most]
+    easiest = [row for row in order[::-1][:most] if row.recall]
     if not hardest:
         return ""
     drawn = [
@@ -73,7 +72,7 @@ def _table(verdict: Verdict) -> str:
         interval = _recall_interval(matrix, place)
         rows.append(
             [
-                Cell(escape(row.name)),
+                Cell(name(row.name)),
                 *([Cell(f"{place + 1}")] if counted else []),
                 Cell(f"{row.pictures:,}", row.pictures),
                 _share_cell(row.recall),
@@ -101,7 +100,7 @@ def _taken_for(verdict: Verdict, matrix: NDArray[np.int64], place: int) -> str:
     if not others.any():
         return '<span class="quiet">–</span>'
     other = int(others.argmax())
-    return f'{escape(verdict.classes[other])} <span class="quiet">×{others[other]:,}</span>'
+    return f'{name(verdict.classes[other])} <span class="quiet">×{others[other]:,}</span>'
 
 
 def confusion(run: Record) -> Section:
@@ -137,8 +136,8 @@ def _pairs(verdict: Verdict, matrix: NDArray[np.int64]) -> str:
         return paragraph("No picture was taken for another class.")
     rows = [
         [
-            Cell(escape(verdict.classes[one.true])),
-            Cell(escape(verdict.classes[one.predicted])),
+            Cell(name(verdict.classes[one.true])),
+            Cell(name(verdict.classes[one.predicted])),
             Cell(f"{one.pictures:,}", one.pictures),
             _share_cell(one.pictures / int(matrix[one.true].sum())),
         ]
@@ -163,8 +162,9 @@ def calibration(run: Record) -> Section:
     drawn = reliability_diagram(bins, width=WIDTH, height=WIDTH - 100, standalone=False)
     sure = sum(row.pictures * (row.confidence or 0) for row in verdict.reliability) / verdict.pictures
     gap = sure - verdict.top1
-    if abs(gap) < 0.01:
-        tends = "On the whole it is as sure as it may be."
+    low, high = verdict.top1_interval
+    if abs(gap) < 0.01 or low <= sure <= high:
+        tends = "On the whole it is as sure as it may be, as far as so many pictures can tell."
     elif gap > 0:
         tends = "On the whole it is surer than it should be: it says so more often than it is right."
     else:

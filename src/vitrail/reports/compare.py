@@ -7,7 +7,7 @@ from vitrail.metrics.pairs import Paired
 from vitrail.reports.answers import Both, answers_of_both
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.disagreements import disagreements
-from vitrail.reports.page import Cell, Column, Section, absent, page, paragraph, table
+from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table
 from vitrail.reports.record import Record, Verdict, settings
 from vitrail.reports.reproduce import command
 from vitrail.reports.words import cut, loss_span, many, points, share, span
@@ -42,7 +42,7 @@ def compare(one: Record, other: Record) -> str:
 
 
 def _head(one: Record, other: Record, both: Both | None) -> str:
-    who = f"A is <strong>{escape(one.name)}</strong>, B is <strong>{escape(other.name)}</strong>"
+    who = f"A is <strong>{name(one.name)}</strong>, B is <strong>{name(other.name)}</strong>"
     above = f'<p class="over-title">{who}</p>'
     a, b = one.verdict, other.verdict
     if a is None or b is None:
@@ -188,7 +188,7 @@ def _classes(one: Record, other: Record) -> Section:
     found.sort(key=lambda row: -abs(row[2]))
     rows = [
         [
-            Cell(escape(x.name)),
+            Cell(name(x.name)),
             Cell(share(x.recall), x.recall),
             Cell(share(y.recall), y.recall),
             Cell(_coloured(change), change),

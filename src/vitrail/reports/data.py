@@ -2,7 +2,7 @@
 
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
-from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, paragraph, table
+from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, table
 from vitrail.reports.record import Check, Record
 from vitrail.reports.words import many
 
@@ -41,14 +41,14 @@ def _details(details: list[str]) -> str:
 
 def _counts(check: Check) -> str:
     parts = list(check.counts)
-    names = list(dict.fromkeys(name for counts in check.counts.values() for name in counts))
+    names = list(dict.fromkeys(one for counts in check.counts.values() for one in counts))
     total = [Cell("all"), *(Cell(f"{sum(check.counts[part].values()):,}") for part in parts)]
     rows = [
         [
-            Cell(escape(name)),
-            *(Cell(f"{check.counts[part].get(name, 0):,}", check.counts[part].get(name, 0)) for part in parts),
+            Cell(name(one)),
+            *(Cell(f"{check.counts[part].get(one, 0):,}", check.counts[part].get(one, 0)) for part in parts),
         ]
-        for name in names
+        for one in names
     ]
     columns = [Column("Class"), *(Column(part, number=True) for part in parts)]
     return table(columns, rows, foot=total, caption="Pictures by part")
@@ -71,7 +71,7 @@ def _sizes(check: Check) -> str:
 
 def _kinds(check: Check) -> str:
     def said(counts: dict[str, int]) -> str:
-        return ", ".join(f"{escape(name)} {count:,}" for name, count in counts.items()) or "–"
+        return ", ".join(f"{escape(kind)} {count:,}" for kind, count in counts.items()) or "–"
 
     rows = {"Formats": said(check.formats), "Colours": said(check.modes)}
-    return f'<dl class="facts">{"".join(f"<dt>{name}</dt><dd>{kinds}</dd>" for name, kinds in rows.items())}</dl>'
+    return f'<dl class="facts">{"".join(f"<dt>{title}</dt><dd>{kinds}</dd>" for title, kinds in rows.items())}</dl>'

@@ -4,7 +4,7 @@ from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
 from vitrail.explanations.overlay import enlarged
 from vitrail.reports.answers import Answers, Both
-from vitrail.reports.page import absent, picture
+from vitrail.reports.page import absent, name, path, picture
 from vitrail.reports.record import Record
 from vitrail.reports.sight import SIDE, Sight, look_into
 from vitrail.reports.words import cut, share
@@ -31,22 +31,22 @@ def disagreements(run: Record, both: Both) -> str:
 
 
 def _card(sight: Sight, judged: Answers, wrong: Answers, row: int) -> str:
-    name, true = judged.names[row], judged.true[row]
+    called, true = judged.names[row], judged.true[row]
     return (
-        f"<li>{_seen(sight, int(judged.places[row]), name, true)}<p><strong>{escape(true)}</strong>; the other says "
-        f"{escape(wrong.predicted[row])}, {share(float(wrong.confidence[row]))} sure</p>"
-        f'<p class="quiet small" title="{escape(name)}">{escape(cut(name, 28))}</p></li>'
+        f"<li>{_seen(sight, int(judged.places[row]), called, true)}<p><strong>{name(true)}</strong>; the other says "
+        f"{name(wrong.predicted[row])}, {share(float(wrong.confidence[row]))} sure</p>"
+        f'<p class="quiet small" title="{escape(called)}">{path(cut(called, 28))}</p></li>'
     )
 
 
-def _seen(sight: Sight, index: int, name: str, true: str) -> str:
+def _seen(sight: Sight, index: int, called: str, true: str) -> str:
     from vitrail.data.given import fitted
     from vitrail.explanations.explain import as_picture
 
     if sight.bundle is None or sight.source is None:
         return ""
     try:
-        pixels = fitted(sight.item(index, name, true), sight.bundle.preprocess)
+        pixels = fitted(sight.item(index, called, true), sight.bundle.preprocess)
     except (VitrailError, OSError):
         return ""
-    return picture(enlarged(as_picture(pixels), SIDE), cut(name))
+    return picture(enlarged(as_picture(pixels), SIDE), cut(called))

@@ -17,6 +17,7 @@ from vitrail.explanations.overlay import enlarged
 from vitrail.explanations.wanted import Wanted
 from vitrail.reports.page import Section, absent, paragraph, picture
 from vitrail.reports.sight import SIDE, Sight
+from vitrail.reports.words import ended
 
 TITLE = "Inside the model"
 WHAT = "What the ViT paper shows of its models (arXiv 2010.11929, figures 6, 7 and 11), drawn from this one."
@@ -64,7 +65,7 @@ def _drawn(draw: Callable[[], Figure | Absent]) -> str:
     try:
         made = draw()
     except VitrailError as error:
-        return absent(f"A figure is missing here: {error}.")
+        return absent(ended(f"A figure is missing here: {error}"))
     if isinstance(made, Absent):
         return f"<div><h3>{escape(made.title)}</h3>{absent(f'There is no such figure: {made.reason}')}</div>"
     shown = made.svg or "" if made.picture is None else picture(made.picture, made.title, exact=True)
@@ -86,7 +87,7 @@ def _rollout(bundle: Bundle, items: list[Item]) -> str:
             both = picture(seen, "a held-out picture") + picture(attended(seen, explained.map), "where the model looks")
             cards.append(f'<li><div class="two">{both}</div></li>')
     except VitrailError as error:
-        return absent(f"Attention rollout cannot be shown: {error}.")
+        return absent(ended(f"Attention rollout cannot be shown: {error}"))
     caption = (
         "Held-out pictures, and beside each what the answer could take from where, through all layers (attention "
         "rollout, Abnar and Zuidema): dark parts do not reach it."

@@ -9,7 +9,7 @@ from vitrail.errors import VitrailError
 from vitrail.explanations.explain import Explainer, as_picture
 from vitrail.explanations.overlay import enlarged
 from vitrail.explanations.wanted import Wanted
-from vitrail.reports.page import Section, absent, paragraph, picture
+from vitrail.reports.page import Section, absent, name, paragraph, path, picture
 from vitrail.reports.record import Mistake
 from vitrail.reports.sight import SIDE, Sight
 from vitrail.reports.words import cut, share
@@ -56,25 +56,25 @@ def mistakes(sight: Sight) -> Section:
     return Section("mistakes", "Mistakes", TITLE, f'{paragraph(WHAT)}{notes}<ul class="mistakes">{"".join(cards)}</ul>')
 
 
-def look(sight: Sight, index: int, name: str, true: str, answer: str) -> Seen | None:
+def look(sight: Sight, index: int, called: str, true: str, answer: str) -> Seen | None:
     """Return a picture and what spoke for an answer; None where there is no model to see it."""
     from vitrail.data.given import fitted
 
     if sight.bundle is None or sight.source is None:
         return None
-    item = sight.item(index, name, true)
+    item = sight.item(index, called, true)
     try:
-        explained = Explainer(sight.bundle, Wanted("relevance"), target=sight.numbers.get(answer)).explain(item, name)
+        explained = Explainer(sight.bundle, Wanted("relevance"), target=sight.numbers.get(answer)).explain(item, called)
     except VitrailError:
         return Seen(enlarged(as_picture(fitted(item, sight.bundle.preprocess)), SIDE), None)
     return Seen(enlarged(explained.picture, SIDE), explained.overlay(side=SIDE))
 
 
-def pair(seen: Seen | None, name: str, answer: str) -> str:
+def pair(seen: Seen | None, called: str, answer: str) -> str:
     """Return picture and map side by side."""
     if seen is None:
         return ""
-    first = picture(seen.picture, f"{name}, as the model saw it")
+    first = picture(seen.picture, f"{called}, as the model saw it")
     second = "" if seen.relevance is None else picture(seen.relevance, f"what spoke for {answer}")
     return f'<div class="two">{first}{second}</div>'
 
@@ -82,7 +82,7 @@ def pair(seen: Seen | None, name: str, answer: str) -> str:
 def _card(mistake: Mistake, seen: Seen | None) -> str:
     return (
         f"<li>{pair(seen, cut(mistake.name), mistake.predicted)}"
-        f"<p><strong>{escape(mistake.true)}</strong> taken for <strong>{escape(mistake.predicted)}</strong>, "
+        f"<p><strong>{name(mistake.true)}</strong> taken for <strong>{name(mistake.predicted)}</strong>, "
         f'{share(mistake.confidence)} sure</p><p class="quiet small" title="{escape(mistake.name)}">'
-        f"{escape(cut(mistake.name, 44))}</p></li>"
+        f"{path(cut(mistake.name, 44))}</p></li>"
     )

@@ -102,8 +102,8 @@ def table(
     for column in columns:
         kind = ' class="number"' if column.number else ""
         hint = f' title="{escape(column.hint)}"' if column.hint else ""
-        name = escape(column.title)
-        said = f'<button type="button"{hint}>{name}</button>' if sortable else f"<span{hint}>{name}</span>"
+        title = escape(column.title)
+        said = f'<button type="button"{hint}>{title}</button>' if sortable else f"<span{hint}>{title}</span>"
         heads.append(f'<th scope="col"{kind}>{said}</th>')
     lines = [_line(columns, row) for row in rows]
     last = f"<tfoot>{_line(columns, foot)}</tfoot>" if foot else ""
@@ -146,6 +146,16 @@ def picture(image: "Image.Image", alt: str, *, exact: bool = False) -> str:
     )
 
 
+def name(text: str) -> str:
+    """Return a name as HTML that does not turn around what stands beside it where it is written from right to left."""
+    return f"<bdi>{escape(text)}</bdi>"
+
+
+def path(text: str) -> str:
+    """Return a path as HTML, its parts in their order whichever way each is written."""
+    return "/".join(map(name, text.split("/")))
+
+
 def absent(sentence: str) -> str:
     """Return what stands in the place of something that is missing."""
     return f'<p class="absent">{escape(sentence)}</p>'
@@ -156,8 +166,8 @@ def paragraph(text: str, kind: str = "") -> str:
     return f"<p{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{escape(text)}</p>"
 
 
-def _own(name: str) -> str:
-    return files("vitrail.reports").joinpath(name).read_text(encoding="utf-8")
+def _own(file: str) -> str:
+    return files("vitrail.reports").joinpath(file).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 
 from vitrail.errors import ConfigError
 from vitrail.training.folder import CHECK, LOCK, ORIGIN, RECIPE, SPLIT, SWEEP, VERDICT, Journal
@@ -65,6 +65,16 @@ class Verdict(BaseModel):
     reliability: list[Bin]
     worst: list[Mistake]
     bad: list[Any]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Verdict":
+        """Refuse a file that somebody has changed by hand, where one number no longer goes with another."""
+        count = len(self.classes)
+        square = len(self.confusion) == count and all(len(row) == count for row in self.confusion)
+        scored = all(row.recall is not None and row.f1 is not None for row in self.per_class if row.pictures)
+        if self.pictures < 1 or len(self.per_class) != count or not square or not scored:
+            raise ValueError("the parts of the verdict do not fit together")
+        return self
 
     @property
     def on_training(self) -> bool:
@@ -144,10 +154,10 @@ def read_run(folder: str | Path) -> Record:
     """Read a run; what is missing in it is said later, but a folder that is no run is refused."""
     place = Path(folder)
     _check_is_run(place)
-    text = (place / RECIPE).read_text(encoding="utf-8")
     try:
+        text = (place / RECIPE).read_text(encoding="utf-8")
         recipe = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # no UTF-8, or no TOML
         raise ConfigError(f"{place / RECIPE} is no TOML: {error}") from None
     verdict, why_no_verdict = _read(place / VERDICT, Verdict)
     check, why_no_check = _read(place / CHECK, Check)

@@ -14,6 +14,7 @@ from vitrail.reports.record import Record, read_run
 from vitrail.reports.reproduce import reproduce
 from vitrail.reports.result import head, result
 from vitrail.reports.sight import look_into
+from vitrail.reports.words import cut
 from vitrail.training.folder import write_text
 
 REPORT = "report.html"
@@ -49,15 +50,17 @@ def _single(run: Record) -> str:
 
 
 def _default_name(other: Record | None) -> str:
-    return REPORT if other is None else f"report-and-{other.name}.html"
+    return REPORT if other is None else f"report-and-{cut(other.name, 50)}.html"
 
 
 def _check_target(target: Path) -> None:
     """Refuse to write over what is no report, before anything is computed."""
     if target.is_dir():
-        raise ConfigError(f"{target} is a folder; name a file for the report, such as {target / REPORT}")
+        raise ConfigError(f"{target} is a folder; name a file for the report, such as {target / 'page.html'}")
     if not target.parent.is_dir():
         raise ConfigError(f"there is no folder {target.parent} to write the report to; make it first")
+    if target.exists() and not target.is_file():  # reading a pipe might never end
+        raise ConfigError(f"{target} is no file; name one for the report, such as {REPORT}")
     if target.exists():
         with target.open("rb") as file:
             if f'content="{GENERATOR} '.encode() not in file.read(4096):

@@ -6,7 +6,7 @@ import numpy as np
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
-from vitrail.reports.page import Section, absent, paragraph
+from vitrail.reports.page import Section, absent, name, paragraph
 from vitrail.reports.record import Record, Verdict
 from vitrail.reports.words import loss_span, many, share, span
 
@@ -86,8 +86,8 @@ def _lead(verdict: Verdict) -> str:
     if verdict.top1 == 1:
         said.append("No picture was mistaken.")
     elif weakest:
-        name = f"<strong>{escape(weakest[0].name)}</strong>"
-        said.append(f"The weakest class is {name}, of which {share(weakest[0].recall)} are recognised.")
+        called = f"<strong>{name(weakest[0].name)}</strong>"
+        said.append(f"The weakest class is {called}, of which {share(weakest[0].recall)} are recognised.")
         said.append(_worst_confusion(verdict))
     return " ".join(part for part in said if part)
 
@@ -96,7 +96,7 @@ def _worst_confusion(verdict: Verdict) -> str:
     found = most_confused(np.array(verdict.confusion, np.int64), 1)
     if not found or found[0].pictures < 2:
         return ""
-    true, predicted = (escape(verdict.classes[place]) for place in (found[0].true, found[0].predicted))
+    true, predicted = (name(verdict.classes[place]) for place in (found[0].true, found[0].predicted))
     return f"Most often, {true} was taken for {predicted} ({many(found[0].pictures, 'time')})."
 
 

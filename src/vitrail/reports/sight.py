@@ -10,7 +10,9 @@ from vitrail.checkpoints.load import load
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, VitrailError
+from vitrail.explanations.figures.grid_of_grids import evenly
 from vitrail.reports.record import BEST, Record
+from vitrail.reports.words import ended
 
 if TYPE_CHECKING:
     from vitrail.data.given import Item
@@ -52,9 +54,8 @@ class Sight:
 
         if self.source is None or not len(self.source):
             return []
-        every = max(1, len(self.source) // count)
         found = []
-        for index in range(0, len(self.source), every)[:count]:
+        for index in evenly(len(self.source), count):
             try:
                 found.append(Item(os.fsencode(self.source.name(index)), content=self.source.read(index)))
             except (VitrailError, OSError):
@@ -68,12 +69,12 @@ def look_into(run: Record) -> Sight:
     try:
         bundle = load(run.folder / BEST)
     except (VitrailError, OSError) as error:
-        why_no_bundle = f"The best model cannot be opened: {error}."
+        why_no_bundle = ended(f"The best model cannot be opened: {error}")
     source, why_no_pictures = None, ""
     try:
         source = _held_out(run)
     except (VitrailError, OSError, KeyError, TypeError) as error:
-        why_no_pictures = f"The pictures cannot be shown, because the data of the run cannot be opened: {error}."
+        why_no_pictures = ended(f"The pictures cannot be shown, because the data of the run cannot be opened: {error}")
     return Sight(run, bundle, why_no_bundle, source, why_no_pictures)
 
 

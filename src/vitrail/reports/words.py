@@ -22,12 +22,22 @@ def loss_span(interval: Interval) -> str:
 
 def points(difference: float) -> str:
     """Write a difference of shares in percentage points, with its sign."""
-    return f"{100 * difference:+.1f}".replace("-", "\N{MINUS SIGN}")
+    rounded = round(100 * difference, 1)
+    return f"{rounded:+.1f}".replace("-", "\N{MINUS SIGN}") if rounded else "0.0"
 
 
 def many(count: int, one: str, more: str = "") -> str:
     """Write a count with its noun: 1 picture, 2 pictures."""
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
+
+
+def ended(text: str) -> str:
+    """End a sentence, if it has not ended.
+
+    >>> ended("it is gone"), ended("was it copied whole?")
+    ('it is gone.', 'was it copied whole?')
+    """
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def cut(text: str, most: int = 60) -> str:

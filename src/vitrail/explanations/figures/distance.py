@@ -139,8 +139,9 @@ def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> 
         y_label="pixels",
         x_unit="whole",
         y_low=0.0,
-        width=640,
-        height=380,
+        # In a page the letters must be read on a phone, too.
+        width=640 if standalone else 440,
+        height=380 if standalone else 300,
         standalone=standalone,
     )
 
@@ -153,6 +154,10 @@ def _means(distances: NDArray[np.float64]) -> NDArray[np.float64]:
     return means
 
 
+def _each(count: int, what: str) -> str:
+    return f"each of {count} {what}s" if count > 1 else f"the one {what}"
+
+
 def _caption(config: ViTConfig, distances: NDArray[np.float64], pictures: int) -> str:
     (rows, columns), (height, width) = config.grid, config.patch_size
     few = f" (the paper takes {PICTURES})" if pictures < PICTURES else ""
@@ -162,7 +167,7 @@ def _caption(config: ViTConfig, distances: NDArray[np.float64], pictures: int) -
     silent = int(np.isnan(distances).sum())
     left_out = f" {silent} of {distances.size} heads attend to no patch at all and have no point." if silent else ""
     return (
-        f"How far each of {config.heads} heads in each of {config.depth} blocks looks, in pixels of the picture of "
+        f"How far {_each(config.heads, 'head')} in {_each(config.depth, 'block')} looks, in pixels of the picture of "
         f"{config.image_size[0]}×{config.image_size[1]}: the distance between the centres of the patch that looks and "
         f"the patch looked at ({rows}×{columns} patches of {height}×{width} pixels), weighted by attention, averaged "
         f"over all patches of {pictures:,} picture{'s' * (pictures != 1)}{few}{special}. A head that looks at all "
