@@ -15,7 +15,7 @@ export class PatchView {
     this.canvas = canvas;
     this.context = canvas.getContext("2d", { willReadFrequently: false });
     this.grid = [1, 1];
-    this.opacity = 0.7;
+    this.opacity = 0.6;
     this.lines = true;
     this.asked = null;
     this.map = null;
@@ -136,12 +136,11 @@ export class PatchView {
     });
     canvas.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.key === "Escape") home();
-      else {
-        const patch = this.#stepped(event.key);
-        if (!patch) return;
-        pick(patch);
-      }
+      const patch = this.#stepped(event.key);
+      if (!patch && event.key !== "Escape") return;
+      hover((last = null)); // a pointer that rests on the picture has nothing to say now
+      if (patch) pick(patch);
+      else home();
       event.preventDefault();
     });
   }

@@ -49,7 +49,10 @@ const app = {
     }
   },
   drawn(panel, asked) {
-    if (panel === panels[0]) sequence.draw(panel.weights, asked);
+    if (panels.length === 2) showVerdict();
+    if (panel !== panels[0]) return;
+    sequence.draw(panel.weights, asked);
+    byId("sequence-says").hidden = !panel.weights;
   },
 };
 
@@ -67,24 +70,21 @@ function targetIn(model, name = panels[0].model.classes?.[state.target]) {
 const modelNamed = (name) => models.find((model) => model.name === name);
 
 /** Go to another state: the address says so, and what has to be shown anew is. */
-async function move(changes, { address = true } = {}) {
+async function move(changes) {
   const before = state;
   state = { ...state, ...changes };
   const changed = (...keys) => keys.some((key) => state[key] !== before[key]);
-  if (changed("model")) Object.assign(state, { layer: changes.layer ?? null, head: changes.head ?? null, target: changes.target ?? null });
-  if (changed("other")) Object.assign(state, { otherLayer: changes.otherLayer ?? null, otherHead: changes.otherHead ?? null });
-  if (address) history.replaceState(null, "", writeState(state));
+  if (changed("model")) state = possible({ ...state, layer: null, head: null, target: null });
+  if (changed("other")) Object.assign(state, { otherLayer: null, otherHead: null });
   showControls();
-  if (changed("picture") && changes.picture !== OWN) return goTo(samples.find(({ name }) => name === state.picture));
-  if (changed("model") || changed("other")) return arrange();
-  if (changed("opacity", "grid")) for (const panel of panels) panel.setLook(state.opacity, state.grid);
-  const shown = await Promise.all(panels.map((panel) => attempt(panel, () => panel.showMap())));
-  if (shown[0]) {
-    showWay(changed("layer", "method"));
-    if (changed("query", "layer", "head", "method", "target")) byId("live").textContent = panels[0].readout();
+  if (changed("model", "other")) return arrange();
+  if (changed("opacity", "grid")) {
+    for (const panel of panels) panel.setLook(state.opacity, state.grid);
+    return undefined;
   }
-  showVerdict();
-  return undefined;
+  const shown = await Promise.all(panels.map((panel) => attempt(panel, () => panel.showMap())));
+  if (shown[0] && panels[0].found) byId("live").textContent = panels[0].readout();
+  return showWhole();
 }
 
 /** Let a panel do something; what goes wrong is said in the panel. */
@@ -93,7 +93,7 @@ async function attempt(panel, work) {
     await work();
     return true;
   } catch (error) {
-    if (!(error instanceof Failure) && !error.noMap) throw error;
+    if (!(error instanceof Failure)) throw error;
     say(panel.parts.problem, error.message);
     return false;
   }
@@ -122,39 +122,44 @@ async function look(next) {
   try {
     await panels[0].show(next);
   } catch (error) {
-    if (!(error instanceof Failure) && !error.noMap) throw error;
+    if (!(error instanceof Failure)) throw error;
     say(byId("problem"), error.message);
     return false;
   }
-  showWay(true);
-  const [best] = panels[0].classes;
+  const best = panels[0].classes?.[0];
   byId("live").textContent = best ? `${panels[0].model.name} says ${best.name}, ${percent(best.probability)}.` : "";
   await Promise.all(others);
-  showVerdict();
+  showWhole();
   return true;
 }
 
-/** Take a new picture. If it cannot be shown, all stays as it was. */
+/** Take a new picture. If it cannot be shown, the one before stays. */
 async function take(next, changes = { target: null }) {
   say(byId("problem"), null);
   say(byId("notice"), null);
-  const before = state;
   state = { ...state, ...changes, picture: next.name };
+  showControls();
   if (await look(next)) picture = next;
-  else state = before;
-  history.replaceState(null, "", writeState(state));
+  else state = { ...state, picture: picture?.name ?? null };
   showControls();
 }
 
-async function goTo(sample) {
-  if (!sample) return;
+/** Do something; what goes wrong is said at the top. */
+async function attemptAll(work) {
   try {
-    await take(await loadSample(sample));
+    await work();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
     say(byId("problem"), error.message);
   }
 }
+
+/** Write the view into the address. Browsers refuse to do that many times a second. */
+function writeAddress() {
+  clearTimeout(writing);
+  writing = setTimeout(() => history.replaceState(null, "", writeState(state)), 150);
+}
+let writing;
 
 function showControls() {
   for (const input of byId("methods").querySelectorAll("input")) {
@@ -169,19 +174,22 @@ function showControls() {
   byId("grid").checked = state.grid;
   byId("compare").value = state.other ?? "";
   markSample(state.picture);
+  writeAddress();
 }
 
-/** Show the stages with what is known; drawn anew only where something in them has changed. */
-function showWay(changed) {
+/** Show what belongs to all panels, or to the first: how they agree, the stages, the sequence. */
+async function showWhole() {
+  showVerdict();
   const [panel] = panels;
-  if (!changed || !panel.seen) return;
-  const { attention, layer } = panel.found;
-  if (attention) seenAttention = { attention, layer, of: panel.model };
-  const known_ = seenAttention.of === panel.model ? seenAttention : {};
-  showStages(byId("stages"), panel.model, { picture: panel.seen, classes: panel.classes, ...known_ });
-  sequence.show(panel.seen, panel.model);
+  const { seen, model, classes } = panel;
+  if (!seen || drawnOf === seen) return;
+  drawnOf = seen;
+  sequence.show(seen, model);
+  showStages(byId("stages"), model, { picture: seen, classes });
+  const attention = await panel.firstAttention().catch(() => null); // one drawing less, and no more
+  if (attention && drawnOf === seen) showStages(byId("stages"), model, { picture: seen, classes, attention });
 }
-let seenAttention = {};
+let drawnOf = null;
 
 function showVerdict() {
   say(byId("verdict"), panels.length === 2 ? verdict(...panels) : null);
@@ -204,10 +212,12 @@ function buildControls() {
     panels[0]?.parts.canvas.focus();
     byId("explore").scrollIntoView();
   });
-  addEventListener("hashchange", () => restore(readState(location.hash)));
+  addEventListener("hashchange", () => attemptAll(() => restore(readState(location.hash))));
+  addEventListener("unhandledrejection", () => say(byId("problem"), "Something went wrong on this page; reload it."));
 }
 
 async function copyLink() {
+  history.replaceState(null, "", writeState(state));
   const own = state.picture === OWN ? " The picture itself is not in it." : "";
   try {
     await navigator.clipboard.writeText(location.href);
@@ -253,15 +263,12 @@ async function begin() {
     (next) => take(next),
     (sentence) => say(byId("problem"), sentence),
   );
-  try {
+  await attemptAll(async () => {
     [models, samples] = await Promise.all([getModels(), getSamples()]);
-    showSamples(samples, goTo);
+    showSamples(samples, (sample) => attemptAll(async () => take(await loadSample(sample))));
     offerComparison();
     await restore(state);
-  } catch (error) {
-    if (!(error instanceof Failure)) throw error;
-    say(byId("problem"), error.message);
-  }
+  });
   document.body.dataset.ready = "";
 }
 

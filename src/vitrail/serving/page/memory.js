@@ -19,9 +19,4 @@ export class Memory {
       this.#bytes -= freed;
     }
   }
-
-  clear() {
-    this.#kept.clear();
-    this.#bytes = 0;
-  }
 }

@@ -1,6 +1,6 @@
 // One model looking at the picture: its answer, its map, and what can be chosen of it.
 
-import { explain, predict } from "./api.js";
+import { explain, Failure, predict } from "./api.js";
 import { Attention, readMap } from "./arrays.js";
 import { PatchView } from "./attention.js";
 import { markBar, showBars } from "./bars.js";
@@ -12,6 +12,7 @@ import { defaultQuery, inWords, isPatch, known, patchOf, places, specials, token
 
 const TOP = 5;
 const PATIENCE = 200; // milliseconds before "Looking…" shows
+const MOST_DRAWN = 600; // patches
 const LAYERED = ["attention", "gradcam", "pca"];
 const TARGETED = ["relevance", "gradcam"];
 
@@ -45,7 +46,7 @@ export class Panel {
     this.model = model;
     this.classes = null;
     this.seen = null;
-    this.memory.clear();
+    this.memory = new Memory();
     this.parts.models.value = model.name;
     this.parts.layer.max = model.depth - 1;
     const [rows, columns] = model.grid;
@@ -59,22 +60,35 @@ export class Panel {
 
   /** Let the model look at a picture. What was shown stays until all is there; a failure leaves it. */
   async show(picture) {
+    this.coming = picture;
     await this.#busy(async (signal) => {
-      const [classes, found] = await Promise.all([this.#predicted(picture, signal), this.#explained(picture, signal, false)]);
-      this.picture = picture;
-      this.classes = classes;
-      this.seen = null;
-      this.memory.clear();
+      const [options, memory] = [this.#wantedOptions(), new Memory()];
+      const [classes, found] = await Promise.all([
+        this.#predicted(picture, signal),
+        this.#explained(picture, signal, options, memory),
+      ]);
+      Object.assign(this, { picture, classes, memory, seen: null });
       await this.#take(found);
       this.#showAnswers();
     });
   }
 
-  /** Show what is wanted now of the picture that is there. */
+  /** Show what is wanted now of the picture that is there, or of the one that is about to be. */
   async showMap() {
-    if (!this.picture) return;
     this.#mark();
-    await this.#busy(async (signal) => this.#take(await this.#explained(this.picture, signal, true)));
+    if (this.coming) return this.show(this.coming);
+    if (!this.picture) return undefined;
+    return this.#busy(async (signal) =>
+      this.#take(await this.#explained(this.picture, signal, this.#wantedOptions(), this.memory)),
+    );
+  }
+
+  /** Return the first layer's attention for a drawing of it; null where it would be too large for that. */
+  async firstAttention() {
+    const [rows, columns] = this.model.grid;
+    if (!this.model.methods.attention || rows * columns > MOST_DRAWN) return null;
+    const options = { model: this.model.name, method: "attention", layer: 0, target: null, query: "all" };
+    return (await this.#explained(this.picture, undefined, options, this.memory)).attention;
   }
 
   setLook(opacity, lines) {
@@ -114,33 +128,33 @@ export class Panel {
     return predict(picture.blob, this.model.name, TOP, signal);
   }
 
-  /** Ask the server for what is wanted, or remember it. */
-  async #explained(picture, signal, remembered) {
+  /** Say what is wanted in the server's words. */
+  #wantedOptions() {
     const { method, query, target } = this.app.wanted(this);
     if (!this.model.methods[method]) {
-      const why = this.model.why_not?.[method] ?? "this model does not allow it";
-      throw Object.assign(new Error(`No ${method} map: ${why}.`), { noMap: true });
+      throw new Failure(`No ${method} map: ${this.model.why_not?.[method] ?? "this model does not allow it"}.`);
     }
-    const options = {
+    return {
       model: this.model.name,
       method,
       layer: LAYERED.includes(method) ? this.layer : null,
       target: TARGETED.includes(method) ? target : null,
       query: method === "attention" ? "all" : method === "rollout" && query !== null ? known(query, this.model) : null,
     };
-    const key = JSON.stringify(options);
-    const kept = remembered && this.memory.get(key);
-    if (kept) return kept;
-    const result = await explain(picture.blob, options, signal);
-    const found = { method, layer: options.layer, target: result.target, source: result.picture, key };
-    if (result.attention) found.attention = new Attention(result.attention);
-    else found.values = readMap(result.map).values;
-    if (remembered) this.#keep(found);
-    return found;
   }
 
-  #keep(found) {
-    this.memory.set(found.key, found, found.attention?.bits.byteLength ?? found.values.byteLength);
+  /** Ask the server, or remember what it said. */
+  async #explained(picture, signal, options, memory) {
+    const key = JSON.stringify(options);
+    const kept = memory.get(key);
+    if (kept) return kept;
+    const result = await explain(picture.blob, options, signal);
+    const { method, layer } = options;
+    const found = { method, layer, target: result.target, source: result.picture };
+    if (result.attention) found.attention = new Attention(result.attention);
+    else found.values = readMap(result.map).values;
+    memory.set(key, found, found.attention?.bits.byteLength ?? found.values.byteLength);
+    return found;
   }
 
   async #take(found) {
@@ -150,9 +164,8 @@ export class Panel {
       await seen.decode();
       this.seen = seen;
       this.view.setPicture(seen, this.model.grid);
-      this.#keep(found);
     }
-    delete found.source; // as large as the picture, and the same each time
+    found.source = null; // as large as the picture, and the same each time
     this.found = found;
     this.#mark();
     this.draw();
@@ -174,6 +187,7 @@ export class Panel {
     } finally {
       clearTimeout(timer);
       if (this.running === running) {
+        this.coming = null;
         this.element.classList.remove("busy");
         this.element.setAttribute("aria-busy", "false");
       }
@@ -218,7 +232,10 @@ export class Panel {
       });
       const to = tokenAt(best, model);
       const whom = to === asked ? "itself" : inWords(to);
-      return `${capital(inWords(asked))} looks most at ${whom}: ${percent(this.weights[best])}.`;
+      const most = `${capital(inWords(asked))} looks most at ${whom}: ${percent(this.weights[best])}.`;
+      if (!model.tokens.length) return most;
+      const elsewhere = model.tokens.reduce((sum, { index }) => sum + this.weights[index], 0);
+      return `${most} ${percent(elsewhere)} goes to tokens that are no patches.`;
     }
     if (this.hovered && isPatch(this.hovered) && found.method !== "pca") {
       const [row, column] = patchOf(this.hovered);
@@ -239,16 +256,14 @@ export class Panel {
     parts.layer.value = this.layer;
     parts["layer-value"].textContent = `${this.layer}`;
     parts.layer.setAttribute("aria-valuetext", `Layer ${this.layer} of 0 to ${model.depth - 1}`);
-    parts.layers.classList.toggle("off", !LAYERED.includes(method));
-    parts.layer.disabled = !LAYERED.includes(method);
-    parts.heads.classList.toggle("off", method !== "attention");
-    parts.heads.disabled = method !== "attention";
+    parts.layers.hidden = !LAYERED.includes(method);
+    parts.heads.hidden = method !== "attention";
     this.heads.mark(this.head);
     const asks = method === "attention" || method === "rollout";
     const query = known(this.app.wanted(this).query, model);
+    parts.tokens.hidden = !asks;
     for (const button of parts.tokens.children) {
-      button.disabled = !asks;
-      button.setAttribute("aria-pressed", String(asks && button.dataset.query === query));
+      button.setAttribute("aria-pressed", String(button.dataset.query === query));
     }
     const where = asks ? `, ${inWords(query)} asked` : "";
     parts.canvas.setAttribute("aria-label", `The picture as ${model.name} sees it, ${model.grid.join(" by ")} patches${where}`);

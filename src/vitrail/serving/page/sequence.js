@@ -60,6 +60,7 @@ export class Sequence {
     context.scale(scale, scale);
     const [w, h] = [picture.naturalWidth / columns, picture.naturalHeight / rows];
     context.imageSmoothingEnabled = w > this.side;
+    context.strokeStyle = "rgb(128 132 140 / 0.5)"; // black patches on a black page are patches, too
     for (let place = 0; place < this.count; place++) {
       const [x, y] = this.#corner(place);
       const number = place - model.patch_start;
@@ -71,6 +72,7 @@ export class Sequence {
       } else {
         const [row, column] = [Math.floor(number / columns), number % columns];
         context.drawImage(picture, column * w, row * h, w, h, x, y, this.side, this.side);
+        context.strokeRect(x + 0.5, y + 0.5, this.side - 1, this.side - 1);
       }
     }
     this.draw(this.weights, this.asked);

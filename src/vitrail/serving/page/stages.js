@@ -19,23 +19,26 @@ function drawingOf(name) {
   return drawAnswer;
 }
 
-/** List a model's stages. `seen` has what is known of the picture: picture, attention (heads, tokens) and classes. */
+/** List a model's stages. `seen` has what is known of the picture: picture, attention (of the first layer) and classes. */
 export function showStages(list, model, seen) {
-  const cards = model.stages.map(({ name, shape, meaning }, i) => {
-    const canvas = make("canvas", { width: WIDE * 2, height: TALL * 2, "aria-hidden": "true" });
-    const context = canvas.getContext("2d");
-    context.scale(2, 2);
-    if (seen.picture) drawingOf(name)(context, model, { ...seen, colours: patchColours(seen.picture, model.grid) });
-    return make(
+  const cards = model.stages.map(({ name, shape, meaning }, i) =>
+    make(
       "li",
       {},
-      canvas,
+      make("canvas", { width: WIDE * 2, height: TALL * 2, "aria-hidden": "true" }),
       make("h3", {}, make("span", { className: "step", "aria-hidden": "true" }, String(i + 1)), name),
       make("code", { className: "shape" }, shape.join(" × ")),
       make("p", {}, meaning),
-    );
-  });
+    ),
+  );
   list.replaceChildren(...cards);
+  // Drawn when they stand in the document, where they have its colours.
+  const known = { ...seen, colours: patchColours(seen.picture, model.grid) };
+  cards.forEach((card, i) => {
+    const context = card.querySelector("canvas").getContext("2d");
+    context.scale(2, 2);
+    drawingOf(model.stages[i].name)(context, model, known);
+  });
 }
 
 /** Return the mean colour of every patch. */
@@ -113,7 +116,7 @@ function drawTokens(context, model, { colours }) {
   for (let i = 0; i < count; i++) context.fillText(String(i), (i + 0.5) * pitch - 0.5, TALL - 4);
 }
 
-function drawAttention(context, model, { attention, layer }) {
+function drawAttention(context, model, { attention }) {
   if (!attention) return;
   const small = Object.assign(document.createElement("canvas"), { width: attention.tokens, height: attention.tokens });
   const inner = small.getContext("2d");
@@ -134,7 +137,6 @@ function drawAttention(context, model, { attention, layer }) {
     context.strokeStyle = LEAD;
     context.strokeRect(at, i * 10, side, side);
   }
-  context.canvas.title = `layer ${layer}`;
 }
 
 function drawEncoded(context, model, { colours }) {
@@ -143,13 +145,13 @@ function drawEncoded(context, model, { colours }) {
   for (let i = 0; i < shown; i++) {
     context.fillStyle = heatColour(0.15 + (0.6 * i) / shown);
     context.globalAlpha = 0.9;
-    context.fillRect(i === 0 ? 2 : 2, i * step, WIDE - 5, Math.max(3, step - 2.5));
+    context.fillRect(1, i * step, WIDE - 5, Math.max(3, step - 2.5));
   }
   context.globalAlpha = 1;
   strips(context, colours, { gold: Math.min(3, model.patch_start), top: 36, height: TALL - 36, cells: 6 });
 }
 
-function drawPooled(context, model) {
+function drawPooled(context) {
   const cells = 22;
   const pitch = WIDE / cells;
   for (let k = 0; k < cells; k++) {

@@ -11,7 +11,7 @@ export const DEFAULTS = {
   query: null, // "class", "register:0", "mean", or a patch "row,column"; null: what the head reads
   method: "attention",
   target: null, // a class's number; null: the likeliest
-  opacity: 0.7,
+  opacity: 0.6,
   grid: true,
   other: null, // the model to compare with
   otherLayer: null,
