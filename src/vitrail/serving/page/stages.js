@@ -86,7 +86,7 @@ function drawPatches(context, model, { picture }) {
 
 /** Draw some tokens as upright strips: few enough to be told apart. */
 function strips(context, colours, { gold = 0, top = 0, height = TALL, cells = 9 } = {}) {
-  const shown = 13 - gold;
+  const shown = 11 - gold;
   const picked = Array.from({ length: Math.min(shown, colours.length) }, (_, i) =>
     colours[Math.floor((i * colours.length) / Math.min(shown, colours.length))]);
   const all = [...Array(gold).fill(GOLD), ...picked];
