@@ -181,16 +181,17 @@ def digit(wanted: int) -> Image.Image:
     return Image.fromarray(pixels.reshape(8, 8))
 
 
-SCENES: dict[str, Callable[[], Image.Image]] = {"boat": boat, "balloon": balloon, "goldfish": goldfish, "daisy": daisy}
+SCENES: dict[str, Callable[[], Image.Image]] = {"balloon": balloon, "goldfish": goldfish, "daisy": daisy, "boat": boat}
 
 
 def main(target: Path = TARGET) -> None:
     """Write every sample."""
     target.mkdir(parents=True, exist_ok=True)
-    for name, scene in SCENES.items():
-        scene().quantize(160, dither=Image.Dither.FLOYDSTEINBERG).save(target / f"{name}.png", optimize=True)
-    for number in DIGITS:
-        digit(number).save(target / f"digit-{number}.png", optimize=True)
+    # The numbers keep the order; the server leaves them out of the names.
+    for place, (name, scene) in enumerate(SCENES.items(), start=1):
+        scene().quantize(160, dither=Image.Dither.FLOYDSTEINBERG).save(target / f"{place}-{name}.png", optimize=True)
+    for place, number in enumerate(DIGITS, start=1 + len(SCENES)):
+        digit(number).save(target / f"{place}-digit-{number}.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ function only(reply) {
 }
 
 function post(picture, signal) {
-  const type = picture.type || "application/octet-stream";
+  // A file whose type nobody knows may be a picture all the same; the server looks into it.
+  const type = picture.type || "image/unknown";
   return { method: "POST", body: picture, headers: { "Content-Type": type }, signal };
 }
 

@@ -102,6 +102,11 @@ export class Panel {
     this.draw();
   }
 
+  /** Whether the model says what is in the picture, rather than in each token or nothing at all. */
+  get answers() {
+    return this.model.class_count !== 0 && this.model.pool !== "none";
+  }
+
   /** The token whose attention is shown. */
   get asked() {
     return this.hovered ?? known(this.app.wanted(this).query, this.model);
@@ -124,7 +129,7 @@ export class Panel {
   }
 
   async #predicted(picture, signal) {
-    if (this.model.class_count === 0) return [];
+    if (!this.answers) return [];
     return predict(picture.blob, this.model.name, TOP, signal);
   }
 
@@ -138,7 +143,8 @@ export class Panel {
       model: this.model.name,
       method,
       layer: LAYERED.includes(method) ? this.layer : null,
-      target: TARGETED.includes(method) ? target : null,
+      // By its name where it has one, because a number may be another class's name.
+      target: TARGETED.includes(method) && target !== null ? (this.model.classes?.[target] ?? target) : null,
       query: method === "attention" ? "all" : method === "rollout" && query !== null ? known(query, this.model) : null,
     };
   }
@@ -274,7 +280,7 @@ export class Panel {
     const { parts, classes, model } = this;
     showBars(parts.bars, classes, this.target, (index) => this.app.change(this, { target: index }));
     const count = model.class_count ?? model.classes?.length ?? 0;
-    if (!classes.length) parts["answers-say"].textContent = "This model has no head, so it gives no answer.";
+    if (!classes.length) parts["answers-say"].textContent = "This model does not answer for a whole picture.";
     else parts["answers-say"].textContent = count > TOP ? `The likeliest of ${counted(count)} classes` : "";
   }
 
