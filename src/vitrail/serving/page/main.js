@@ -212,7 +212,7 @@ function buildControls() {
     panels[0]?.parts.canvas.focus();
     byId("explore").scrollIntoView();
   });
-  addEventListener("hashchange", () => attemptAll(() => restore(readState(location.hash))));
+  addEventListener("hashchange", () => begin(readState(location.hash)));
   addEventListener("unhandledrejection", () => say(byId("problem"), "Something went wrong on this page; reload it."));
 }
 
@@ -256,7 +256,14 @@ async function restore(wanted) {
   }
 }
 
-async function begin() {
+/** Show a view, and say when it is there. */
+async function begin(wanted) {
+  delete document.body.dataset.ready;
+  await attemptAll(() => restore(wanted));
+  document.body.dataset.ready = "";
+}
+
+async function start() {
   onNeed({ token: askForToken, waiting: (sentence) => (byId("live").textContent = sentence) });
   buildControls();
   watchForPictures(
@@ -267,9 +274,8 @@ async function begin() {
     [models, samples] = await Promise.all([getModels(), getSamples()]);
     showSamples(samples, (sample) => attemptAll(async () => take(await loadSample(sample))));
     offerComparison();
-    await restore(state);
+    await begin(state);
   });
-  document.body.dataset.ready = "";
 }
 
-await begin();
+await start();
