@@ -350,7 +350,8 @@ def test_everything_can_be_done_with_the_keyboard(seen: Visit) -> None:
 
     def focused() -> str:
         found: str = page.evaluate(
-            "(e => e.dataset.part || e.id || e.dataset.query || e.title || e.value || e.textContent)(document.activeElement)"
+            """(e => e.dataset.part || e.id || e.dataset.query || e.title || e.value ||
+            e.textContent)(document.activeElement)"""
         )
         return found
 

@@ -212,7 +212,8 @@ function buildControls() {
     panels[0]?.parts.canvas.focus();
     byId("explore").scrollIntoView();
   });
-  addEventListener("hashchange", () => begin(readState(location.hash)));
+  // The address as it was asked for: by now it may have been written over.
+  addEventListener("hashchange", ({ newURL }) => begin(readState(new URL(newURL).hash)));
   addEventListener("unhandledrejection", () => say(byId("problem"), "Something went wrong on this page; reload it."));
 }
 
@@ -258,6 +259,7 @@ async function restore(wanted) {
 
 /** Show a view, and say when it is there. */
 async function begin(wanted) {
+  clearTimeout(writing);
   delete document.body.dataset.ready;
   await attemptAll(() => restore(wanted));
   document.body.dataset.ready = "";
