@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import TooManyPixels, open_picture
 from vitrail.data.given import Item, fitted
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
@@ -44,6 +44,8 @@ def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[st
                 f"it smaller",
             )
         return fitted(Item(b"", content=content), preprocess)
+    except TooManyPixels:
+        raise Refusal(413, f"a picture of far more than the {most_pixels:,} pixels that are taken") from None
     except (DataError, InputError) as error:
         raise Refusal(422, f"the picture cannot be used: {error}") from None
     except MemoryError:

@@ -141,7 +141,6 @@ class _Visit:
 
     async def take_place(self) -> None:
         self._scope["app"] = self._door  # the router then raises what is not found
-        self._scope["state"]["request_id"] = self.id
         with self._door.counters.in_flight.track_inprogress():
             try:
                 await self._door.inside(self._scope, self.receive, self.send)

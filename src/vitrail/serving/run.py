@@ -20,6 +20,8 @@ from vitrail.serving.settings import Settings
 
 LINGER = 0.5
 """Seconds for which a service that stops still says so, instead of being gone at once."""
+LAST_WORDS = 0.2
+"""Seconds for those who were connected in the last moment to be told."""
 _log = logging.getLogger("vitrail.serving")
 
 
@@ -82,6 +84,9 @@ class _Server(uvicorn.Server):
         _, in_time = await asyncio.gather(asyncio.sleep(LINGER), life.idle(self._service.settings.grace))
         if not in_time:
             _log.warning("the grace is over", extra={"fields": {"unanswered": life.accepted}})
+        for listening in self.servers:  # nobody new; those who are connected still hear that it is over
+            listening.close()
+        await asyncio.sleep(LAST_WORDS)
         self.should_exit = True
 
     async def _warm_up(self) -> None:

@@ -16,11 +16,15 @@ from vitrail.explanations.wanted import Wanted as WantedMap
 from vitrail.inference.jobs import digest_model
 from vitrail.models.config import ViTConfig
 from vitrail.models.stages import sample_picture, stages
+from vitrail.models.vit import ViT
 from vitrail.runtime import choose_device
 from vitrail.serving.batching import Batcher
 from vitrail.serving.counters import Counters
 from vitrail.serving.questions import Asked, Predict
 from vitrail.serving.settings import NamedSource, Settings
+
+WARM_BATCH = 8
+"""Enough for every core to have its share."""
 
 
 class Served:
@@ -31,6 +35,7 @@ class Served:
         self.device = choose_device(settings.device)
         self.bundle: Bundle = load(named.source)
         model = self.bundle.model.to(self.device).eval()
+        _own_weights(model)
         self.engine: Engine | None = None
         if model.config.classes and model.config.pool != "none":
             self.engine = open_engine(
@@ -58,8 +63,15 @@ class Served:
             return
         height, width = self.bundle.preprocess.size
         blank = np.zeros((height, width, self.bundle.preprocess.channels), np.uint8)
-        for pictures in sorted({1, self.batcher.batch}):
+        for pictures in sorted({1, min(self.batcher.batch, WARM_BATCH)}):
             self.answer(Predict(top=1), [blank] * pictures)
+
+
+@torch.no_grad()
+def _own_weights(model: ViT) -> None:
+    """Copy weights that are read from their file only as they are used: it may be overwritten while it is served."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def describe(name: str, bundle: Bundle, device: torch.device) -> dict[str, Any]:
