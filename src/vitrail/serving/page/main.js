@@ -129,7 +129,7 @@ async function look(next) {
   const best = panels[0].classes?.[0];
   byId("live").textContent = best ? `${panels[0].model.name} says ${best.name}, ${percent(best.probability)}.` : "";
   await Promise.all(others);
-  showWhole();
+  setTimeout(showWhole); // the picture can be used before the drawings further down are made
   return true;
 }
 
