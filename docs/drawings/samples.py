@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from docs.drawings.draw import paint
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
-from docs.drawings.draw import paint
 from vitrail.data.sources.builtin import digits
 
 TARGET = Path(__file__).parents[2] / "src" / "vitrail" / "serving" / "page" / "samples"
@@ -95,7 +95,12 @@ def balloon() -> Image.Image:
     for side in (-1, 1):
         canvas.line([(x + side * 0.052, mouth - 0.005), (x + side * 0.038, mouth + 0.09)], (70, 52, 40), 0.004)
     canvas.polygon(
-        [(x - 0.045, mouth + 0.085), (x + 0.045, mouth + 0.085), (x + 0.036, mouth + 0.145), (x - 0.036, mouth + 0.145)],
+        [
+            (x - 0.045, mouth + 0.085),
+            (x + 0.045, mouth + 0.085),
+            (x + 0.036, mouth + 0.145),
+            (x - 0.036, mouth + 0.145),
+        ],
         (134, 86, 48),
     )
     canvas.line([(x - 0.045, mouth + 0.09), (x + 0.045, mouth + 0.09)], (88, 54, 30), 0.012)
