@@ -8,19 +8,21 @@ import socket
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import schemathesis
+from hypothesis import HealthCheck, Phase, errors, given, settings
+from hypothesis.strategies import SearchStrategy
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
-from hypothesis import HealthCheck, Phase, settings
 from tests.serving.server import Running, picture, save_tiny, sent, server
 
 from vitrail.serving.app import Service
@@ -81,17 +83,14 @@ def test_the_document_fuzzed(running: Running) -> None:
             except Exception:  # nothing can be wrong where nothing is asked for
                 continue
             _given(strategy, check)
-    print(asked)
     for path in ("/v1/predict", "/v1/embed", "/v1/explain"):
         assert sum(count for asked_for, count in asked.items() if asked_for.startswith(path)) > 100, asked
     assert running.process.poll() is None
 
 
-def _given(strategy: object, check: object) -> None:
-    from hypothesis import errors, given
-
+def _given(strategy: SearchStrategy[Any], check: Callable[[Any], None]) -> None:
     try:
-        given(strategy)(check)()  # type: ignore[arg-type,operator]
+        given(strategy)(check)()
     except errors.Unsatisfiable:
         return
 
