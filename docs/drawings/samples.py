@@ -6,6 +6,7 @@ package. So the page has something to show before anyone has found a picture of 
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ def balloon() -> Image.Image:
         return [(x + across * share * n, y - down + 2.1 * down * h) for h, n in zip(heights, narrowing, strict=True)]
 
     seams = [math.sin(math.pi / 2 * (i / 5 - 1)) for i in range(11)]
-    for i, (left, right) in enumerate(zip(seams, seams[1:], strict=False)):
+    for i, (left, right) in enumerate(pairwise(seams)):
         light = 1.1 - 0.34 * abs((left + right) / 2 - (-0.3))
         canvas.polygon([*rim(left), *reversed(rim(right))], shaded(stripes[i % 4], light))
     mouth = y + 1.1 * down

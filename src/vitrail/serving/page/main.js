@@ -129,7 +129,7 @@ async function look(next) {
   const best = panels[0].classes?.[0];
   byId("live").textContent = best ? `${panels[0].model.name} says ${best.name}, ${percent(best.probability)}.` : "";
   await Promise.all(others);
-  showWhole();
+  setTimeout(showWhole); // the picture can be used before the drawings further down are made
   return true;
 }
 
@@ -212,7 +212,8 @@ function buildControls() {
     panels[0]?.parts.canvas.focus();
     byId("explore").scrollIntoView();
   });
-  addEventListener("hashchange", () => attemptAll(() => restore(readState(location.hash))));
+  // The address as it was asked for: by now it may have been written over.
+  addEventListener("hashchange", ({ newURL }) => begin(readState(new URL(newURL).hash)));
   addEventListener("unhandledrejection", () => say(byId("problem"), "Something went wrong on this page; reload it."));
 }
 
@@ -256,7 +257,15 @@ async function restore(wanted) {
   }
 }
 
-async function begin() {
+/** Show a view, and say when it is there. */
+async function begin(wanted) {
+  clearTimeout(writing);
+  delete document.body.dataset.ready;
+  await attemptAll(() => restore(wanted));
+  document.body.dataset.ready = "";
+}
+
+async function start() {
   onNeed({ token: askForToken, waiting: (sentence) => (byId("live").textContent = sentence) });
   buildControls();
   watchForPictures(
@@ -267,9 +276,8 @@ async function begin() {
     [models, samples] = await Promise.all([getModels(), getSamples()]);
     showSamples(samples, (sample) => attemptAll(async () => take(await loadSample(sample))));
     offerComparison();
-    await restore(state);
+    await begin(state);
   });
-  document.body.dataset.ready = "";
 }
 
-await begin();
+await start();

@@ -249,7 +249,10 @@ export class Panel {
       const most = Math.max(...found.values);
       return `Patch ${this.hovered}: ${percent(most > 0 ? value / most : 0)} of the most.`;
     }
-    if (found.method === "rollout") return `What the ${inWords(known(this.app.wanted(this).query, model))} is made of.`;
+    if (found.method === "rollout") {
+      const query = known(this.app.wanted(this).query, model);
+      return `What ${isPatch(query) ? "" : "the "}${inWords(query)} is made of.`;
+    }
     if (found.method === "pca") return `Patches of one colour have similar features after layer ${found.layer}.`;
     if (!found.target) return "";
     return `What speaks for ${found.target.name}, to which the model gives ${percent(found.target.probability)}.`;

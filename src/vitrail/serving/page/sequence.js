@@ -44,7 +44,7 @@ export class Sequence {
     const { model, picture } = this;
     const [rows, columns] = model.grid;
     const wide = this.canvas.clientWidth;
-    this.count = Math.min(MOST, model.patch_start + rows * columns);
+    this.count = Math.min(MOST, model.tokens.length + rows * columns);
     this.side = this.count > 100 ? 20 : 34;
     this.across = this.side + GAP;
     this.down = this.side + BAR + GAP * 2;
@@ -64,7 +64,7 @@ export class Sequence {
     for (let place = 0; place < this.count; place++) {
       const [x, y] = this.#corner(place);
       const number = place - model.patch_start;
-      if (number < 0) {
+      if (model.tokens.some(({ index }) => index === place)) {
         context.fillStyle = "#d9a400";
         context.beginPath();
         context.roundRect(x, y, this.side, this.side, 4);

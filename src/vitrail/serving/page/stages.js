@@ -85,11 +85,12 @@ function drawPatches(context, model, { picture }) {
 }
 
 /** Draw some tokens as upright strips: few enough to be told apart. */
-function strips(context, colours, { gold = 0, top = 0, height = TALL, cells = 9 } = {}) {
+function strips(context, colours, { gold = 0, last = false, top = 0, height = TALL, cells = 9 } = {}) {
   const shown = 11 - gold;
   const picked = Array.from({ length: Math.min(shown, colours.length) }, (_, i) =>
     colours[Math.floor((i * colours.length) / Math.min(shown, colours.length))]);
-  const all = [...Array(gold).fill(GOLD), ...picked];
+  const special = Array(gold).fill(GOLD);
+  const all = last ? [...picked, ...special] : [...special, ...picked];
   const pitch = WIDE / all.length;
   const cell = height / cells;
   all.forEach((colour, i) => {
@@ -108,8 +109,11 @@ function drawEmbeddings(context, model, { colours }) {
   strips(context, colours);
 }
 
+/** Return how many tokens that are no patches are drawn, and on which side. */
+const special = (model) => ({ gold: Math.min(3, model.tokens.length), last: model.patch_start === 0 });
+
 function drawTokens(context, model, { colours }) {
-  const { pitch, count } = strips(context, colours, { gold: Math.min(3, model.patch_start), height: TALL - 18 });
+  const { pitch, count } = strips(context, colours, { ...special(model), height: TALL - 18 });
   context.fillStyle = getComputedStyle(context.canvas).color;
   context.font = "600 9px system-ui, sans-serif";
   context.textAlign = "center";
@@ -148,7 +152,7 @@ function drawEncoded(context, model, { colours }) {
     context.fillRect(1, i * step, WIDE - 5, Math.max(3, step - 2.5));
   }
   context.globalAlpha = 1;
-  strips(context, colours, { gold: Math.min(3, model.patch_start), top: 36, height: TALL - 36, cells: 6 });
+  strips(context, colours, { ...special(model), top: 36, height: TALL - 36, cells: 6 });
 }
 
 function drawPooled(context) {
