@@ -8,14 +8,17 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 from tests.serving.server import Running, picture, save_tiny, sent, server
 
 import vitrail
+from vitrail.explanations.wanted import Method
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +46,9 @@ def as_json(*pictures: bytes, **options: object) -> dict[str, object]:
     return {"pictures": [base64.b64encode(one).decode() for one in pictures], **options}
 
 
-def unpacked(packed: dict[str, object]) -> np.ndarray:
-    array = np.frombuffer(base64.b64decode(str(packed["data"])), np.dtype(str(packed["dtype"])).newbyteorder("<"))
-    return array.reshape(packed["shape"])
+def unpacked(packed: dict[str, Any]) -> NDArray[np.float32]:
+    dtype = np.dtype(packed["dtype"]).newbyteorder("<")
+    return np.frombuffer(base64.b64decode(packed["data"]), dtype).reshape(packed["shape"]).astype(np.float32)
 
 
 # ── what is asked and answered ──
@@ -119,13 +122,13 @@ def test_embeddings_are_those_of_the_model(client: httpx.Client, folder: Path) -
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
-def test_explanations_are_those_of_the_library(client: httpx.Client, folder: Path, method: str) -> None:
+def test_explanations_are_those_of_the_library(client: httpx.Client, folder: Path, method: Method) -> None:
     content = picture()
     answer = client.post(f"/v1/explain?method={method}", files={"picture": content})
     assert answer.status_code == 200, answer.text
     assert answer.json()["method"] == method
     (result,) = answer.json()["results"]
-    wanted = vitrail.explain(folder / "run" / "best", content, method=method, device="cpu")  # type: ignore[arg-type]
+    wanted = vitrail.explain(folder / "run" / "best", content, method=method, device="cpu")
     np.testing.assert_allclose(unpacked(result["map"]), wanted.map, rtol=1e-3, atol=1e-5)
     seen = Image.open(io.BytesIO(base64.b64decode(result["picture"].removeprefix("data:image/png;base64,"))))
     assert np.array_equal(np.asarray(seen), np.asarray(wanted.picture))
@@ -141,7 +144,7 @@ def test_all_attention_of_a_layer_at_once(client: httpx.Client, folder: Path) ->
     (result,) = client.post("/v1/explain", json=as_json(content, method="attention", layer=0, query="all")).json()[
         "results"
     ]
-    weights = unpacked(result["attention"]).astype(np.float32)
+    weights = unpacked(result["attention"])
     assert weights.shape == (2, 18, 18)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=5e-3)
     one = vitrail.explain(
@@ -222,7 +225,7 @@ def test_bad_forms(client: httpx.Client) -> None:
         ({"files": {"picture": (None, "text")}}, "is text"),
         ({"files": [("picture", b"x")] * 6}, "more than 4 pictures"),
     ):
-        answer = client.post("/v1/predict", **form)  # type: ignore[arg-type]
+        answer = client.post("/v1/predict", **form)
         assert answer.status_code in (400, 413)
         assert words in answer.json()["error"]
     torn = b"--b\r\nContent-Disposition: form-data; name=picture; filename=x\r\n\r\n" + picture()

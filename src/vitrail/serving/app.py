@@ -58,8 +58,8 @@ class Service:
             Route("/samples", self.samples, methods=["GET"]),
             Route("/{path:path}", self.file, methods=["GET"]),
         ]
-        known = {route.path for route in routes[:-1]} | {"/"}
-        door = Door(Router(routes, redirect_slashes=False), known, self.settings, self.counters, self.life)
+        self.routes = {route.path for route in routes[:-1]} | {"/"}
+        door = Door(Router(routes, redirect_slashes=False), self.routes, self.settings, self.counters, self.life)
         if not self.settings.origins:
             return door
         return CORSMiddleware(
