@@ -129,9 +129,11 @@ async function arrange() {
 /** Let every panel look at a picture; whether the first could. */
 async function look(next) {
   const others = panels.slice(1).map((panel) => attempt(panel, () => panel.show(next)));
+  byId("way").ariaBusy = "true";
   try {
     await panels[0].show(next);
   } catch (error) {
+    byId("way").ariaBusy = "false";
     if (!(error instanceof Failure)) throw error;
     say(byId("problem"), error.message);
     return false;
@@ -192,12 +194,17 @@ async function showWhole() {
   showVerdict();
   const [panel] = panels;
   const { seen, model, classes } = panel;
-  if (!seen || drawnOf === seen) return;
+  if (!seen || drawnOf === seen) {
+    byId("way").ariaBusy = "false";
+    return;
+  }
   drawnOf = seen;
   sequence.show(seen, model);
   showStages(byId("stages"), model, { picture: seen, classes });
   const attention = await panel.firstAttention().catch(() => null); // one drawing less, and no more
-  if (attention && drawnOf === seen) showStages(byId("stages"), model, { picture: seen, classes, attention });
+  if (drawnOf !== seen) return; // there is another picture by now
+  if (attention) showStages(byId("stages"), model, { picture: seen, classes, attention });
+  byId("way").ariaBusy = "false";
 }
 let drawnOf = null;
 
