@@ -18,6 +18,7 @@ from vitrail.cli.models import models
 from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
 from vitrail.cli.report import report
+from vitrail.cli.serve import serve
 from vitrail.cli.train import train
 
 app = typer.Typer(
@@ -55,6 +56,7 @@ for command in (
     probe,
     explain,
     figures,
+    serve,
     export,
     bench,
     check,

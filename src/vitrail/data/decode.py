@@ -34,6 +34,10 @@ _STARTS = {
 }
 
 
+class TooManyPixels(DataError):  # noqa: N818 - named for what is wrong
+    """A picture is larger than anything that is decoded here."""
+
+
 class Picture(Protocol):
     """A picture whose size is known, and whose pixels are made when they are asked for."""
 
@@ -170,7 +174,7 @@ class _Other(_Opened):
                 picture = Image.open(io.BytesIO(content))
                 turn_of(picture)
         except Image.DecompressionBombError:
-            raise DataError(
+            raise TooManyPixels(
                 f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
             ) from None
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
@@ -264,7 +268,7 @@ def _numpy(content: bytes) -> Pixels:
 
 def _check_size(width: int, height: int) -> None:
     if width * height > PIXEL_LIMIT:
-        raise DataError(
+        raise TooManyPixels(
             f"a picture of {height:,}×{width:,} = {height * width:,} pixels, and {PIXEL_LIMIT:,} is the limit; "
             f"make it smaller"
         )

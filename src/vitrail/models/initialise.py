@@ -203,6 +203,8 @@ def initialise(model: nn.Module, config: ViTConfig, *, only: Sequence[str] = ())
         if only and name.partition(".")[0] not in only:
             continue
         role = role_of(name)
+        if parameter.is_meta:  # there is nothing to fill, and torch would import its whole compiler for it
+            continue
         if role == "layer_scale":
             parameter.fill_(config.layer_scale or 0.0)
             continue

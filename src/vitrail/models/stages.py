@@ -46,12 +46,12 @@ def stages(model: ViT, picture: Tensor) -> list[Stage]:
         (
             "picture",
             picture,
-            f"{config.channels} channels of {config.image_size[0]}×{config.image_size[1]} pixels",
+            f"{_channels(config.channels)} of {config.image_size[0]}×{config.image_size[1]} pixels",
         ),
         (
             "patches",
             cut(picture, config.patch_size),
-            f"{rows}×{columns} patches, each {h}×{w} pixels × {config.channels} channels",
+            f"{rows}×{columns} patches, each {h}×{w} pixels × {_channels(config.channels)}",
         ),
         ("patch embeddings", model.patch_embed(picture), f"each patch as {config.width} learned features"),
         ("tokens", model.embed(picture)[0], f"{joined}{placed}".strip(", ") or "as they came from the stem"),
@@ -78,3 +78,7 @@ def sample_picture(channels: int, size: tuple[int, int]) -> Tensor:
     turns = torch.linspace(0, 3, channels + 1)[:channels, None, None]
     slope = 0.5 * (x * torch.cos(turns) + y * torch.sin(turns))
     return (slope * (1 - disc) + disc * torch.cos(2 * turns + x)).clamp(-1, 1)[None]
+
+
+def _channels(count: int) -> str:
+    return "1 channel" if count == 1 else f"{count} channels"

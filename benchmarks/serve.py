@@ -1,0 +1,266 @@
+"""How many requests a server answers: `vitrail serve` beside the obvious server of FastAPI and timm.
+
+    python benchmarks/serve.py
+
+One run, in turns, the same weights (a Ti/16 at 224 with random numbers), the same JPEGs, 64 clients that each send one
+picture, wait for its answer and send the next. The obvious server opens the upload with Pillow, applies timm's own
+transform and calls the model, one picture at a time; it is written twice, as FastAPI's tutorial does it (`async def`)
+and in FastAPI's pool of threads (`def`). The ratios compare passes of one turn. Where other programs share the machine,
+look at the processor time that a request takes: it hardly depends on them, while more threads get more of the cores.
+Then ours is overloaded, and it is counted whether any request stayed without an answer. The time from the command to
+the first answer is measured, too.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import httpx
+import torch
+from PIL import Image
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.peers import import_peer
+
+import vitrail
+from vitrail import Bundle, Preprocess
+
+CLIENTS, SECONDS, TURNS, PICTURES = 64, 8.0, 3, 16
+JPEG = {"content-type": "image/jpeg"}
+PATIENCE = 120.0
+
+
+class Pass(NamedTuple):
+    """What one pass measured."""
+
+    rate: float
+    median: float
+    p95: float
+    processor: float
+    """Seconds of processor time that a request took."""
+    outcomes: Counter[str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--peer", nargs=3, metavar=("KIND", "PORT", "BUNDLE"), help="be the obvious server")
+    asked = parser.parse_args()
+    if asked.peer:
+        run_peer(asked.peer[0], int(asked.peer[1]), Path(asked.peer[2]))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = Path(folder) / "ti16"
+        torch.manual_seed(0)
+        model = vitrail.create("Ti/16")
+        with torch.no_grad():
+            cast("nn.Linear", model.head).weight.normal_(std=0.1)
+        Bundle(model, Preprocess()).save(bundle)
+        compare(bundle, asked.clients, asked.seconds, asked.turns)
+        overload(bundle, asked.seconds)
+
+
+def compare(bundle: Path, clients: int, seconds: float, turns: int) -> None:
+    photos = photographs()
+    with (
+        ours(bundle) as (ready, url, process),
+        peer("async", bundle) as by_tutorial,
+        peer("threads", bundle) as by_threads,
+    ):
+        print(f"vitrail serve answers its first request {ready:.1f} s after the command (at most 10 s are allowed)")
+        places = {
+            "vitrail serve": (f"{url}/v1/predict", process),
+            "FastAPI + timm, async def": by_tutorial,
+            "FastAPI + timm, def": by_threads,
+        }
+        check_alike(places, photos)
+        found: dict[str, list[Pass]] = {name: [] for name in places}
+        for _ in range(turns):
+            for name, place in places.items():
+                found[name].append(asyncio.run(load(place[0], photos, clients, seconds, place[1])))
+    print(
+        f"\n{clients} clients, {turns} turns of {seconds:g} s, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n"
+    )
+    print(f"{'server':27} {'requests/s':>10} {'median ms':>10} {'p95 ms':>10} {'CPU ms':>8}   ours: × rate, × p95")
+    for name, passes in found.items():
+        rate, median, p95 = (statistics.median(numbers) for numbers in list(zip(*passes, strict=True))[:3])
+        cost = statistics.median(one.processor for one in passes)
+        faster = statistics.median(a.rate / b.rate for a, b in zip(found["vitrail serve"], passes, strict=True))
+        share = statistics.median(a.p95 / b.p95 for a, b in zip(found["vitrail serve"], passes, strict=True))
+        times = f"{1000 * median:10.0f} {1000 * p95:10.0f} {1000 * cost:8.0f}"
+        print(f"{name:27} {rate:10.1f} {times}   {faster:.2f} {share:.2f}")
+        bad = sum((one.outcomes for one in passes), Counter()) - Counter({"200": 10**9})
+        if bad:
+            print(f"  other answers: {dict(bad)}")
+
+
+def overload(bundle: Path, seconds: float) -> None:
+    with ours(bundle, "--queue", "32") as (_, url, process):
+        one = asyncio.run(load(f"{url}/v1/predict", photographs(), 256, seconds, process))
+    lost = {outcome: count for outcome, count in one.outcomes.items() if outcome not in ("200", "503")}
+    print(
+        f"\noverload: 256 clients on a queue of 32: {one.outcomes['200']} answered (p95 {1000 * one.p95:.0f} ms), "
+        f"{one.outcomes['503']} refused with 503, lost: {lost or 'none'}"
+    )
+
+
+# ── clients ──
+
+
+async def load(place: str, photos: list[bytes], clients: int, seconds: float, process: int) -> Pass:
+    """Keep clients busy for some seconds; a request that has begun is waited for."""
+    before = processor_seconds(process)
+    spent: list[float] = []
+    outcomes: Counter[str] = Counter()
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(limits=limits, timeout=PATIENCE) as client:
+        start = time.perf_counter()
+        end = start + seconds
+
+        async def keep_asking(number: int) -> None:
+            while time.perf_counter() < end:
+                began = time.perf_counter()
+                try:
+                    answer = await ask(client, place, photos[number % len(photos)])
+                except httpx.HTTPError as error:
+                    outcomes[type(error).__name__] += 1
+                    continue
+                outcomes[str(answer.status_code)] += 1
+                if answer.status_code == 200:
+                    spent.append(time.perf_counter() - began)
+                else:
+                    await asyncio.sleep(0.25)  # refused, so it comes back later, if sooner than it was told
+
+        await asyncio.gather(*map(keep_asking, range(clients)))
+        taken = time.perf_counter() - start
+    ordered = sorted(spent)
+    p95, cost = ordered[int(0.95 * (len(ordered) - 1))], (processor_seconds(process) - before) / len(spent)
+    return Pass(len(spent) / taken, statistics.median(spent), p95, cost, outcomes)
+
+
+def processor_seconds(process: int) -> float:
+    """Return the processor time that a process has taken so far; 0 where the system does not say."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / float(os.sysconf("SC_CLK_TCK"))
+
+
+async def ask(client: httpx.AsyncClient, place: str, photo: bytes) -> httpx.Response:
+    return await client.post(place, files={"picture": ("photo.jpg", photo, "image/jpeg")})
+
+
+def check_alike(places: dict[str, tuple[str, int]], photos: list[bytes]) -> None:
+    """See to it that all servers say the same."""
+    said: list[Any] = []
+    for place, _ in places.values():
+        results = httpx.post(place, files={"picture": ("photo.jpg", photos[0], "image/jpeg")}, timeout=PATIENCE).json()[
+            "results"
+        ]
+        said.append([row["index"] for row in results[0]["classes"]])
+    if any(one[:1] != said[0][:1] for one in said):
+        sys.exit(f"the servers disagree, so nothing is compared: {said}")
+
+
+def photographs() -> list[bytes]:
+    """Draw smooth pictures of 500×375 pixels, which compress as photographs do."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(PICTURES):
+        coarse = torch.randint(0, 256, (30, 40, 3), dtype=torch.uint8, generator=generator)
+        file = io.BytesIO()
+        Image.fromarray(coarse.numpy()).resize((500, 375), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+        made.append(file.getvalue())
+    return made
+
+
+# ── servers ──
+
+
+@contextlib.contextmanager
+def ours(bundle: Path, *words: str) -> Iterator[tuple[float, str, int]]:
+    command = [sys.executable, "-m", "vitrail", "serve", str(bundle), "--port", "0", "--no-log-requests", *words]
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        said = process.stdout.readline() if process.stdout is not None else ""
+        url = said.split(" at ")[1].strip().rstrip("/")
+        httpx.get(f"{url}/readyz").raise_for_status()
+        yield time.perf_counter() - began, url, process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@contextlib.contextmanager
+def peer(kind: str, bundle: Path) -> Iterator[tuple[str, int]]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    command = [sys.executable, __file__, "--peer", kind, str(port), str(bundle)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/openapi.json").raise_for_status()
+                break
+            except httpx.HTTPError:
+                if time.monotonic() > end or process.poll() is not None:
+                    sys.exit("the other server does not start; are fastapi and timm installed?")
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/predict", process.pid
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def run_peer(kind: str, port: int, bundle: Path) -> None:
+    """Be the server that people write first."""
+    import uvicorn
+    from fastapi import FastAPI, UploadFile
+
+    timm = import_peer("timm")
+    model = timm.create_model(f"local-dir:{bundle}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    app = FastAPI()
+
+    def answer(content: bytes) -> dict[str, Any]:
+        pixels = transform(Image.open(io.BytesIO(content)).convert("RGB")).unsqueeze(0)
+        with torch.inference_mode():
+            likely = model(pixels).softmax(dim=1).topk(5)
+        rows = zip(likely.indices[0].tolist(), likely.values[0].tolist(), strict=True)
+        return {"results": [{"classes": [{"index": index, "probability": value} for index, value in rows]}]}
+
+    if kind == "async":
+
+        @app.post("/predict")
+        async def predict(picture: UploadFile) -> dict[str, Any]:
+            return answer(await picture.read())
+
+    else:
+
+        @app.post("/predict")
+        def predict_in_a_thread(picture: UploadFile) -> dict[str, Any]:
+            return answer(picture.file.read())
+
+    uvicorn.run(app, port=port, log_level="error")
+
+
+if __name__ == "__main__":
+    main()

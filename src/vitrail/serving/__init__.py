@@ -1,0 +1,1 @@
+"""Bundles behind HTTP: predictions, features and explanations for other programs, and the explorer page."""

@@ -1,0 +1,98 @@
+"""From a request's pictures to its answer: decoded in a pool, computed in the model's own thread, within a deadline."""
+
+import asyncio
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from vitrail.errors import VitrailError
+from vitrail.serving.batching import Seat
+from vitrail.serving.counters import Counters
+from vitrail.serving.decoding import decode_upload
+from vitrail.serving.questions import Asked
+from vitrail.serving.refusal import ClientLeft, Refusal, as_refusal
+from vitrail.serving.served import Served
+from vitrail.serving.settings import Settings
+
+Made = TypeVar("Made")
+
+
+class Answerer:
+    """What turns pictures into results, for all models."""
+
+    def __init__(self, settings: Settings, counters: Counters) -> None:
+        self._settings, self._counters = settings, counters
+        self._decoders = ThreadPoolExecutor(settings.decoders, thread_name_prefix="decode")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._decoders.shutdown(wait=False)
+
+    async def answer(self, request: Request, served: Served, question: Asked, pictures: list[bytes], task: str) -> Any:
+        """Return a result for each picture, in order; what is wrong with the only one is a `Refusal`."""
+        question.check(served)
+        seats = served.batcher.reserve(len(pictures))
+        # No failure of one picture ends the others; what ends all (the deadline, the client) cancels them.
+        work = asyncio.gather(
+            *(self._one(served, question, picture, seat) for picture, seat in zip(pictures, seats, strict=True)),
+            return_exceptions=True,
+        )
+        try:
+            found = await within(work, request, self._settings.deadline)
+        finally:
+            for seat in seats:
+                seat.leave()
+        results = []
+        for made in found:
+            if isinstance(made, Refusal) and len(found) > 1 and made.status < 500:
+                results.append({"error": made.sentence})
+            elif isinstance(made, BaseException):
+                raise made
+            else:
+                results.append(made)
+        self._counters.pictures.labels(served.name, task).inc(len(results))
+        return results
+
+    async def _one(self, served: Served, question: Asked, picture: bytes, seat: Seat) -> Any:
+        loop = asyncio.get_running_loop()
+        settings = self._settings
+        pixels = await loop.run_in_executor(
+            self._decoders, decode_upload, picture, served.bundle.preprocess, settings.formats, settings.pixels
+        )
+        try:
+            return await served.batcher.ask(question, pixels, seat)
+        except VitrailError as error:
+            raise as_refusal(error) from None
+
+
+async def within(work: "asyncio.Future[Made]", request: Request, seconds: float) -> Made:
+    """Return what becomes of `work`, unless the deadline passes or the client leaves before: then it is cancelled."""
+    leaving: asyncio.Future[None] = asyncio.ensure_future(_left(request))
+    both: set[asyncio.Future[Any]] = {work, leaving}
+    try:
+        done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if work in done:
+            return work.result()
+        if leaving in done:
+            raise ClientLeft
+        raise Refusal(504, f"there was no answer within {seconds:g} s; try again later", reason="deadline")
+    finally:
+        for future in (work, leaving):
+            if not future.done():
+                future.cancel()
+        await _ended(work)
+
+
+async def _ended(work: Awaitable[Any]) -> None:
+    """Wait until what was cancelled has let go of everything."""
+    try:
+        await work
+    except (asyncio.CancelledError, Exception):  # its outcome is known, or nobody's business any more
+        return
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,145 @@
+"""The routes: each reads a request, asks a model, and writes what it says."""
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from vitrail.errors import CheckpointError
+from vitrail.serving.answering import Answerer
+from vitrail.serving.counters import Counters
+from vitrail.serving.door import Door, as_json
+from vitrail.serving.files import page_files, sample_list
+from vitrail.serving.life import Life
+from vitrail.serving.openapi import document
+from vitrail.serving.options import EmbedOptions, ExplainOptions, PredictOptions
+from vitrail.serving.reading import Kind, Uploads, read_options, read_request
+from vitrail.serving.refusal import Refusal
+from vitrail.serving.settings import Settings
+from vitrail.serving.shelf import Shelf
+
+
+class Service:
+    """The HTTP service: bundles are opened when it is made, and answer once it was started."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.counters, self.life = settings, Counters(), Life()
+        self.shelf = Shelf(settings, self.counters)
+        self._answerer, self._uploads = Answerer(settings, self.counters), Uploads(settings)
+        self._files = page_files()
+        self._document = document(settings)
+        self.app = self._made_app()
+
+    async def start(self) -> None:
+        """Warm the models up; then the service is ready, unless it has been asked to stop meanwhile."""
+        await self.shelf.start()
+        if self.life.stage == "starting":
+            self.life.stage = "ready"
+            self.counters.ready.set(1)
+
+    async def stop(self) -> None:
+        """Let go of the models."""
+        await self.shelf.close()
+        self._answerer.close()
+
+    def _made_app(self) -> ASGIApp:
+        routes = [
+            Route("/v1/predict", self.predict, methods=["POST"]),
+            Route("/v1/embed", self.embed, methods=["POST"]),
+            Route("/v1/explain", self.explain, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/reload", self.reload, methods=["POST"]),
+            Route("/healthz", self.healthz, methods=["GET"]),
+            Route("/readyz", self.readyz, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/samples", self.samples, methods=["GET"]),
+            Route("/{path:path}", self.file, methods=["GET"]),
+        ]
+        self.routes = {route.path for route in routes[:-1]} | {"/"}
+        door = Door(Router(routes, redirect_slashes=False), self.routes, self.settings, self.counters, self.life)
+        if not self.settings.origins:
+            return door
+        return CORSMiddleware(
+            door,
+            allow_origins=self.settings.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("authorization", "content-type", "x-request-id"),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+
+    # ── models at work ──
+
+    async def predict(self, request: Request) -> Response:
+        """Say which classes are likely."""
+        return await self._asked(request, PredictOptions, "predict")
+
+    async def embed(self, request: Request) -> Response:
+        """Give the features of pictures."""
+        return await self._asked(request, EmbedOptions, "embed")
+
+    async def explain(self, request: Request) -> Response:
+        """Show where a model looks."""
+        return await self._asked(request, ExplainOptions, "explain")
+
+    async def _asked(self, request: Request, kind: type[Kind], task: str) -> Response:
+        self.shelf.check_room(request.query_params.get("model"))  # before anything is read
+        with self._uploads.reading() as upload:
+            asked = await read_request(request, upload, self.settings)
+            options = read_options(kind, asked.fields)
+            with self.shelf.use(options.model) as served:
+                question = options.question()
+                results = await self._answerer.answer(request, served, question, asked.pictures, task)
+        said: dict[str, str] = {"method": options.method or "relevance"} if isinstance(options, ExplainOptions) else {}
+        return as_json({"model": served.name, **said, "results": results})
+
+    async def models(self, _: Request) -> Response:
+        """List the models."""
+        return as_json({"models": self.shelf.descriptions()})
+
+    async def reload(self, request: Request) -> Response:
+        """Open bundles again; where that fails, the old ones stay."""
+        self.life.check()
+        name = self.shelf.check_name(request.query_params.get("model") or None)
+        try:
+            names = await self.shelf.reload(name if "model" in request.query_params else None)
+        except CheckpointError as error:
+            raise Refusal(409, str(error), reason="reload") from None
+        return as_json({"reloaded": names})
+
+    # ── the service itself ──
+
+    async def healthz(self, _: Request) -> Response:
+        """Say that the process answers."""
+        return as_json({"status": "alive"})
+
+    async def readyz(self, _: Request) -> Response:
+        """Say whether models answer."""
+        self.life.check()
+        return as_json({"status": "ready"})
+
+    async def metrics(self, _: Request) -> Response:
+        """Give the numbers that Prometheus collects."""
+        return Response(generate_latest(self.counters.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def openapi(self, _: Request) -> Response:
+        """Give the description of this service for programs."""
+        return as_json(self._document)
+
+    # ── the page ──
+
+    async def samples(self, _: Request) -> Response:
+        """List the sample pictures."""
+        return as_json({"samples": sample_list(self._files)})
+
+    async def file(self, request: Request) -> Response:
+        """Give a file of the page."""
+        found = self._files.get(request.scope["path"])
+        if found is None:
+            raise Refusal(404, "there is nothing at this address")
+        headers = {"cache-control": "no-cache", "etag": found.tag}
+        if request.headers.get("if-none-match") == found.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(found.content, headers=headers, media_type=found.media_type)

@@ -1,0 +1,171 @@
+"""Pictures that arrive together are computed together: a queue, one thread that computes, batches as they come.
+
+While a batch is computed, the next one gathers. Everything here happens in the event loop's thread, but for the
+computing itself, so nothing needs a lock.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any, Protocol
+
+from vitrail.data.sources.source import Pixels
+from vitrail.serving.counters import Counters
+from vitrail.serving.refusal import Refusal
+
+
+class Question(Protocol):
+    """What is asked of a model; equal questions may be answered as one batch."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether every picture is computed by itself."""
+
+    def __hash__(self) -> int: ...
+
+
+Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
+"""Takes a question and some pictures, returns an answer for each."""
+
+
+class Seat:
+    """A place in the queue; it is free again once its picture is being computed, or will never be."""
+
+    def __init__(self, batcher: "Batcher") -> None:
+        self._batcher: Batcher | None = batcher
+
+    def leave(self) -> None:
+        """Free the place; again is no harm."""
+        if self._batcher is not None:
+            self._batcher.taken -= 1
+            self._batcher = None
+
+
+@dataclass(eq=False)
+class _Job:
+    question: Question
+    pixels: Pixels
+    seat: Seat
+    answer: asyncio.Future[Any]
+    arrived: float = field(default_factory=monotonic)
+
+
+class Batcher:
+    """The queue of one model, and the one thread that computes for it."""
+
+    def __init__(self, name: str, compute: Compute, *, batch: int, wait: float, queue: int, counters: Counters) -> None:
+        self.name, self.batch, self.wait, self.queue = name, batch, wait, queue
+        self.taken = 0
+        """Seats in use."""
+        self._compute, self._counters = compute, counters
+        self._jobs: deque[_Job] = deque()
+        self._arrived, self._enough = asyncio.Event(), asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{name}")
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    def start(self) -> None:
+        """Begin to answer; to be called where the event loop runs."""
+        self._task = asyncio.get_running_loop().create_task(self._answer_forever())
+
+    async def close(self) -> None:
+        """Answer what waits, then end."""
+        self._closing = True
+        self._arrived.set()
+        self._enough.set()
+        if self._task is not None:
+            await self._task
+        self._thread.shutdown(wait=False)
+
+    def reserve(self, pictures: int) -> list[Seat]:
+        """Take seats for all pictures of a request, or refuse it."""
+        if pictures > self.queue:
+            raise Refusal(
+                413, f"{pictures} pictures in one request, and the queue holds {self.queue}; send fewer at a time"
+            )
+        self.check_room(pictures)
+        self.taken += pictures
+        return [Seat(self) for _ in range(pictures)]
+
+    def check_room(self, pictures: int) -> None:
+        """Refuse more pictures than there are seats left."""
+        if self.taken + pictures > self.queue:
+            raise Refusal(503, "too many pictures are waiting already; try again soon", retry_after=1, reason="full")
+
+    async def ask(self, question: Question, pixels: Pixels, seat: Seat) -> Any:
+        """Return the answer for one picture; whoever is cancelled meanwhile leaves the queue."""
+        job = _Job(question, pixels, seat, asyncio.get_running_loop().create_future())
+        self._jobs.append(job)
+        self._arrived.set()
+        if len(self._jobs) >= self.batch:
+            self._enough.set()
+        try:
+            return await job.answer
+        finally:
+            if not job.answer.done() or job.answer.cancelled():
+                self._counters.cancelled.labels(self.name).inc()
+                if job in self._jobs:
+                    self._jobs.remove(job)
+            seat.leave()
+
+    async def _answer_forever(self) -> None:
+        while True:
+            if not self._jobs:
+                if self._closing:
+                    return
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            await self._gather()
+            batch = self._next_batch()
+            if batch:
+                await self._answer(batch)
+
+    async def _gather(self) -> None:
+        """Let others join the oldest picture for as long as it may wait."""
+        left = self._jobs[0].arrived + self.wait - monotonic()
+        if left <= 0 or self._closing or len(self._jobs) >= self.batch or self._jobs[0].question.alone:
+            return
+        self._enough.clear()
+        try:
+            await asyncio.wait_for(self._enough.wait(), left)
+        except TimeoutError:
+            return
+
+    def _next_batch(self) -> list[_Job]:
+        """Take the oldest picture and others about which the same is asked, in their order."""
+        self._jobs = deque(job for job in self._jobs if not job.answer.done())  # the others have just been cancelled
+        if not self._jobs:
+            return []
+        question = self._jobs[0].question
+        most = 1 if question.alone else self.batch
+        chosen: list[_Job] = []
+        others: deque[_Job] = deque()
+        for job in self._jobs:
+            (chosen if len(chosen) < most and job.question == question else others).append(job)
+        self._jobs = others
+        for job in chosen:
+            job.seat.leave()
+        return chosen
+
+    async def _answer(self, batch: list[_Job]) -> None:
+        question, started = batch[0].question, perf_counter()
+        self._counters.batch_size.labels(self.name).observe(len(batch))
+        loop = asyncio.get_running_loop()
+        try:
+            pixels = [job.pixels for job in batch]
+            answers = await loop.run_in_executor(self._thread, self._compute, question, pixels)
+        except Exception as error:  # whatever it is, those who asked have to hear of it, and the next batch is due
+            for job in batch:
+                if not job.answer.done():
+                    job.answer.set_exception(error)
+                    job.answer.exception()  # one that nobody awaits any more is no news
+            return
+        finally:
+            self._counters.compute_seconds.labels(self.name).observe(perf_counter() - started)
+        for job, answer in zip(batch, answers, strict=True):
+            if not job.answer.done():
+                job.answer.set_result(answer)

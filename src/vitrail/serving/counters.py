@@ -1,0 +1,39 @@
+"""What the service counts, in the words of Prometheus."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+
+class Counters:
+    """The numbers of one service, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        registry = self.registry
+        self.requests = Counter("vitrail_requests", "Requests answered", ("route", "status"), registry=registry)
+        self.request_seconds = Histogram(
+            "vitrail_request_seconds", "From a request's head to its answer", ("route",), buckets=_SECONDS,
+            registry=registry,
+        )  # fmt: skip
+        self.in_flight = Gauge("vitrail_requests_in_flight", "Requests being answered", registry=registry)
+        self.pictures = Counter("vitrail_pictures", "Pictures answered", ("model", "task"), registry=registry)
+        self.refused = Counter("vitrail_refused", "Requests refused, by the reason", ("reason",), registry=registry)
+        self.batch_size = Histogram(
+            "vitrail_batch_size", "Pictures computed at once", ("model",), buckets=_SIZES, registry=registry
+        )
+        self.compute_seconds = Histogram(
+            "vitrail_compute_seconds", "Time to compute a batch", ("model",), buckets=_SECONDS, registry=registry
+        )
+        self.waiting = Gauge("vitrail_queue_pictures", "Pictures that wait", ("model",), registry=registry)
+        self.cancelled = Counter(
+            "vitrail_cancelled", "Pictures that left before their answer", ("model",), registry=registry
+        )
+        self.reloads = Counter("vitrail_reloads", "Attempts to reload models", ("outcome",), registry=registry)
+        self.ready = Gauge("vitrail_ready", "1 where requests are answered", registry=registry)

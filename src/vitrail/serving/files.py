@@ -1,0 +1,57 @@
+"""The page's files, read once at the start: a client's path is looked up in a table and never opened."""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".webp": "image/webp",
+    ".woff2": "font/woff2",
+}
+FOLDER = Path(__file__).parent / "page"
+
+
+class PageFile(NamedTuple):
+    """A file that is served as it is."""
+
+    content: bytes
+    media_type: str
+    tag: str
+    """A name for this content; a browser that has it already need not get it again."""
+
+
+def page_files(folder: Path = FOLDER) -> dict[str, PageFile]:
+    """Return the page's files by their addresses: / is index.html, samples are below /samples, all else /assets."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in TYPES and path.is_file():
+            place = path.relative_to(folder).as_posix()
+            address = (
+                "/" if place == "index.html" else f"/{place}" if place.startswith("samples/") else f"/assets/{place}"
+            )
+            content = path.read_bytes()
+            tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            found[address] = PageFile(content, TYPES[path.suffix], tag)
+    return found
+
+
+def sample_list(files: dict[str, PageFile]) -> list[dict[str, str]]:
+    """Return the sample pictures with their names, in the order of their files."""
+    return [
+        {"name": _called(address), "url": address}
+        for address, file in files.items()
+        if address.startswith("/samples/") and file.media_type.startswith("image/")
+    ]
+
+
+def _called(address: str) -> str:
+    stem = address.rpartition("/")[2].rpartition(".")[0]
+    return re.sub(r"^\d+-", "", stem).replace("-", " ").replace("_", " ")  # numbers before names keep their order

@@ -1,0 +1,89 @@
+"""What a request may ask for beside its pictures: fields of the query, or of the JSON."""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from vitrail.errors import ConfigError
+from vitrail.explanations.wanted import Method
+from vitrail.explanations.wanted import Wanted as WantedMap
+from vitrail.inference.features import Wanted as WantedFeatures
+from vitrail.schema import Frozen
+from vitrail.serving.questions import Embed, Explain, Predict
+
+Fuse = Literal["mean", "max", "min"]
+EVERY_TOKEN = "all"
+
+
+def _or_none(value: Any) -> Any:
+    """An empty field of a query is one that was not given."""
+    return None if value == "" else value
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Text = Annotated[Annotated[str, Field(max_length=200)] | None, BeforeValidator(_or_none)]
+Whole = Annotated[Annotated[int, Field(ge=-1_000_000, le=1_000_000)] | None, BeforeValidator(_or_none)]
+
+
+class _Options(Frozen):
+    """Options that arrive as text, too: "5" is 5."""
+
+    model_config = ConfigDict(strict=False)
+
+    model: Text = None
+
+
+class PredictOptions(_Options):
+    """Options of /v1/predict."""
+
+    top: Annotated[int, Field(ge=1, le=1_000_000)] = 5
+
+    def question(self) -> Predict:
+        """Return what is asked."""
+        return Predict(self.top)
+
+
+class EmbedOptions(_Options):
+    """Options of /v1/embed."""
+
+    normalise: bool = False
+    layer: Whole = None
+
+    def question(self) -> Embed:
+        """Return what is asked."""
+        return Embed(WantedFeatures("pooled", None if self.layer in (None, -1) else self.layer, self.normalise))
+
+
+class ExplainOptions(_Options):
+    """Options of /v1/explain."""
+
+    method: Text = "relevance"
+    layer: Whole = None
+    head: Whole = None
+    query: Text = None
+    target: Annotated[Text, BeforeValidator(_as_text)] = None
+    fuse: Text = None
+
+    def question(self) -> Explain:
+        """Return what is asked."""
+        every_token = self.query == EVERY_TOKEN
+        wanted = WantedMap(
+            _one_of("method", self.method or "relevance", get_args(Method)),
+            self.layer,
+            self.head,
+            None if every_token else self.query,
+            _one_of("fuse", self.fuse or "mean", get_args(Fuse)),
+        )
+        return Explain(wanted, self.target, every_token)
+
+
+Options = PredictOptions | EmbedOptions | ExplainOptions
+
+
+def _one_of(what: str, word: str, valid: tuple[Any, ...]) -> Any:
+    if word not in valid:
+        raise ConfigError(f"{what} is {word!r}; choose {', '.join(valid[:-1])} or {valid[-1]}")
+    return word

@@ -1,0 +1,29 @@
+// Names and probabilities as bars. Each is a button: what speaks for this class?
+
+import { make, percent } from "./elements.js";
+
+/** Fill a list with the likeliest classes; `chosen` is the number of the one that is explained, or null. */
+export function showBars(list, classes, chosen, pick) {
+  list.replaceChildren(
+    ...classes.map(({ name, index, probability }) => {
+      const fill = make("span", { className: "fill" });
+      fill.style.setProperty("inline-size", `${100 * probability}%`);
+      const button = make(
+        "button",
+        { type: "button", title: `Show what speaks for ${name}`, "aria-pressed": String(index === chosen) },
+        make("span", { className: "name" }, name),
+        make("span", { className: "share" }, percent(probability)),
+        make("span", { className: "bar", "aria-hidden": "true" }, fill),
+      );
+      button.addEventListener("click", () => pick(index));
+      return make("li", {}, button);
+    }),
+  );
+}
+
+/** Mark the class that is explained. */
+export function markBar(list, classes, chosen) {
+  classes.forEach(({ index }, i) => {
+    list.children[i]?.firstElementChild.setAttribute("aria-pressed", String(index === chosen));
+  });
+}

@@ -1,0 +1,305 @@
+// The page: what is wanted (state.js), who shows it (panels), and the controls that change it.
+
+import { Failure, getModels, getSamples, onNeed } from "./api.js";
+import { verdict } from "./compare.js";
+import { byId, make, percent, say } from "./elements.js";
+import { Panel } from "./panel.js";
+import { fittingSample, loadSample, markSample, showSamples, watchForPictures } from "./picture.js";
+import { Sequence } from "./sequence.js";
+import { showStages } from "./stages.js";
+import { askForToken } from "./token.js";
+import { METHODS, OWN, readState, writeState } from "./state.js";
+import { known, translated } from "./tokens.js";
+
+const WORDS = {
+  attention: ["Attention", "Where one token looks, in one layer. Move over the picture, or go through it with the arrow keys."],
+  rollout: ["Rollout", "What one token is made of after all layers: their attention multiplied. Click a patch to ask it."],
+  relevance: ["Relevance", "Which patches speak for a class: attention weighted by its gradient. Click an answer to ask for it."],
+  gradcam: ["Grad-CAM", "Where one layer has the features that speak for a class. Click an answer to ask for it."],
+  pca: ["PCA", "Which patches are alike to the model: the three main directions of their features as colours."],
+};
+
+const LARGEST_ATTENTION = 64 * 2 ** 20; // bytes, as in serving/questions.py
+
+let state = readState(location.hash);
+let models = [];
+let samples = [];
+let picture = null;
+const panels = [];
+
+const app = {
+  /** What is wanted of a panel: the first one's part of the state, or the second's. */
+  wanted(panel) {
+    if (panel === panels[0]) return state;
+    const query = state.query === null ? null : translated(known(state.query, panels[0].model), panels[0].model, panel.model);
+    return { ...state, query, layer: state.otherLayer, head: state.otherHead, target: targetIn(panel.model) };
+  },
+  change(panel, changes) {
+    const next = { ...changes };
+    if (next.query) next.query = known(translated(next.query, panel.model, panels[0].model), panels[0].model);
+    if ("target" in next && panel !== panels[0]) next.target = targetIn(panels[0].model, panel.model.classes?.[next.target]);
+    if (next.target !== undefined && !["relevance", "gradcam"].includes(state.method)) next.method = "relevance";
+    if (panel !== panels[0]) {
+      const second = { model: "other", layer: "otherLayer", head: "otherHead" };
+      return move(Object.fromEntries(Object.entries(next).map(([key, value]) => [second[key] ?? key, value])));
+    }
+    return move(next);
+  },
+  hover(panel, query) {
+    for (const each of panels) {
+      each.preview(query === null || each === panel ? query : translated(query, panel.model, each.model));
+    }
+  },
+  drawn(panel, asked) {
+    if (panels.length === 2) showVerdict();
+    if (panel !== panels[0]) return;
+    sequence.draw(panel.weights, asked);
+    byId("sequence-says").hidden = !panel.weights;
+  },
+};
+
+const sequence = new Sequence(byId("sequence"), {
+  hover: (query) => app.hover(panels[0], query),
+  pick: (query) => app.change(panels[0], { query }),
+});
+
+/** Return the number in a model of the class that is wanted, by its name; null for the likeliest. */
+function targetIn(model, name = panels[0].model.classes?.[state.target]) {
+  const index = model.classes?.indexOf(name) ?? -1;
+  return index >= 0 ? index : null;
+}
+
+/** Take attention out of what a model offers where a layer of it is more than the server sends at once. */
+function withinReason(model) {
+  const tokens = model.tokens.length + model.grid[0] * model.grid[1];
+  if (2 * model.heads * tokens ** 2 <= LARGEST_ATTENTION) return model;
+  const why = { ...model.why_not, attention: "a layer of it is too large to be sent at once" };
+  return { ...model, methods: { ...model.methods, attention: false }, why_not: why };
+}
+
+const modelNamed = (name) => models.find((model) => model.name === name);
+
+/** Go to another state: the address says so, and what has to be shown anew is. */
+async function move(changes) {
+  const before = state;
+  state = { ...state, ...changes };
+  const changed = (...keys) => keys.some((key) => state[key] !== before[key]);
+  if (changed("model")) state = possible({ ...state, layer: null, head: null, target: null });
+  if (changed("other")) Object.assign(state, { otherLayer: null, otherHead: null });
+  showControls();
+  if (changed("model", "other")) return arrange();
+  if (changed("opacity", "grid")) {
+    for (const panel of panels) panel.setLook(state.opacity, state.grid);
+    return undefined;
+  }
+  const shown = await Promise.all(panels.map((panel) => attempt(panel, () => panel.showMap())));
+  if (shown[0] && panels[0].found) byId("live").textContent = panels[0].readout();
+  return showWhole();
+}
+
+/** Let a panel do something; what goes wrong is said in the panel. */
+async function attempt(panel, work) {
+  try {
+    await work();
+    return true;
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    say(panel.parts.problem, error.message);
+    return false;
+  }
+}
+
+/** Make as many panels as are wanted, each with its model. */
+async function arrange() {
+  const wanted = [modelNamed(state.model), modelNamed(state.other)].filter(Boolean);
+  while (panels.length > wanted.length) panels.pop().element.remove();
+  wanted.forEach((model, i) => {
+    if (!panels[i]) {
+      panels.push(new Panel(app));
+      panels[i].offer(models);
+      byId("panels").append(panels[i].element);
+    }
+    panels[i].setLook(state.opacity, state.grid);
+    if (panels[i].model !== model) panels[i].setModel(model);
+  });
+  byId("panels").classList.toggle("two", panels.length === 2);
+  if (picture) await look(picture);
+}
+
+/** Let every panel look at a picture; whether the first could. */
+async function look(next) {
+  const others = panels.slice(1).map((panel) => attempt(panel, () => panel.show(next)));
+  byId("way").ariaBusy = "true";
+  try {
+    await panels[0].show(next);
+  } catch (error) {
+    byId("way").ariaBusy = "false";
+    if (!(error instanceof Failure)) throw error;
+    say(byId("problem"), error.message);
+    return false;
+  }
+  const best = panels[0].classes?.[0];
+  byId("live").textContent = best ? `${panels[0].model.name} says ${best.name}, ${percent(best.probability)}.` : "";
+  await Promise.all(others);
+  setTimeout(showWhole); // the picture can be used before the drawings further down are made
+  return true;
+}
+
+/** Take a new picture. If it cannot be shown, the one before stays. */
+async function take(next, changes = { target: null }) {
+  say(byId("problem"), null);
+  say(byId("notice"), null);
+  state = { ...state, ...changes, picture: next.name };
+  showControls();
+  if (await look(next)) picture = next;
+  else state = { ...state, picture: picture?.name ?? null };
+  showControls();
+}
+
+/** Do something; what goes wrong is said at the top. */
+async function attemptAll(work) {
+  try {
+    await work();
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    say(byId("problem"), error.message);
+  }
+}
+
+/** Write the view into the address. Browsers refuse to do that many times a second. */
+function writeAddress() {
+  clearTimeout(writing);
+  writing = setTimeout(() => history.replaceState(null, "", writeState(state)), 150);
+}
+let writing;
+
+function showControls() {
+  for (const input of byId("methods").querySelectorAll("input")) {
+    const model = panels[0]?.model ?? modelNamed(state.model);
+    input.checked = input.value === state.method;
+    input.disabled = model ? !model.methods[input.value] : false;
+    input.parentElement.title = input.disabled ? (model.why_not?.[input.value] ?? "not for this model") : "";
+  }
+  byId("method-says").textContent = WORDS[state.method][1];
+  byId("opacity").value = Math.round(100 * state.opacity);
+  byId("opacity-value").textContent = `${Math.round(100 * state.opacity)} %`;
+  byId("grid").checked = state.grid;
+  byId("compare").value = state.other ?? "";
+  markSample(state.picture);
+  writeAddress();
+}
+
+/** Show what belongs to all panels, or to the first: how they agree, the stages, the sequence. */
+async function showWhole() {
+  showVerdict();
+  const [panel] = panels;
+  const { seen, model, classes } = panel;
+  if (!seen || drawnOf === seen) {
+    byId("way").ariaBusy = "false";
+    return;
+  }
+  drawnOf = seen;
+  sequence.show(seen, model);
+  showStages(byId("stages"), model, { picture: seen, classes });
+  const attention = await panel.firstAttention().catch(() => null); // one drawing less, and no more
+  if (drawnOf !== seen) return; // there is another picture by now
+  if (attention) showStages(byId("stages"), model, { picture: seen, classes, attention });
+  byId("way").ariaBusy = "false";
+}
+let drawnOf = null;
+
+function showVerdict() {
+  say(byId("verdict"), panels.length === 2 ? verdict(...panels) : null);
+}
+
+function buildControls() {
+  byId("methods").append(
+    ...METHODS.map((method) => {
+      const input = make("input", { type: "radio", name: "method", value: method });
+      input.addEventListener("change", () => move({ method }));
+      return make("label", {}, input, make("span", {}, WORDS[method][0]));
+    }),
+  );
+  byId("opacity").addEventListener("input", (event) => move({ opacity: Number(event.target.value) / 100 }));
+  byId("grid").addEventListener("change", (event) => move({ grid: event.target.checked }));
+  byId("compare").addEventListener("change", (event) => move({ other: event.target.value || null }));
+  byId("copy").addEventListener("click", copyLink);
+  byId("skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address is the view's
+    panels[0]?.parts.canvas.focus();
+    byId("explore").scrollIntoView();
+  });
+  // The address as it was asked for: by now it may have been written over.
+  addEventListener("hashchange", ({ newURL }) => begin(readState(new URL(newURL).hash)));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    drawnOf = null; // the drawings have the colours of the page
+    if (panels.length) showWhole();
+  });
+  addEventListener("unhandledrejection", () => say(byId("problem"), "Something went wrong on this page; reload it."));
+}
+
+async function copyLink() {
+  history.replaceState(null, "", writeState(state));
+  const own = state.picture === OWN ? " The picture itself is not in it." : "";
+  try {
+    await navigator.clipboard.writeText(location.href);
+    byId("copied").textContent = `Copied.${own}`;
+  } catch {
+    byId("copied").textContent = `The address of this page is the link.${own}`;
+  }
+}
+
+function offerComparison() {
+  const none = make("option", { value: "" }, "no other model");
+  byId("compare").replaceChildren(none, ...models.map(({ name }) => make("option", { value: name }, name)));
+  byId("compare-field").hidden = models.length < 2;
+}
+
+/** Return a state that can be shown: with models and a sample that exist. */
+function possible(wanted) {
+  const fitting = modelNamed(wanted.model) ?? models.find((model) => model.default) ?? models[0];
+  const other = modelNamed(wanted.other);
+  const method = fitting.methods[wanted.method] ? wanted.method : METHODS.find((each) => fitting.methods[each]);
+  return { ...wanted, model: fitting.name, other: other ? other.name : null, method: method ?? wanted.method };
+}
+
+/** Show the view of an address. */
+async function restore(wanted) {
+  state = possible(wanted);
+  showControls();
+  await arrange();
+  if (state.picture === OWN && picture?.name === OWN) return;
+  const sample = samples.find(({ name }) => name === wanted.picture) ?? fittingSample(samples, modelNamed(state.model));
+  if (!sample) return say(byId("notice"), "Choose a picture to begin.");
+  await take(await loadSample(sample), {});
+  if (wanted.picture === OWN) {
+    say(byId("notice"), "This link was made with a picture of someone's own, which it cannot hold. Here is a sample instead; "
+      + "choose the picture to see the view as it was.");
+  }
+}
+
+/** Show a view, and say when it is there. */
+async function begin(wanted) {
+  clearTimeout(writing);
+  delete document.body.dataset.ready;
+  await attemptAll(() => restore(wanted));
+  document.body.dataset.ready = "";
+}
+
+async function start() {
+  onNeed({ token: askForToken, waiting: (sentence) => (byId("live").textContent = sentence) });
+  buildControls();
+  watchForPictures(
+    (next) => take(next),
+    (sentence) => say(byId("problem"), sentence),
+  );
+  await attemptAll(async () => {
+    [models, samples] = await Promise.all([getModels(), getSamples()]);
+    models = models.map(withinReason);
+    showSamples(samples, (sample) => attemptAll(async () => take(await loadSample(sample))));
+    offerComparison();
+    await begin(state);
+  });
+}
+
+await start();

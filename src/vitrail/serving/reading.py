@@ -1,0 +1,177 @@
+"""Reading a request: never more than is allowed, in any of the three ways in which pictures are sent."""
+
+import asyncio
+import base64
+import binascii
+import json
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from vitrail.errors import ConfigError
+from vitrail.serving.options import EmbedOptions, ExplainOptions, PredictOptions
+from vitrail.serving.refusal import ClientLeft, Refusal
+from vitrail.serving.settings import MEGABYTE, Settings
+
+Kind = TypeVar("Kind", PredictOptions, EmbedOptions, ExplainOptions)
+WAYS = "a picture as the body (image/*), multipart/form-data with fields 'picture', or JSON with 'pictures'"
+
+
+class Asked(NamedTuple):
+    """What a request holds."""
+
+    pictures: list[bytes]
+    fields: dict[str, Any]
+    """Its options, not checked yet."""
+
+
+class Uploads:
+    """How much memory all requests hold together."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._held = settings, 0
+        self._most = round(settings.uploads_limit * MEGABYTE)
+
+    @contextmanager
+    def reading(self) -> Iterator["Upload"]:
+        """Give a request its account, and close it at the end."""
+        upload = Upload(self)
+        try:
+            yield upload
+        finally:
+            self._held -= upload.size
+
+    def hold(self, size: int) -> None:
+        """Count bytes, or refuse them."""
+        if self._held + size > self._most:
+            raise Refusal(503, "too much is being uploaded already; try again soon", retry_after=1, reason="uploads")
+        self._held += size
+
+
+class Upload:
+    """The memory that one request holds."""
+
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads, self.size = uploads, 0
+
+    def grow(self, size: int) -> None:
+        """Count more bytes."""
+        self._uploads.hold(size)
+        self.size += size
+
+
+async def read_request(request: Request, upload: Upload, settings: Settings) -> Asked:
+    """Read the body and take the pictures and the options out of it."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not (kind.startswith("image/") or kind in ("multipart/form-data", "application/json", "")):
+        raise Refusal(415, f"a body of type {kind[:80]!r} is not taken; send {WAYS}")
+    try:
+        async with asyncio.timeout(settings.upload_time):
+            body = await _read_body(request, upload, settings.body_bytes)
+    except TimeoutError:
+        raise Refusal(408, f"the request did not arrive within {settings.upload_time:g} s", reason="slow") from None
+    if not body:
+        raise Refusal(400, f"the request has no body; send {WAYS}")
+    fields: dict[str, Any] = dict(request.query_params)
+    if kind == "":
+        raise Refusal(415, f"the request does not say what its body is; set Content-Type, and send {WAYS}")
+    if kind == "application/json":
+        # Much text takes long to read, and nobody else is answered meanwhile.
+        pictures, more = await asyncio.to_thread(_from_json, body) if len(body) > MEGABYTE else _from_json(body)
+        asked = Asked(pictures, {**fields, **more})
+    elif kind == "multipart/form-data":
+        asked = Asked(await _from_multipart(request, body, settings), fields)
+    else:
+        asked = Asked([body], fields)
+    if len(asked.pictures) > settings.pictures_limit:
+        raise Refusal(
+            413, f"{len(asked.pictures)} pictures in one request; at most {settings.pictures_limit} are taken"
+        )
+    return asked
+
+
+def read_options(kind: type[Kind], fields: dict[str, Any]) -> Kind:
+    """Check the options of a request."""
+    try:
+        return kind.model_validate(fields)
+    except ConfigError as error:
+        raise Refusal(422, str(error).replace(kind.__name__, "the request")[:500]) from None
+
+
+async def _read_body(request: Request, upload: Upload, most: int) -> bytes:
+    too_large = Refusal(413, f"the request is larger than {most / MEGABYTE:g} MB, which is the limit; send less")
+    said = request.headers.get("content-length", "")
+    if said.isdigit() and int(said[:20]) > most:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > most:
+            raise too_large
+        upload.grow(len(chunk))
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+class _InMemory(MultiPartParser):
+    """Starlette's parser, which writes nothing to disk: the whole body is in memory and has been measured."""
+
+    spool_max_size = 2**40
+
+
+async def _from_multipart(request: Request, body: bytes, settings: Settings) -> list[bytes]:
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    most = settings.pictures_limit
+    parser = _InMemory(request.headers, stream(), max_files=most + 1, max_fields=64, max_part_size=settings.body_bytes)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        if "Too many files" in error.message:
+            raise Refusal(413, f"more than {most} pictures in one request; send fewer at a time") from None
+        raise Refusal(400, f"the multipart body cannot be read: {error.message.rstrip('.')}") from None
+    except Exception:  # headers of parts can be damaged in ways that the parser does not foresee
+        raise Refusal(400, "the multipart body cannot be read; is its boundary the one in Content-Type?") from None
+    try:
+        found = form.getlist("picture")
+        if not found:
+            raise Refusal(400, "the form has no field 'picture'; send one for each picture")
+        if not all(isinstance(part, UploadFile) for part in found):
+            raise Refusal(400, "the field 'picture' is text; send it as a file, with a file name")
+        return [await part.read() for part in found if isinstance(part, UploadFile)]
+    finally:
+        await form.close()
+
+
+def _from_json(body: bytes) -> tuple[list[bytes], dict[str, Any]]:
+    try:
+        asked = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise Refusal(400, 'the body is not JSON; send {"pictures": ["<base64>", …]}') from None
+    if not isinstance(asked, dict):
+        raise Refusal(400, "the JSON should be an object with a list 'pictures' of base64 texts")
+    given = asked.pop("pictures", None)
+    if not isinstance(given, list) or not given or not all(isinstance(one, str) for one in given):
+        raise Refusal(400, "'pictures' should be a list of one or more base64 texts")
+    pictures = []
+    for number, one in enumerate(given):
+        try:
+            pictures.append(base64.b64decode(one, validate=True))
+        except (binascii.Error, ValueError):
+            raise Refusal(400, f"picture {number} is not base64") from None
+    return pictures, asked
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not JSON")

@@ -1,0 +1,160 @@
+"""Running the service: the port, the signals, the log, from the start to an orderly end."""
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Coroutine
+from types import FrameType
+
+import uvicorn
+
+from vitrail.errors import ConfigError, VitrailError
+from vitrail.serving.app import Service
+from vitrail.serving.settings import Settings
+
+LINGER = 0.5
+"""Seconds for which a service that stops still says so, instead of being gone at once."""
+LAST_WORDS = 0.2
+"""Seconds for those who were connected in the last moment to be told."""
+_log = logging.getLogger("vitrail.serving")
+
+
+def serve(settings: Settings, *, started: float | None = None) -> None:
+    """Serve until a signal asks for an end. `started` is when the program began, for the time it took to be ready."""
+    began = time.time() if started is None else started
+    _write_log()
+    place = _bound(settings.host, settings.port)
+    with place:
+        _log.info("settings", extra={"fields": {"settings": settings.shown()}})
+        if settings.token is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
+            _log.warning("there is no token, so everybody who reaches this address can use the models")
+        service = Service(settings)
+        config = uvicorn.Config(
+            service.app,
+            http="h11",  # the one that limits the size of headers by itself
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
+        )
+        asyncio.run(_Server(config, service, place, began).run_to_the_end())
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which ends only when what was accepted has its answer."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, place: socket.socket, began: float) -> None:
+        super().__init__(config)
+        self._service, self._place, self._began = service, place, began
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run_to_the_end(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._begin(self._warm_up())
+        if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+            self._loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload()))
+        await self.serve(sockets=[self._place])
+        await self._service.stop()
+        _log.info("stopped")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn calls it
+        """Ask for an end, on SIGTERM and Ctrl-C; asked again by Ctrl-C, end at once."""
+        if self._service.life.stage == "stopping" and sig == signal.SIGINT:
+            self.should_exit = self.force_exit = True
+        elif self._loop is not None and self._service.life.stage != "stopping":
+            self._service.life.stage = "stopping"
+            self._loop.call_soon_threadsafe(lambda: self._begin(self._wind_down()))
+
+    async def _wind_down(self) -> None:
+        """Finish what was accepted, refuse what comes, then close."""
+        life = self._service.life
+        self._service.counters.ready.set(0)
+        _log.info("stopping", extra={"fields": {"accepted": life.accepted}})
+        _, in_time = await asyncio.gather(asyncio.sleep(LINGER), life.idle(self._service.settings.grace))
+        if not in_time:
+            _log.warning("the grace is over", extra={"fields": {"unanswered": life.accepted}})
+        for listening in self.servers:  # nobody new; those who are connected still hear that it is over
+            listening.close()
+        await asyncio.sleep(LAST_WORDS)
+        self.should_exit = True
+
+    async def _warm_up(self) -> None:
+        try:
+            await self._service.start()
+        except Exception as error:
+            _log.error("a model cannot be warmed up: %s", error, exc_info=error)
+            self.should_exit = True
+            return
+        while not self.started and not self.should_exit:
+            await asyncio.sleep(0.005)
+        host, port = self._place.getsockname()[:2]
+        address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+        seconds = round(time.time() - self._began, 2)
+        _log.info("ready", extra={"fields": {"address": address, "seconds": seconds}})
+        print(f"ready after {seconds:g} s at {address}", flush=True)
+
+    async def _reload(self) -> None:
+        try:
+            _log.info("reloaded", extra={"fields": {"models": await self._service.shelf.reload()}})
+        except VitrailError as error:
+            _log.error("reload: %s", error)
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)  # the loop alone would not keep it alive
+        task.add_done_callback(self._tasks.discard)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Take the port, before models are opened for nothing."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (OSError, UnicodeError):
+        raise ConfigError(f"no address of this machine is called {host!r}; use 127.0.0.1, or 0.0.0.0 for all") from None
+    place = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+    except OSError as error:
+        place.close()
+        raise ConfigError(
+            f"port {port} of {host} cannot be used ({(error.strerror or str(error)).lower()}); choose another with "
+            f"--port, or 0 for any that is free"
+        ) from None
+    return place
+
+
+class _Lines(logging.Formatter):
+    """A log record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            line["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
+        return json.dumps(line, default=str)
+
+
+def _write_log() -> None:
+    """Write the service's log, and the complaints of uvicorn, to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    for name, level in (("vitrail.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

@@ -1,0 +1,128 @@
+"""A bundle made ready to be served: its engine, its queue, and how it is described."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitrail.acceleration.engine import Engine, open_engine
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.load import load
+from vitrail.data.sources.source import Pixels
+from vitrail.errors import VitrailError
+from vitrail.explanations.wanted import METHODS
+from vitrail.explanations.wanted import Wanted as WantedMap
+from vitrail.inference.jobs import digest_model
+from vitrail.models.config import ViTConfig
+from vitrail.models.stages import sample_picture, stages
+from vitrail.models.vit import ViT
+from vitrail.runtime import choose_device
+from vitrail.serving.batching import Batcher
+from vitrail.serving.counters import Counters
+from vitrail.serving.questions import Asked, Predict
+from vitrail.serving.settings import NamedSource, Settings
+
+WARM_BATCH = 8
+"""Enough for every core to have its share."""
+
+
+class Served:
+    """One model of the service."""
+
+    def __init__(self, named: NamedSource, settings: Settings, counters: Counters) -> None:
+        self.name = named.name
+        self.device = choose_device(settings.device)
+        self.bundle: Bundle = load(named.source)
+        model = self.bundle.model.to(self.device).eval()
+        _own_weights(model)
+        self.engine: Engine | None = None
+        if model.config.classes and model.config.pool != "none":
+            self.engine = open_engine(
+                model, self.bundle.preprocess, kind=settings.engine, precision=settings.precision, device=self.device
+            )
+        self.description = describe(named.name, self.bundle, self.device)
+        self.users = 0
+        """Requests that hold on to this model; one that was replaced ends with the last of them."""
+        self.batcher = Batcher(
+            self.name,
+            self.answer,
+            batch=settings.batch,
+            wait=settings.wait / 1000,
+            queue=settings.queue,
+            counters=counters,
+        )
+
+    def answer(self, question: Asked, pictures: Sequence[Pixels]) -> list[dict[str, Any]]:
+        """Compute the answers for some pictures; called in the model's own thread."""
+        return question.answer(self, pictures)
+
+    def warm_up(self) -> None:
+        """Compute once what the first client would otherwise wait for; a model that answers nonsense is found out."""
+        if self.engine is None:
+            return
+        height, width = self.bundle.preprocess.size
+        blank = np.zeros((height, width, self.bundle.preprocess.channels), np.uint8)
+        for pictures in sorted({1, min(self.batcher.batch, WARM_BATCH)}):
+            self.answer(Predict(top=1), [blank] * pictures)
+
+
+@torch.no_grad()
+def _own_weights(model: ViT) -> None:
+    """Copy weights that are read from their file only as they are used: it may be overwritten while it is served."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def describe(name: str, bundle: Bundle, device: torch.device) -> dict[str, Any]:
+    """Say what a model is, as /v1/models answers."""
+    config, layout = bundle.model.config, bundle.model.config.layout
+    why_not = _refused_methods(config)
+    sample = sample_picture(config.channels, config.image_size).to(device)
+    return {
+        "name": name,
+        "classes": None if bundle.classes is None else list(bundle.classes),
+        "class_count": config.classes,
+        "channels": config.channels,
+        "image_size": list(config.image_size),
+        "patch_size": list(config.patch_size),
+        "grid": list(config.grid),
+        "depth": config.depth,
+        "heads": config.heads,
+        "width": config.width,
+        "parameters": sum(parameter.numel() for parameter in bundle.model.parameters()),
+        "tokens": _special_tokens(config),
+        "token_count": config.tokens,
+        "patch_start": layout.patches.start,
+        "pool": config.pool,
+        "stages": [
+            {"name": stage.name, "shape": list(stage.shape), "meaning": stage.meaning}
+            for stage in stages(bundle.model, sample)
+        ],
+        "methods": {method: method not in why_not for method in METHODS},
+        "why_not": why_not,
+        "digest": digest_model(bundle)[:12],
+    }
+
+
+def _special_tokens(config: ViTConfig) -> list[dict[str, Any]]:
+    layout = config.layout
+    found: list[dict[str, Any]] = []
+    if layout.class_token is not None:
+        found.append({"index": layout.class_token, "kind": "class"})
+    if layout.distillation_token is not None:
+        found.append({"index": layout.distillation_token, "kind": "distillation"})
+    places = range(layout.registers.start, layout.registers.stop)
+    found += [{"index": place, "kind": "register", "number": number} for number, place in enumerate(places)]
+    return sorted(found, key=lambda token: int(token["index"]))
+
+
+def _refused_methods(config: ViTConfig) -> dict[str, str]:
+    """Return the methods that explain nothing for a model, and why."""
+    refused = {}
+    for method in METHODS:
+        try:
+            WantedMap(method).check(config)  # type: ignore[arg-type]
+        except VitrailError as error:
+            refused[method] = str(error)
+    return refused

@@ -1,0 +1,92 @@
+"""A real server in a process of its own, on the loopback, and what tests send to it."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import torch
+from PIL import Image
+
+import vitrail
+from vitrail import Bundle, Preprocess, ViTConfig
+
+
+@dataclass
+class Running:
+    """A server that is ready."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def server(*words: str, environment: dict[str, str] | None = None, patience: float = 120) -> Iterator[Running]:
+    """Run `vitrail serve` until the end of the block; whoever has ended it already is fine."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vitrail", "serve", *words, "--port", "0", "--device", "cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    log: list[str] = []
+    reader = threading.Thread(target=lambda: log.extend(process.stderr or ()))
+    watch = threading.Timer(patience, process.kill)
+    watch.start()
+    reader.start()
+    try:
+        said = process.stdout.readline()
+        assert said.startswith("ready after "), "".join(log)
+        yield Running(process, said.split(" at ")[1].strip().rstrip("/"), log)
+    finally:
+        watch.cancel()
+        if process.poll() is None:
+            process.terminate()
+        process.wait(30)
+        reader.join()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def save_tiny(folder: Path, *, seed: int = 0, classes: tuple[str, ...] | None = ("cat", "dog", "bird")) -> Path:
+    """Write a bundle of a model that answers in a millisecond, and differs by its seed."""
+    torch.manual_seed(seed)
+    model = vitrail.create(ViTConfig(image_size=32, patch_size=8, width=32, depth=2, heads=2, classes=3, registers=1))
+    with torch.no_grad():
+        model.head.weight.normal_()
+    Bundle(model.eval(), Preprocess(size=(32, 32)), classes).save(folder, overwrite=True)
+    return folder
+
+
+def picture(kind: str = "PNG", size: tuple[int, int] = (40, 30), seed: int = 0) -> bytes:
+    """Draw a picture file of noise."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (size[1], size[0], 3), dtype=torch.uint8, generator=generator)
+    file = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, kind)
+    return file.getvalue()
+
+
+def sent(client: httpx.Client, content: bytes, path: str = "/v1/predict") -> httpx.Response:
+    """Send a picture as the body."""
+    return client.post(path, content=content, headers={"content-type": "image/png"})
+
+
+def wait_until(condition: object, seconds: float = 10) -> None:
+    """Look again and again until something holds."""
+    assert callable(condition)
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not happened in time"
+        time.sleep(0.02)

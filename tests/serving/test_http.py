@@ -1,0 +1,300 @@
+"""The service as a client sees it: three ways of sending pictures, three tasks, and every kind of bad request."""
+
+import base64
+import io
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+from tests.serving.server import Running, picture, save_tiny, sent, server
+
+import vitrail
+from vitrail.explanations.wanted import Method
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles")
+    save_tiny(folder / "run" / "best")
+    save_tiny(folder / "other", seed=1, classes=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Running]:
+    words = [str(folder / "run" / "best"), f"second={folder / 'other'}", "--body-limit", "0.5", "--pixel-limit", "1"]
+    with server(*words, environment={"VITRAIL_SERVE_PICTURES_LIMIT": "4", "VITRAIL_SERVE_WAIT": "50"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=running.url, timeout=30) as client:
+        yield client
+
+
+def as_json(*pictures: bytes, **options: object) -> dict[str, object]:
+    return {"pictures": [base64.b64encode(one).decode() for one in pictures], **options}
+
+
+def unpacked(packed: dict[str, Any]) -> NDArray[np.float32]:
+    dtype = np.dtype(packed["dtype"]).newbyteorder("<")
+    return np.frombuffer(base64.b64decode(packed["data"]), dtype).reshape(packed["shape"]).astype(np.float32)
+
+
+# ── what is asked and answered ──
+
+
+def test_three_ways_of_sending_get_the_answer_of_the_library(client: httpx.Client, folder: Path) -> None:
+    content = picture()
+    expected = vitrail.Classifier(folder / "run" / "best", device="cpu").predict(content, top=2)
+    answers = [
+        sent(client, content, "/v1/predict?top=2"),
+        client.post("/v1/predict?top=2", files={"picture": content}),
+        client.post("/v1/predict", json=as_json(content, top=2)),
+    ]
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == "run"
+        (result,) = answer.json()["results"]
+        assert [row["name"] for row in result["classes"]] == list(expected.names)
+        assert [row["probability"] for row in result["classes"]] == pytest.approx(expected.probabilities, rel=1e-4)
+        assert [("cat", "dog", "bird")[row["index"]] for row in result["classes"]] == list(expected.names)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_every_allowed_kind_of_file(client: httpx.Client, kind: str) -> None:
+    assert sent(client, picture(kind)).status_code == 200
+
+
+def test_a_batch_has_a_result_for_each_picture_in_order(client: httpx.Client) -> None:
+    first, second = picture(seed=1), picture(seed=2)
+    alone = [sent(client, content).json()["results"][0] for content in (first, second)]
+    files = [("picture", first), ("picture", b"no picture"), ("picture", second)]
+    form = client.post("/v1/predict", files=files)
+    coded = client.post("/v1/predict", json=as_json(first, b"no picture", second))
+    for answer in (form, coded):
+        assert answer.status_code == 200
+        results = answer.json()["results"]
+        assert "this is no picture" in results[1]["error"]
+        for found, wanted in zip((results[0], results[2]), alone, strict=True):
+            assert [row["index"] for row in found["classes"]] == [row["index"] for row in wanted["classes"]]
+
+
+def test_models_by_name(client: httpx.Client) -> None:
+    named = client.post("/v1/predict?model=second", files={"picture": picture()}).json()
+    assert named["model"] == "second"
+    assert {row["name"] for row in named["results"][0]["classes"]} == {"0", "1", "2"}
+    models = client.get("/v1/models").json()["models"]
+    assert [(model["name"], model["default"]) for model in models] == [("run", True), ("second", False)]
+    first = models[0]
+    assert first["classes"] == ["cat", "dog", "bird"]
+    assert models[1]["classes"] is None
+    assert models[1]["class_count"] == 3
+    assert (first["grid"], first["depth"], first["heads"], first["width"]) == ([4, 4], 2, 2, 32)
+    assert first["tokens"] == [{"index": 0, "kind": "class"}, {"index": 1, "kind": "register", "number": 0}]
+    assert first["patch_start"] == 2
+    assert first["stages"][0]["shape"] == [1, 3, 32, 32]
+    assert first["stages"][-1]["shape"] == [1, 3]
+    assert all(first["methods"].values())
+    assert len(first["digest"]) == 12
+    assert first["digest"] != models[1]["digest"]
+
+
+def test_embeddings_are_those_of_the_model(client: httpx.Client, folder: Path) -> None:
+    content = picture()
+    bundle = vitrail.load(folder / "run" / "best")
+    pixels = bundle.preprocess(Image.open(io.BytesIO(content)))[None]
+    for query, layer, scaled in (("", None, False), ("?layer=0&normalise=true", 0, True)):
+        found = client.post(f"/v1/embed{query}", files={"picture": content}).json()["results"][0]["embedding"]
+        wanted = bundle.model.features(pixels, layer=layer).pooled[0].detach().numpy()
+        wanted = wanted / np.linalg.norm(wanted) if scaled else wanted
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
+def test_explanations_are_those_of_the_library(client: httpx.Client, folder: Path, method: Method) -> None:
+    content = picture()
+    answer = client.post(f"/v1/explain?method={method}", files={"picture": content})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["method"] == method
+    (result,) = answer.json()["results"]
+    wanted = vitrail.explain(folder / "run" / "best", content, method=method, device="cpu")
+    np.testing.assert_allclose(unpacked(result["map"]), wanted.map, rtol=1e-3, atol=1e-5)
+    seen = Image.open(io.BytesIO(base64.b64decode(result["picture"].removeprefix("data:image/png;base64,"))))
+    assert np.array_equal(np.asarray(seen), np.asarray(wanted.picture))
+    if wanted.target is None:
+        assert result["target"] is None
+    else:
+        assert result["target"]["name"] == wanted.target
+        assert result["target"]["probability"] == pytest.approx(wanted.probability, rel=1e-4)
+
+
+def test_all_attention_of_a_layer_at_once(client: httpx.Client, folder: Path) -> None:
+    content = picture()
+    (result,) = client.post("/v1/explain", json=as_json(content, method="attention", layer=0, query="all")).json()[
+        "results"
+    ]
+    weights = unpacked(result["attention"])
+    assert weights.shape == (2, 18, 18)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=5e-3)
+    one = vitrail.explain(
+        folder / "run" / "best", content, method="attention", layer=0, head=1, query="1,2", device="cpu"
+    )
+    np.testing.assert_allclose(weights[1, 2 + 6, 2:].reshape(4, 4), one.map, atol=1e-3)
+    named = client.post("/v1/explain?method=relevance&target=dog", files={"picture": content}).json()
+    assert named["results"][0]["target"]["index"] == 1
+
+
+# ── what is refused ──
+
+
+def bomb(width: int = 30_000, height: int = 30_000) -> bytes:
+    """A few bytes that claim to be a picture of a gigapixel."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress(bytes(100_000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+PNG = {"content-type": "image/png"}
+JSON = {"content-type": "application/json"}
+BAD = [
+    ("an empty body", "/v1/predict", b"", PNG, 400, "no body"),
+    ("an empty file", "/v1/predict", json.dumps({"pictures": [""]}).encode(), JSON, 400, "empty"),
+    ("text as a picture", "/v1/predict", b"hello", PNG, 415, "no picture"),
+    ("a kind that is not allowed", "/v1/predict", b"II*\0" + bytes(50), PNG, 415, "tiff pictures are not taken"),
+    ("an array", "/v1/predict", b"\x93NUMPY\1\0" + bytes(50), PNG, 415, "no picture"),
+    ("a type that is not taken", "/v1/predict", b"<a/>", {"content-type": "text/xml"}, 415, "text/xml"),
+    ("no type", "/v1/predict", b"x", {}, 415, "Content-Type"),
+    ("a cut picture", "/v1/predict", picture()[:-900], PNG, 422, "damaged PNG"),
+    ("a cut JPEG", "/v1/predict", picture("JPEG")[:200], PNG, 422, "damaged JPEG"),
+    ("a header alone", "/v1/predict", picture()[:20], PNG, 422, "damaged PNG"),
+    ("too many bytes", "/v1/predict", bytes(600_000), PNG, 413, "larger than 0.5 MB"),
+    ("too many pixels", "/v1/predict", bomb(), PNG, 413, "far more than the 1,000,000 pixels"),
+    ("more pixels than are taken", "/v1/predict", bomb(2_000, 1_000), PNG, 413, "2,000×1,000 pixels"),
+    ("too many pictures", "/v1/predict", json.dumps(as_json(*[b"x"] * 5)).encode(), JSON, 413, "at most 4"),
+    ("no JSON", "/v1/predict", b"{", JSON, 400, "not JSON"),
+    ("deep JSON", "/v1/predict", b"[" * 100_000, JSON, 400, "not JSON"),
+    ("a JSON list", "/v1/predict", b"[]", JSON, 400, "should be an object"),
+    ("no pictures", "/v1/predict", b'{"pictures": []}', JSON, 400, "one or more"),
+    ("no base64", "/v1/predict", b'{"pictures": ["*"]}', JSON, 400, "picture 0 is not base64"),
+    ("no boundary", "/v1/predict", b"x", {"content-type": "multipart/form-data"}, 400, "boundary"),
+    ("an unknown option", "/v1/predict?tops=3", picture(), PNG, 422, "did you mean 'top'?"),
+    ("a wrong option", "/v1/predict?top=many", picture(), PNG, 422, "top is 'many'"),
+    ("an unknown model", "/v1/predict?model=runn", picture(), PNG, 422, "did you mean 'run'?"),
+    ("a path as a model", "/v1/predict?model=../../etc/passwd", picture(), PNG, 422, "no model is called"),
+    ("a layer out of range", "/v1/embed?layer=9", picture(), PNG, 422, "layer 9 does not exist"),
+    ("another layer out of range", "/v1/explain?method=attention&layer=-3", picture(), PNG, 422, "layer -3"),
+    ("a head out of range", "/v1/explain?method=attention&head=2", picture(), PNG, 422, "head 2 does not exist"),
+    ("an unknown method", "/v1/explain?method=guess", picture(), PNG, 422, "method is 'guess'"),
+    ("an unknown class", "/v1/explain?target=cow", picture(), PNG, 422, "no class 'cow'"),
+    ("an unknown token", "/v1/explain?method=attention&query=9,9", picture(), PNG, 422, "no patch in row 9"),
+    ("text that is no text", "/v1/predict", b'{"pictures": ["AA=="], "model": "\\ud800"}', JSON, 422, "model is"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "words"), [row[1:] for row in BAD], ids=[row[0] for row in BAD]
+)
+def test_bad_requests_get_a_status_and_a_sentence(
+    client: httpx.Client, path: str, body: bytes, headers: dict[str, str], status: int, words: str
+) -> None:
+    answer = client.post(path, content=body, headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json"), answer.text
+    assert words in answer.json()["error"]
+    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+    assert "Traceback" not in answer.text
+
+
+def test_bad_forms(client: httpx.Client) -> None:
+    for form, words in (
+        ({"files": {"image": picture()}}, "no field 'picture'"),
+        ({"files": {"picture": (None, "text")}}, "is text"),
+        ({"files": [("picture", b"x")] * 6}, "more than 4 pictures"),
+    ):
+        answer = client.post("/v1/predict", **form)
+        assert answer.status_code in (400, 413)
+        assert words in answer.json()["error"]
+    torn = b"--b\r\nContent-Disposition: form-data; name=picture; filename=x\r\n\r\n" + picture()
+    answer = client.post("/v1/predict", content=torn, headers={"content-type": "multipart/form-data; boundary=b"})
+    assert answer.status_code == 400, answer.text
+
+
+def test_a_body_without_a_length_is_measured_while_it_is_read(client: httpx.Client) -> None:
+    answer = client.post("/v1/predict", content=(bytes(10_000) for _ in range(200)), headers=PNG)
+    assert answer.status_code == 413
+    whole = picture()
+    answer = client.post("/v1/predict", content=iter([whole[:100], whole[100:]]), headers=PNG)
+    assert answer.status_code == 200
+
+
+def test_other_addresses_and_methods(client: httpx.Client) -> None:
+    assert client.get("/v1/predict").status_code in (404, 405)
+    assert client.get("/nothing").status_code == 404
+    assert client.put("/v1/models").status_code == 405
+    for path in ("/assets/../settings.py", "/assets/%2e%2e/settings.py", "/samples/..%2f..%2fapp.py", "/assets/%00"):
+        answer = client.get(path)
+        assert answer.status_code == 404, path
+        assert answer.json()["error"] == "there is nothing at this address"
+
+
+# ── around it ──
+
+
+def test_headers_keep_browsers_safe(client: httpx.Client) -> None:
+    answer = client.get("/", headers={"x-request-id": "mine-1", "origin": "https://example.org"})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; ")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["x-request-id"] == "mine-1"
+    assert "access-control-allow-origin" not in answer.headers
+    assert client.get("/", headers={"if-none-match": answer.headers["etag"]}).status_code == 304
+    assert client.get("/healthz", headers={"x-request-id": "a b\tc"}).headers["x-request-id"] != "a b\tc"
+
+
+def test_samples_can_be_had(client: httpx.Client) -> None:
+    for sample in client.get("/samples").json()["samples"]:
+        found = client.get(sample["url"])
+        assert found.headers["content-type"].startswith("image/")
+        assert sent(client, found.content).status_code == 200
+
+
+def test_requests_that_arrive_together_run_as_one_batch(client: httpx.Client) -> None:
+    def counted() -> tuple[float, float]:
+        text = client.get("/metrics").text
+        rows = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vitrail_batch_size_"))
+        return float(rows['vitrail_batch_size_count{model="run"}']), float(rows['vitrail_batch_size_sum{model="run"}'])
+
+    sent(client, picture())
+    before = counted()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: sent(client, picture()), range(32)))
+    assert [answer.status_code for answer in answers] == [200] * 32
+    after = counted()
+    assert after[1] - before[1] == 32
+    assert after[0] - before[0] <= 16
+
+
+def test_the_log_is_lines_of_json_without_secrets(client: httpx.Client, running: Running) -> None:
+    client.get("/healthz?secret=1", headers={"x-request-id": "log-1"})
+    lines = [json.loads(line) for line in list(running.log)]
+    assert lines[0]["event"] == "settings"
+    assert lines[0]["settings"]["pictures_limit"] == 4
+    assert lines[0]["settings"]["token"] == "none"
+    found = [line for line in lines if line.get("request_id") == "log-1"]
+    assert found == [] or (found[0]["path"], found[0]["status"]) == ("/healthz", 200)
+    assert not any("secret" in line for line in running.log)

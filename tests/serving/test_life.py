@@ -1,0 +1,169 @@
+"""From the start to the end of a server, under load: nothing that was accepted is lost."""
+
+import asyncio
+import shutil
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.serving.server import Running, picture, save_tiny, sent, server, wait_until
+
+from vitrail.__main__ import main
+from vitrail.errors import CheckpointError, ConfigError
+from vitrail.serving.run import serve
+from vitrail.serving.settings import Settings, name_models
+
+PNG = {"content-type": "image/png"}
+
+
+async def load(
+    url: str, clients: int, during: Callable[[], object], *, until_gone: bool
+) -> tuple[Counter[str], list[str]]:
+    """Keep some clients busy while something happens; return what became of every request, and who answered."""
+    outcomes: Counter[str] = Counter()
+    said: list[str] = []
+    over = asyncio.Event()
+
+    async def keep_asking(client: httpx.AsyncClient) -> None:
+        while not over.is_set():
+            try:
+                answer = await client.post("/v1/predict", content=picture(), headers=PNG)
+            except httpx.ConnectError:
+                outcomes["gone"] += 1  # nobody listens any more: nothing was accepted
+                return
+            except httpx.HTTPError as error:
+                outcomes[f"lost: {error!r}"] += 1
+                return
+            outcomes[str(answer.status_code)] += 1
+            if answer.status_code == 503:
+                return  # it is told to come back later
+            if answer.status_code == 200:
+                said.append(answer.json()["results"][0]["classes"][0]["name"])
+
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=clients)) as client:
+        tasks = [asyncio.create_task(keep_asking(client)) for _ in range(clients)]
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(during)
+        if not until_gone:
+            await asyncio.sleep(0.2)
+            over.set()
+        await asyncio.gather(*tasks)
+    return outcomes, said
+
+
+def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
+    bundle = save_tiny(tmp_path / "m")
+    with server(str(bundle)) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+        first = client.get("/v1/models").json()["models"][0]["digest"]
+
+        def swap() -> None:
+            save_tiny(bundle, seed=1)
+            assert client.post("/v1/models/reload").json() == {"reloaded": ["m"]}
+
+        outcomes, said = asyncio.run(load(running.url, 8, swap, until_gone=False))
+        assert set(outcomes) == {"200"}, outcomes
+        assert (said[0], said[-1]) == ("cat", "dog")  # the old model's answer, and the new one's
+        second = client.get("/v1/models").json()["models"][0]["digest"]
+        assert second != first
+        answer = sent(client, picture()).text
+
+        damage(bundle)
+        refused = client.post("/v1/models/reload?model=m")
+        assert refused.status_code == 409
+        assert "keep serving" in refused.json()["error"]
+        assert str(tmp_path) not in refused.text
+        assert sent(client, picture()).text == answer
+
+        save_tiny(bundle, seed=2)
+        running.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: client.get("/v1/models").json()["models"][0]["digest"] not in (first, second))
+        running.process.send_signal(signal.SIGHUP)
+
+        outcomes, _ = asyncio.run(load(running.url, 8, lambda: stop(running), until_gone=True))
+        assert set(outcomes) <= {"200", "503", "gone"}, outcomes
+        assert outcomes["200"] > 0
+        assert outcomes["503"] + outcomes["gone"] == 8
+        assert running.process.wait(20) == 0
+
+
+def damage(bundle: Path) -> None:
+    """Cut the weights short in place, as a copy that was interrupted does."""
+    weights = bundle / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+def stop(running: Running) -> None:
+    running.process.send_signal(signal.SIGTERM)
+
+
+# ── what keeps it from starting ──
+
+
+def test_a_port_in_use_and_a_missing_bundle_exit_2_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = save_tiny(tmp_path / "m")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, sentence in (
+            ([str(bundle), "--port", str(port)], f"port {port} of 127.0.0.1 cannot be used (address already in use)"),
+            ([str(tmp_path / "nothing"), "--port", "0"], "nothing"),
+            ([str(bundle), "--port", "0", "--batch", "0"], "batch is 0"),
+            ([str(bundle), "--port", "0", "--formats", "jpeg,exe"], "formats"),
+            ([str(bundle), f"m={bundle}"], "two models would be called 'm'"),
+            ([str(bundle), "--token-file", str(tmp_path / "no")], "the token cannot be read"),
+            ([str(bundle), "--host", "no.such.host.invalid"], "no address of this machine"),
+            ([str(bundle), "--origins", "example.org/path"], "is no origin"),
+        ):
+            monkeypatch.setattr(sys, "argv", ["vitrail", "serve", *words])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            said = capsys.readouterr()
+            assert ended.value.code == 2, words
+            last = said.err.strip().splitlines()[-1]
+            assert last.startswith("vitrail: "), said.err
+            assert sentence in last
+            assert "Traceback" not in said.err
+
+
+def test_a_damaged_bundle_does_not_start(tmp_path: Path) -> None:
+    bundle = save_tiny(tmp_path / "m")
+    damage(bundle)
+    with pytest.raises(CheckpointError, match="damaged safetensors"):
+        serve(Settings(models=name_models([str(bundle)]), port=0))
+
+
+# ── what models are called, and what is printed ──
+
+
+def test_names(tmp_path: Path) -> None:
+    (tmp_path / "a=b").mkdir()
+    shutil.copy(save_tiny(tmp_path / "m") / "model.safetensors", tmp_path / "B_16.safetensors")
+    words = [
+        "runs/pets-1a2b3c/best",
+        "digits=runs/x/best",
+        str(tmp_path / "B_16.safetensors"),
+        "hf:org/vit@main",
+        "my model/",
+    ]
+    names = [named.name for named in name_models([*words, str(tmp_path / "a=b")])]
+    assert names == ["pets-1a2b3c", "digits", "B_16", "vit", "my-model", "a-b"]
+    assert name_models(["digits=runs/x/best"])[0].source == "runs/x/best"
+    for bad in ("=x", "a b=x", "-a=x", "a" * 65 + "=x"):
+        with pytest.raises(ConfigError, match="cannot be a model's name"):
+            Settings(models=name_models([bad]))
+
+
+def test_the_token_is_printed_nowhere() -> None:
+    settings = Settings(models=name_models(["m"]), token="open-sesame")
+    assert settings.shown()["token"] == "set"
+    for said in (repr(settings), str(settings), settings.to_json(), str(settings.shown())):
+        assert "open-sesame" not in said
+    for wrong in ("", "two words", "é"):
+        with pytest.raises(ConfigError, match="the token should be ASCII"):
+            Settings(models=name_models(["m"]), token=wrong)

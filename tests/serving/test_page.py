@@ -1,0 +1,431 @@
+"""The explorer page in a real Chromium, with a real service behind it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from tests.browser import chromium
+from tests.serving.page_visit import DESKTOP, PHONE, WAIT, Visit, picture_file, service, some_bundle, visit
+
+import vitrail
+from vitrail import ViTConfig
+from vitrail.data.given import fitted, item_of
+from vitrail.explanations.attention import attention_rows
+from vitrail.explanations.wanted import Method
+from vitrail.serving.files import FOLDER
+
+GRID, NAMES = (4, 4), ("heron", "<b>kite</b>", "crow", "wren", "owl", "swift")
+REFUSED = "Failed to load resource"  # how Chromium notes a refusal that the page itself explains
+LIMIT = 0.25  # megabytes of a request
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bundles")
+    birds = ViTConfig(image_size=32, patch_size=8, width=32, depth=3, heads=2, classes=6, registers=1)
+    finer = birds.replace(patch_size=4, depth=2, heads=4, pool="mean", class_token="none", registers=0)
+    return {
+        "birds": some_bundle(birds, NAMES, folder / "birds"),
+        "finer": some_bundle(finer, NAMES, folder / "finer"),
+    }
+
+
+@pytest.fixture(scope="module")
+def address(bundles: dict[str, Path]) -> Iterator[str]:
+    with service(bundles, body_limit=LIMIT) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Any, address: str) -> Iterator[Visit]:
+    """Open the page once for all tests, which takes the browser longer than all else."""
+    with visit(browser, DESKTOP) as found:
+        found.open(address)
+        yield found
+
+
+@pytest.fixture
+def seen(opened: Visit, address: str) -> Iterator[Visit]:
+    """Show the page as at first, and complain at the end if it complained, or asked anybody else."""
+    opened.go("#model=birds")
+    yield opened
+    complaints = [text for text in opened.complaints if not text.startswith(REFUSED)]
+    asked = [url for url in opened.requests if not url.startswith((address, "data:", "blob:", "about:"))]
+    opened.complaints.clear()
+    assert (complaints, asked) == ([], [])
+
+
+def upload(seen: Visit, content: bytes, name: str = "bird.png", kind: str = "image/png") -> None:
+    seen.page.set_input_files("#file", {"name": name, "mimeType": kind, "buffer": content})
+    seen.settle()
+
+
+def answers(seen: Visit, panel: int = 0) -> list[tuple[str, str]]:
+    rows = seen.part("bars", panel).locator("button")
+    return [
+        (row.locator(".name").inner_text(), row.locator(".share").inner_text())
+        for row in (rows.nth(i) for i in range(5))
+    ]
+
+
+# ── a picture comes in ──
+
+
+def test_an_uploaded_picture_is_answered_as_the_classifier_answers(seen: Visit, bundles: dict[str, Path]) -> None:
+    upload(seen, picture_file())
+    expected = vitrail.Classifier(bundles["birds"], device="cpu").predict(picture_file(), top=5)
+    found = answers(seen)
+    assert [name for name, _ in found] == list(expected.names), "names are text, also those with brackets"
+    for (_, share), probability in zip(found, expected.probabilities, strict=True):
+        assert abs(float(re.sub("[^0-9.]", "", share)) - 100 * probability) <= 0.5
+    seen.until("picture=own")
+    assert seen.page.locator("#live").inner_text().startswith(f"birds says {expected.name}")
+
+
+@pytest.mark.parametrize("way", ["drop", "paste"])
+def test_a_picture_is_dropped_or_pasted(seen: Visit, way: str) -> None:
+    before = seen.pixels()
+    seen.page.evaluate(
+        """([bytes, way]) => {
+            const data = new DataTransfer();
+            data.items.add(new File([new Uint8Array(bytes)], "bird.png", { type: "image/png" }));
+            const given = way === "drop" ? { dataTransfer: data } : { clipboardData: data };
+            const kind = way === "drop" ? DragEvent : ClipboardEvent;
+            document.body.dispatchEvent(new kind(way, { bubbles: true, cancelable: true, ...given }));
+        }""",
+        [list(picture_file(seed=1)), way],
+    )
+    seen.until("picture=own")
+    seen.settle()
+    assert seen.pixels() != before
+
+
+def test_a_sample_is_taken(seen: Visit) -> None:
+    before = seen.pixels()
+    seen.page.get_by_role("button", name="daisy").click()
+    seen.until("picture=daisy")
+    seen.settle()
+    assert seen.pixels() != before
+    assert seen.page.get_by_role("button", name="daisy").get_attribute("aria-pressed") == "true"
+
+
+# ── where it looks ──
+
+
+def expected_rows(bundle: Path, content: bytes, layer: int) -> torch.Tensor:
+    """Return the attention of a layer (heads, tokens, tokens) for a picture, as the package gives it."""
+    opened = vitrail.load(bundle)
+    crop = torch.from_numpy(fitted(item_of(content, 3), opened.preprocess).copy()).permute(2, 0, 1)[None]
+    return attention_rows(opened.model.eval(), opened.preprocess.normalise(crop), layer)[0]
+
+
+def test_a_move_shows_where_the_patch_looks(seen: Visit, bundles: dict[str, Path]) -> None:
+    upload(seen, picture_file())
+    asked = seen.asked()
+    pictures = set()
+    rows = expected_rows(bundles["birds"], picture_file(), 2).mean(dim=0)
+    for place in range(16):
+        seen.over(place // 4, place % 4, GRID)
+        pictures.add(seen.pixels())
+        row = rows[2 + place]  # after the class token and the register
+        best = int(row.argmax())
+        said = seen.part("readout").inner_text()
+        token = {0: "class token", 1: "register 0"}.get(best, f"patch {(best - 2) // 4},{(best - 2) % 4}")
+        assert f"looks most at {'itself' if best == 2 + place else token}: " in said
+        number = re.search(r": ([\d.]+) %\.", said)
+        assert number is not None
+        assert abs(float(number[1]) - 100 * float(row[best])) <= 0.6
+    assert len(pictures) == 16, "each patch has a map of its own"
+    assert seen.asked() == asked, "nothing is asked of the server for a move"
+    assert "query" not in seen.hash()
+
+
+def test_a_move_takes_less_than_50_milliseconds(seen: Visit) -> None:
+    taken = seen.part("canvas").evaluate(
+        """canvas => {
+            const box = canvas.getBoundingClientRect(), taken = [];
+            for (let i = 0; i < 64; i++) {
+                const [x, y] = [(i * 7) % 16 % 4, Math.floor(((i * 7) % 16) / 4)];
+                const at = { clientX: box.x + box.width * (x + .5) / 4, clientY: box.y + box.height * (y + .5) / 4 };
+                const start = performance.now();
+                canvas.dispatchEvent(new PointerEvent("pointermove", at));
+                canvas.getContext("2d").getImageData(0, 0, 1, 1); // waits until it is really drawn
+                taken.push(performance.now() - start);
+            }
+            return taken;
+        }"""
+    )
+    assert median(taken) < 50, taken
+
+
+def test_layers_and_heads_switch(seen: Visit) -> None:
+    looks = {seen.pixels()}
+    for layer in (1, 0):
+        seen.part("layer").press("ArrowLeft")
+        seen.settle()
+        looks.add(seen.pixels())
+        seen.until(f"layer={layer}")
+        assert seen.part("layer-value").inner_text() == str(layer)
+    asked = seen.asked()
+    for head in ("Head 0", "Head 1"):
+        seen.page.get_by_role("radio", name=head).check(force=True)
+        seen.settle()
+        looks.add(seen.pixels())
+    seen.until("head=1")
+    assert len(looks) == 5
+    seen.page.get_by_role("radio", name="Mean of all heads").check(force=True)
+    seen.part("layer").press("ArrowRight")
+    seen.settle()
+    assert seen.pixels() in looks
+    assert seen.asked() == asked, "what the server said once is remembered"
+
+
+def test_special_tokens_can_be_asked(seen: Visit) -> None:
+    first = seen.pixels()
+    assert seen.page.get_by_role("button", name="Class token").get_attribute("aria-pressed") == "true"
+    seen.page.get_by_role("button", name="Register 0").click()
+    seen.page.mouse.move(0, 0)
+    seen.settle()
+    assert seen.pixels() != first
+    assert seen.part("readout").inner_text().startswith("Register 0 looks most at")
+    seen.until("query=register:0")
+
+
+@pytest.mark.parametrize("method", get_args(Method)[1:])
+def test_each_method_lays_its_map_over_the_picture(seen: Visit, bundles: dict[str, Path], method: Method) -> None:
+    upload(seen, picture_file())
+    seen.page.locator(f"#methods input[value={method}]").check(force=True)
+    seen.settle()
+    found = vitrail.explain(bundles["birds"], picture_file(), method=method, device="cpu")
+    seen.page.locator("#opacity").fill("100")  # the map alone
+    seen.settle()
+    colours = seen.part("canvas").evaluate(
+        """canvas => [...Array(16).keys()].map(i => [...canvas.getContext("2d").getImageData(
+            (i % 4 + .5) * canvas.width / 4, (Math.floor(i / 4) + .5) * canvas.height / 4, 1, 1).data.slice(0, 3)])"""
+    )
+    alone = found.overlay(opacity=1, side=4)  # a pixel for each patch
+    expected = torch.from_numpy(np.array(alone)).reshape(-1, 3).float()
+    assert (torch.tensor(colours).float() - expected).abs().max() < 12
+    if found.target is not None:
+        assert f"What speaks for {found.target}" in seen.part("readout").inner_text()
+    over = seen.pixels()
+    seen.page.locator("#opacity").fill("0")
+    seen.settle()
+    assert seen.pixels() != over
+    seen.until("opacity=0")
+
+
+def test_an_answer_says_what_speaks_for_it(seen: Visit) -> None:
+    row = seen.part("bars").locator("button").nth(2)
+    name = row.locator(".name").inner_text()
+    row.click()
+    seen.settle()
+    assert seen.page.get_by_role("radio", name="Relevance").is_checked()
+    assert f"What speaks for {name}," in seen.part("readout").inner_text()
+    assert row.get_attribute("aria-pressed") == "true"
+
+
+# ── a link, two models ──
+
+
+def test_a_link_restores_the_view(seen: Visit, address: str) -> None:
+    seen.open(f"{address}#picture=goldfish&model=birds&layer=1&head=1&query=2,3&opacity=0.35")
+    assert seen.part("readout").inner_text().startswith("Patch 2,3 looks most at")
+    assert seen.page.get_by_role("radio", name="Head 1").is_checked()
+    assert seen.page.locator("#opacity").input_value() == "35"
+    before, link = seen.pixels(), seen.hash()
+    seen.go("#model=birds")
+    assert seen.pixels() != before
+    seen.go(link)
+    assert seen.pixels() == before
+    seen.go("#picture=own&model=no-such&layer=99&head=-1&query=77,1&method=magic&opacity=7&other=x")
+    assert "cannot hold" in seen.page.locator("#notice").inner_text()
+    assert seen.part("layer-value").inner_text() == "2"
+
+
+def test_two_models_are_compared(seen: Visit) -> None:
+    seen.page.get_by_label("Compare with").select_option("finer")
+    seen.page.wait_for_selector(".panel >> nth=1")
+    seen.settle()
+    assert len(answers(seen, 0)) == len(answers(seen, 1)) == 5
+    seen.until("other=finer")
+    assert re.search("Both say|birds says", seen.page.locator("#verdict").inner_text())
+    first, second = seen.pixels(0), seen.pixels(1)
+    seen.over(3, 0, GRID)
+    assert seen.pixels(0) != first
+    assert seen.pixels(1) != second, "the other model shows the same place"
+    assert seen.part("readout", 1).inner_text().startswith("Patch 7,1 looks most at")
+    seen.part("layer", 1).press("ArrowLeft")
+    seen.settle()
+    seen.until("otherLayer=0")
+    seen.page.get_by_label("Compare with").select_option("")
+    seen.settle()
+    assert seen.page.locator(".panel").count() == 1
+
+
+# ── what goes wrong is said ──
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "kind", "says"),
+    [
+        (b"no picture at all", "notes.txt", "text/plain", "“notes.txt” is no picture"),
+        (b"no picture either", "notes.png", "image/png", "picture"),
+        (picture_file()[:90], "half.png", "image/png", "picture"),
+        (b"\0" * int(LIMIT * 2**20 + 1), "large.png", "image/png", "0.25 MB"),
+        (b"", "empty.png", "image/png", "“empty.png” is empty"),
+        (b"who knows", "thing", "", "picture"),
+    ],
+    ids=["text", "text-as-png", "truncated", "large", "empty", "typeless"],
+)
+def test_what_is_no_picture_is_refused_in_a_sentence(
+    seen: Visit, content: bytes, name: str, kind: str, says: str
+) -> None:
+    before = seen.pixels()
+    upload(seen, content, name, kind)
+    problem = seen.page.locator("#problem")
+    problem.wait_for(timeout=WAIT)
+    assert says in problem.inner_text()
+    assert problem.inner_text().count(". ") == 0, "one sentence"
+    assert problem.get_attribute("role") == "alert"
+    seen.until("picture=balloon")
+    assert seen.pixels() == before, "what was shown stays"
+    seen.page.get_by_role("button", name="daisy").click()
+    problem.wait_for(state="hidden", timeout=WAIT)
+    seen.until("picture=daisy")
+    seen.settle()
+
+
+def test_a_busy_server_is_asked_again(seen: Visit) -> None:
+    refused: list[str] = []
+
+    def refuse_once(route: Any) -> None:
+        if refused:
+            route.continue_()
+            return
+        refused.append(route.request.url)
+        route.fulfill(status=503, headers={"Retry-After": "1"}, json={"error": "too many wait", "request_id": "1"})
+
+    seen.page.route("**/v1/predict*", refuse_once)
+    seen.page.get_by_role("button", name="boat").click()
+    seen.page.locator("#live", has_text="busy").wait_for(state="attached", timeout=WAIT)
+    seen.settle()
+    seen.page.unroute("**/v1/predict*")
+    seen.until("picture=boat")
+    assert len(refused) == 1
+    assert seen.page.locator("#problem").is_hidden()
+    assert seen.page.locator("#live").inner_text().startswith("birds says")
+
+
+def test_a_token_is_asked_for_and_kept(browser: Any, bundles: dict[str, Path]) -> None:
+    with service({"birds": bundles["birds"]}, token="open-sesame") as address, visit(browser, DESKTOP) as seen:
+        seen.page.goto(address)
+        seen.page.locator("#token-value").fill("open-barley")
+        seen.page.keyboard.press("Enter")
+        seen.page.get_by_text("did not accept").wait_for(timeout=WAIT)
+        seen.page.locator("#token-value").fill("open-sesame")
+        seen.page.keyboard.press("Enter")
+        seen.page.wait_for_selector("body[data-ready]", timeout=WAIT)
+        assert len(answers(seen)) == 5
+        seen.page.reload()
+        seen.page.wait_for_selector("body[data-ready]", timeout=WAIT)
+        assert not seen.page.locator("#token").is_visible()
+        assert "sesame" not in seen.page.url
+
+
+# ── for everybody ──
+
+
+def test_every_module_is_fetched_at_once_and_nothing_stands_in_the_page_itself() -> None:
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
+    announced = re.findall(r'rel="modulepreload" href="assets/([^"]+)"', page)
+    assert sorted([*announced, "main.js"]) == sorted(path.name for path in FOLDER.glob("*.js"))
+    assert re.findall(r"<style|<script(?! type=\"module\" src=)| style=| on\w+=|https?://", page) == []
+
+
+def test_everything_can_be_done_with_the_keyboard(seen: Visit) -> None:
+    page = seen.page
+
+    def focused() -> str:
+        found: str = page.evaluate(
+            """(e => e.dataset.part || e.id || e.dataset.query || e.title || e.value ||
+            e.textContent)(document.activeElement)"""
+        )
+        return found
+
+    assert page.evaluate("document.querySelector('a, button, input, [tabindex]').id") == "skip"
+    page.locator("#skip").focus()
+    order = []
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        order.append(focused())
+        if order[-1] == "copy":
+            break
+    wanted = [
+        "file",
+        "balloon",
+        "attention",
+        "opacity",
+        "grid",
+        "models",
+        "canvas",
+        "class",
+        "layer",
+        "mean",
+        "compare",
+    ]
+    places = [order.index(name) for name in wanted]
+    assert places == sorted(places), order
+
+    page.keyboard.press("Shift+Tab")
+    assert focused() == "compare"
+    page.locator("#skip").focus()
+    page.keyboard.press("Enter")
+    assert focused() == "canvas", "the link leads to the picture"
+    shown = seen.pixels()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    seen.settle()
+    seen.until("query=2,1")
+    assert seen.pixels() != shown
+    assert page.locator("#live").inner_text().startswith("Patch 2,1 looks most at")
+    page.keyboard.press("Escape")
+    seen.settle()
+    assert seen.pixels() == shown
+    page.locator("#methods input").first.focus()
+    page.keyboard.press("ArrowRight")
+    seen.settle()
+    seen.until("method=rollout")
+
+
+NAMELESS = """[...document.querySelectorAll('button, input, select, canvas[tabindex]')].filter(
+    e => !(e.ariaLabel || e.textContent.trim() || e.title || e.querySelector('img[alt]') ||
+           [...(e.labels ?? [])].some(l => l.textContent.trim()))).map(e => e.outerHTML)"""
+
+
+def test_it_fits_the_window_and_everything_has_a_name(seen: Visit) -> None:
+    seen.go("#model=birds&other=finer")
+    page = seen.page
+    assert page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth).length") == 0
+    assert page.evaluate(NAMELESS) == []
+    page.locator("#stages li").nth(7).wait_for(timeout=WAIT)
+    try:
+        for viewport in (PHONE, DESKTOP):
+            page.set_viewport_size(viewport)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+        for scheme, paper in (("dark", "rgb(21, 24, 28)"), ("light", "rgb(255, 255, 255)")):
+            page.emulate_media(color_scheme=scheme)
+            assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+    finally:
+        page.set_viewport_size(DESKTOP)

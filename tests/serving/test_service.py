@@ -1,0 +1,291 @@
+"""The service in this process: the token, CORS, a queue that is full, deadlines, clients that leave."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tests.serving.server import picture, save_tiny
+
+from vitrail.data.sources.source import Pixels
+from vitrail.serving.app import Service
+from vitrail.serving.batching import Batcher
+from vitrail.serving.counters import Counters
+from vitrail.serving.questions import Explain, Predict
+from vitrail.serving.refusal import Refusal
+from vitrail.serving.settings import Settings, name_models
+
+PNG = {"content-type": "image/png"}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("bundles") / "m")
+
+
+def asked(
+    settings: Settings, ask: Callable[[Service, httpx.AsyncClient], Awaitable[None]], *, start: bool = True
+) -> None:
+    """Make a service, ask it, and end it."""
+
+    async def run() -> None:
+        service = Service(settings)
+        if start:
+            await service.start()
+        transport = httpx.ASGITransport(app=service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            await ask(service, client)
+        await service.stop()
+
+    asyncio.run(run())
+
+
+def settings_for(bundle: Path, **changes: Any) -> Settings:
+    return Settings(models=name_models([str(bundle)]), device="cpu", **changes)
+
+
+class Gate:
+    """Something that computes only when it is let."""
+
+    def __init__(self, compute: Callable[[Any, Sequence[Pixels]], Sequence[Any]]) -> None:
+        self.compute, self.open, self.sizes = compute, threading.Event(), list[int]()
+
+    def __call__(self, question: Any, pictures: Sequence[Pixels]) -> Sequence[Any]:
+        self.sizes.append(len(pictures))
+        assert self.open.wait(20)
+        return self.compute(question, pictures)
+
+
+def gated(service: Service) -> Gate:
+    with service.shelf.use(None) as served:
+        gate = Gate(served.answer)
+        served.batcher._compute = gate
+    return gate
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# ── who may ask ──
+
+
+def test_the_token(bundle: Path) -> None:
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Basic sesame"},
+            {"authorization": "sesame"},
+        ):
+            for method, path in (
+                ("POST", "/v1/predict"),
+                ("GET", "/v1/models"),
+                ("POST", "/v1/models/reload"),
+                ("GET", "/metrics"),
+            ):
+                answer = await client.request(method, path, headers=headers, content=picture())
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert "token" in answer.json()["error"]
+        for path in ("/", "/healthz", "/readyz", "/samples"):
+            assert (await client.get(path)).status_code == 200
+        right = {"authorization": "Bearer sesame"}
+        assert (await client.post("/v1/predict", content=picture(), headers={**right, **PNG})).status_code == 200
+        assert (await client.get("/v1/models", headers=right)).status_code == 200
+
+    asked(settings_for(bundle, token="sesame"), ask)
+
+
+def test_other_origins_may_ask_only_where_that_is_allowed(bundle: Path) -> None:
+    wanted = {"origin": "https://example.org", "access-control-request-method": "POST"}
+
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        allowed = bool(service.settings.origins)
+        before = await client.options("/v1/predict", headers=wanted)
+        assert (before.status_code == 200) == allowed
+        for origin, expected in (("https://example.org", allowed), ("https://evil.example", False)):
+            answer = await client.get("/healthz", headers={"origin": origin})
+            assert ("access-control-allow-origin" in answer.headers) == expected
+
+    asked(settings_for(bundle, origins=("https://example.org",), token="t"), ask)
+    asked(settings_for(bundle), ask)
+
+
+# ── too much, too late, and gone ──
+
+
+def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        gate = gated(service)
+
+        async def one() -> httpx.Response:
+            return await client.post("/v1/predict", content=picture(), headers=PNG)
+
+        first = asyncio.create_task(one())
+        await until(lambda: gate.sizes == [1])
+        more = [asyncio.create_task(one()) for _ in range(10)]
+        await until(lambda: sum(task.done() for task in more) == 6)
+        refused = [task.result() for task in more if task.done()]
+        assert {answer.status_code for answer in refused} == {503}
+        assert {answer.headers["retry-after"] for answer in refused} == {"1"}
+        gate.open.set()
+        answers = [await first, *[await task for task in more]]
+        assert sorted(answer.status_code for answer in answers) == [200] * 5 + [503] * 6
+        assert gate.sizes == [1, 4]
+        many = await client.post("/v1/predict", files=[("picture", picture())] * 5)
+        assert many.status_code == 413
+        with service.shelf.use(None) as served:
+            assert served.batcher.taken == 0
+
+    asked(settings_for(bundle, queue=4, wait=0), ask)
+
+
+def test_the_deadline(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        gate = gated(service)
+        late = await client.post("/v1/predict", files=[("picture", picture())] * 3)
+        assert late.status_code == 504
+        assert "within 0.3 s" in late.json()["error"]
+        gate.open.set()
+        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+        # Of the three pictures only the one that was being computed already was computed.
+        assert sum(gate.sizes) == 2
+        with service.shelf.use(None) as served:
+            assert served.batcher.taken == 0
+
+    asked(settings_for(bundle, batch=1, deadline=0.3), ask)
+
+
+def test_who_leaves_is_not_computed_for(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        gate = gated(service)
+        first = asyncio.create_task(client.post("/v1/predict", content=picture(), headers=PNG))
+        await until(lambda: gate.sizes == [1])
+        await leave(service, lambda: taken(service) == 1)
+        assert taken(service) == 0
+        gate.open.set()
+        assert (await first).status_code == 200
+        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+        assert gate.sizes == [1, 1]
+
+    asked(settings_for(bundle), ask)
+
+
+def taken(service: Service) -> int:
+    with service.shelf.use(None) as served:
+        return served.batcher.taken
+
+
+async def leave(service: Service, once: Callable[[], bool]) -> None:
+    """Send a request and hang up once something holds."""
+    told = [{"type": "http.request", "body": picture(), "more_body": False}]
+    answers: list[Any] = []
+
+    async def receive() -> Any:
+        if told:
+            return told.pop()
+        await until(once)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    headers = [(b"content-type", b"image/png"), (b"content-length", b"1")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/predict", "raw_path": b"/v1/predict", "query_string": b"",
+        "headers": headers, "http_version": "1.1", "scheme": "http", "client": None, "server": None, "root_path": "",
+    }  # fmt: skip
+    await service.app(scope, receive, send)
+    assert answers == []
+
+
+def test_before_it_is_ready_and_after_it_was_told_to_stop(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        for stage, words in (("starting", "warmed up"), ("stopping", "stopping")):
+            service.life.stage = stage  # type: ignore[assignment]
+            for method, path in (("GET", "/readyz"), ("POST", "/v1/predict"), ("POST", "/v1/models/reload")):
+                answer = await client.request(method, path, content=picture(), headers=PNG)
+                assert answer.status_code == 503
+                assert words in answer.json()["error"]
+                assert int(answer.headers["retry-after"]) > 0
+            assert (await client.get("/healthz")).status_code == 200
+        assert answer.headers["connection"] == "close"
+
+    asked(settings_for(bundle), ask)
+
+
+def test_uploads_together_have_a_limit(bundle: Path) -> None:
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/predict", content=bytes(200_000), headers=PNG)
+        assert answer.status_code == 503
+        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+
+    asked(settings_for(bundle, uploads_limit=0.1), ask)
+
+
+def test_a_fault_of_ours_shows_no_traceback(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        with service.shelf.use(None) as served:
+            served.batcher._compute = lambda question, pictures: 1 / 0  # type: ignore[assignment,return-value]
+        answer = await client.post("/v1/predict", content=picture(), headers=PNG)
+        assert answer.status_code == 500
+        assert answer.json()["error"] == "this is a fault of the service, and its log has the details"
+        assert "division" not in answer.text
+
+    asked(settings_for(bundle), ask)
+
+
+# ── the queue by itself ──
+
+
+def test_only_equal_questions_are_computed_together() -> None:
+    async def run() -> None:
+        asked: list[tuple[Any, int]] = []
+
+        def compute(question: Any, pictures: Sequence[Pixels]) -> list[int]:
+            asked.append((question, len(pictures)))
+            return [int(picture[0, 0, 0]) for picture in pictures]
+
+        batcher = Batcher("m", compute, batch=4, wait=0.05, queue=100, counters=Counters())
+        batcher.start()
+        questions = [Predict(1), Predict(1), Predict(2), Predict(1), Predict(2)] * 2
+        pixels = [np.full((1, 1, 3), number, np.uint8) for number in range(len(questions))]
+        seats = batcher.reserve(len(questions))
+        found = await asyncio.gather(*map(batcher.ask, questions, pixels, seats))
+        assert found == list(range(10))  # every answer is its own picture's
+        assert asked == [(Predict(1), 4), (Predict(2), 4), (Predict(1), 2)]
+        assert batcher.taken == 0
+        await batcher.close()
+
+    asyncio.run(run())
+
+
+def test_explanations_are_computed_one_by_one() -> None:
+    from vitrail.explanations.wanted import Wanted
+
+    async def run() -> None:
+        sizes: list[int] = []
+
+        def compute(_: Any, pictures: Sequence[Pixels]) -> Sequence[Pixels]:
+            sizes.append(len(pictures))
+            return pictures
+
+        batcher = Batcher("m", compute, batch=4, wait=10, queue=100, counters=Counters())
+        batcher.start()
+        question = Explain(Wanted("rollout"))
+        await asyncio.gather(
+            *(batcher.ask(question, np.zeros((1, 1, 3), np.uint8), seat) for seat in batcher.reserve(3))
+        )
+        assert sizes == [1, 1, 1]
+        with pytest.raises(Refusal, match="the queue holds 100"):
+            batcher.reserve(101)
+        await batcher.close()
+
+    asyncio.run(run())
