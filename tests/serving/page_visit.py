@@ -88,8 +88,8 @@ class Visit(NamedTuple):
         self.settle()
 
     def settle(self) -> None:
-        """Wait until no panel works."""
-        self.page.wait_for_selector(".panel[aria-busy=true]", state="detached", timeout=WAIT)
+        """Wait until nothing is being fetched or drawn."""
+        self.page.wait_for_selector(".panel[aria-busy=true], #way[aria-busy=true]", state="detached", timeout=WAIT)
 
     def until(self, text: str) -> None:
         """Wait until the address has some text; it follows what is shown a moment later."""

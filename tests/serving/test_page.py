@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from tests.browser import chromium
@@ -16,6 +17,7 @@ from vitrail import ViTConfig
 from vitrail.data.given import fitted, item_of
 from vitrail.explanations.attention import attention_rows
 from vitrail.explanations.wanted import Method
+from vitrail.serving.files import FOLDER
 
 GRID, NAMES = (4, 4), ("heron", "<b>kite</b>", "crow", "wren", "owl", "swift")
 REFUSED = "Failed to load resource"  # how Chromium notes a refusal that the page itself explains
@@ -213,7 +215,7 @@ def test_each_method_lays_its_map_over_the_picture(seen: Visit, bundles: dict[st
             (i % 4 + .5) * canvas.width / 4, (Math.floor(i / 4) + .5) * canvas.height / 4, 1, 1).data.slice(0, 3)])"""
     )
     alone = found.overlay(opacity=1, side=4)  # a pixel for each patch
-    expected = torch.tensor(list(alone.get_flattened_data())).float()
+    expected = torch.from_numpy(np.array(alone)).reshape(-1, 3).float()
     assert (torch.tensor(colours).float() - expected).abs().max() < 12
     if found.target is not None:
         assert f"What speaks for {found.target}" in seen.part("readout").inner_text()
@@ -282,9 +284,10 @@ def test_two_models_are_compared(seen: Visit) -> None:
         (b"no picture either", "notes.png", "image/png", "picture"),
         (picture_file()[:90], "half.png", "image/png", "picture"),
         (b"\0" * int(LIMIT * 2**20 + 1), "large.png", "image/png", "0.25 MB"),
+        (b"", "empty.png", "image/png", "“empty.png” is empty"),
         (b"who knows", "thing", "", "picture"),
     ],
-    ids=["text", "text-as-png", "truncated", "large", "typeless"],
+    ids=["text", "text-as-png", "truncated", "large", "empty", "typeless"],
 )
 def test_what_is_no_picture_is_refused_in_a_sentence(
     seen: Visit, content: bytes, name: str, kind: str, says: str
@@ -342,6 +345,13 @@ def test_a_token_is_asked_for_and_kept(browser: Any, bundles: dict[str, Path]) -
 
 
 # ── for everybody ──
+
+
+def test_every_module_is_fetched_at_once_and_nothing_stands_in_the_page_itself() -> None:
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
+    announced = re.findall(r'rel="modulepreload" href="assets/([^"]+)"', page)
+    assert sorted([*announced, "main.js"]) == sorted(path.name for path in FOLDER.glob("*.js"))
+    assert re.findall(r"<style|<script(?! type=\"module\" src=)| style=| on\w+=|https?://", page) == []
 
 
 def test_everything_can_be_done_with_the_keyboard(seen: Visit) -> None:

@@ -19,6 +19,8 @@ const WORDS = {
   pca: ["PCA", "Which patches are alike to the model: the three main directions of their features as colours."],
 };
 
+const LARGEST_ATTENTION = 64 * 2 ** 20; // bytes, as in serving/questions.py
+
 let state = readState(location.hash);
 let models = [];
 let samples = [];
@@ -65,6 +67,14 @@ const sequence = new Sequence(byId("sequence"), {
 function targetIn(model, name = panels[0].model.classes?.[state.target]) {
   const index = model.classes?.indexOf(name) ?? -1;
   return index >= 0 ? index : null;
+}
+
+/** Take attention out of what a model offers where a layer of it is more than the server sends at once. */
+function withinReason(model) {
+  const tokens = model.tokens.length + model.grid[0] * model.grid[1];
+  if (2 * model.heads * tokens ** 2 <= LARGEST_ATTENTION) return model;
+  const why = { ...model.why_not, attention: "a layer of it is too large to be sent at once" };
+  return { ...model, methods: { ...model.methods, attention: false }, why_not: why };
 }
 
 const modelNamed = (name) => models.find((model) => model.name === name);
@@ -119,9 +129,11 @@ async function arrange() {
 /** Let every panel look at a picture; whether the first could. */
 async function look(next) {
   const others = panels.slice(1).map((panel) => attempt(panel, () => panel.show(next)));
+  byId("way").ariaBusy = "true";
   try {
     await panels[0].show(next);
   } catch (error) {
+    byId("way").ariaBusy = "false";
     if (!(error instanceof Failure)) throw error;
     say(byId("problem"), error.message);
     return false;
@@ -182,12 +194,17 @@ async function showWhole() {
   showVerdict();
   const [panel] = panels;
   const { seen, model, classes } = panel;
-  if (!seen || drawnOf === seen) return;
+  if (!seen || drawnOf === seen) {
+    byId("way").ariaBusy = "false";
+    return;
+  }
   drawnOf = seen;
   sequence.show(seen, model);
   showStages(byId("stages"), model, { picture: seen, classes });
   const attention = await panel.firstAttention().catch(() => null); // one drawing less, and no more
-  if (attention && drawnOf === seen) showStages(byId("stages"), model, { picture: seen, classes, attention });
+  if (drawnOf !== seen) return; // there is another picture by now
+  if (attention) showStages(byId("stages"), model, { picture: seen, classes, attention });
+  byId("way").ariaBusy = "false";
 }
 let drawnOf = null;
 
@@ -214,6 +231,10 @@ function buildControls() {
   });
   // The address as it was asked for: by now it may have been written over.
   addEventListener("hashchange", ({ newURL }) => begin(readState(new URL(newURL).hash)));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    drawnOf = null; // the drawings have the colours of the page
+    if (panels.length) showWhole();
+  });
   addEventListener("unhandledrejection", () => say(byId("problem"), "Something went wrong on this page; reload it."));
 }
 
@@ -274,6 +295,7 @@ async function start() {
   );
   await attemptAll(async () => {
     [models, samples] = await Promise.all([getModels(), getSamples()]);
+    models = models.map(withinReason);
     showSamples(samples, (sample) => attemptAll(async () => take(await loadSample(sample))));
     offerComparison();
     await begin(state);
