@@ -11,10 +11,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from tests.serving.server import Running, picture, save_tiny, sent, server, wait_until
 
+import vitrail
 from vitrail.__main__ import main
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.serving.run import serve
 from vitrail.serving.settings import Settings, name_models
 
@@ -136,6 +138,15 @@ def test_a_damaged_bundle_does_not_start(tmp_path: Path) -> None:
     damage(bundle)
     with pytest.raises(CheckpointError, match="damaged safetensors"):
         serve(Settings(models=name_models([str(bundle)]), port=0))
+
+
+def test_a_model_that_answers_nonsense_does_not_start(tmp_path: Path) -> None:
+    bundle = vitrail.load(save_tiny(tmp_path / "m"))
+    with torch.no_grad():
+        bundle.model.head.weight.fill_(float("nan"))
+    bundle.save(tmp_path / "m", overwrite=True)
+    with pytest.raises(Diverged, match="not a finite number"):
+        serve(Settings(models=name_models([str(tmp_path / "m")]), port=0, device="cpu"))
 
 
 # ── what models are called, and what is printed ──

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,18 @@ def test_before_it_is_ready_and_after_it_was_told_to_stop(bundle: Path) -> None:
                 assert int(answer.headers["retry-after"]) > 0
             assert (await client.get("/healthz")).status_code == 200
         assert answer.headers["connection"] == "close"
+
+    asked(settings_for(bundle), ask)
+
+
+def test_a_model_that_was_replaced_is_let_go_of(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        with service.shelf.use(None) as served:
+            old = weakref.ref(served)
+        del served
+        assert (await client.post("/v1/models/reload")).status_code == 200
+        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+        await until(lambda: old() is None)
 
     asked(settings_for(bundle), ask)
 

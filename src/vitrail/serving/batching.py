@@ -31,6 +31,10 @@ Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
 """Takes a question and some pictures, returns an answer for each."""
 
 
+def _nothing_more(question: Any, pictures: Sequence[Pixels]) -> Sequence[Any]:
+    raise RuntimeError(f"{question} was asked of a model that is closed, about {len(pictures)} pictures")
+
+
 class Seat:
     """A place in the queue; it is free again once its picture is being computed, or will never be."""
 
@@ -79,6 +83,7 @@ class Batcher:
         if self._task is not None:
             await self._task
         self._thread.shutdown(wait=False)
+        self._compute = _nothing_more  # so that the model, which holds this, is let go of at once
 
     def reserve(self, pictures: int) -> list[Seat]:
         """Take seats for all pictures of a request, or refuse it."""

@@ -58,6 +58,8 @@ class _Server(uvicorn.Server):
         self._service, self._place, self._began = service, place, began
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._fault: Exception | None = None
+        """Why no model answers."""
 
     async def run_to_the_end(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -66,6 +68,8 @@ class _Server(uvicorn.Server):
             self._loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload()))
         await self.serve(sockets=[self._place])
         await self._service.stop()
+        if self._fault is not None:
+            raise self._fault
         _log.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn calls it
@@ -93,11 +97,12 @@ class _Server(uvicorn.Server):
         try:
             await self._service.start()
         except Exception as error:
-            _log.error("a model cannot be warmed up: %s", error, exc_info=error)
-            self.should_exit = True
+            self._fault, self.should_exit = error, True
             return
         while not self.started and not self.should_exit:
             await asyncio.sleep(0.005)
+        if self._service.life.stage != "ready":  # it has been told to stop meanwhile
+            return
         host, port = self._place.getsockname()[:2]
         address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
         seconds = round(time.time() - self._began, 2)
