@@ -139,7 +139,7 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
         gate.open.set()
         answers = [await first, *[await task for task in more]]
         assert sorted(answer.status_code for answer in answers) == [200] * 5 + [503] * 6
-        assert gate.sizes == [1, 4]
+        assert sum(gate.sizes) == 5  # those who were refused were not computed for
         many = await client.post("/v1/predict", files=[("picture", picture())] * 5)
         assert many.status_code == 413
         with service.shelf.use(None) as served:
@@ -153,7 +153,7 @@ def test_the_deadline(bundle: Path) -> None:
         gate = gated(service)
         late = await client.post("/v1/predict", files=[("picture", picture())] * 3)
         assert late.status_code == 504
-        assert "within 0.3 s" in late.json()["error"]
+        assert "within 1 s" in late.json()["error"]
         gate.open.set()
         assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
         # Of the three pictures only the one that was being computed already was computed.
@@ -161,7 +161,7 @@ def test_the_deadline(bundle: Path) -> None:
         with service.shelf.use(None) as served:
             assert served.batcher.taken == 0
 
-    asked(settings_for(bundle, batch=1, deadline=0.3), ask)
+    asked(settings_for(bundle, batch=1, deadline=1), ask)
 
 
 def test_who_leaves_is_not_computed_for(bundle: Path) -> None:
