@@ -33,7 +33,11 @@ def build(kind: str) -> nn.Module:
     return scramble(ViT(ViTConfig(**{**TINY, **KINDS[kind]})))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = ("plain", "relative")  # the usual model, and the one whose graph is the oddest
+SLOW = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", SLOW)
 @pytest.mark.parametrize("training", [False, True])
 def test_one_graph(kind: str, training: bool) -> None:
     """The whole model traces into one graph, in training (with every kind of dropout) and in evaluation."""
