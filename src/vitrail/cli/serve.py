@@ -1,6 +1,7 @@
 """`vitrail serve`: models behind HTTP, and the explorer page."""
 
 import importlib.util
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -130,6 +131,9 @@ def _token(token: str | None, file: Path | None) -> str | None:
     """Return the token; a file keeps it out of the list of processes and of the environment."""
     from vitrail.errors import ConfigError
 
+    for name in ("TOKEN", "TOKEN_FILE"):  # an empty variable is left out without a word, and the door would be open
+        if token is None and file is None and os.environ.get(_ENV + name) == "":
+            raise ConfigError(f"{_ENV}{name} is empty; give it a value, or unset it to serve without a token")
     if file is None:
         return token
     if token is not None:

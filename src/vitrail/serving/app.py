@@ -58,7 +58,8 @@ class Service:
             Route("/samples", self.samples, methods=["GET"]),
             Route("/{path:path}", self.file, methods=["GET"]),
         ]
-        self.routes = {route.path for route in routes[:-1]} | {"/"}
+        self._methods = {route.path: ", ".join(sorted(route.methods or ())) for route in routes[:-1]}
+        self.routes = {*self._methods, "/"}
         door = Door(Router(routes, redirect_slashes=False), self.routes, self.settings, self.counters, self.life)
         if not self.settings.origins:
             return door
@@ -136,7 +137,10 @@ class Service:
 
     async def file(self, request: Request) -> Response:
         """Give a file of the page."""
-        found = self._files.get(request.scope["path"])
+        path = request.scope["path"]
+        found = self._files.get(path)
+        if found is None and path in self._methods:
+            raise Refusal(405, "this address does not take this method", allow=self._methods[path])
         if found is None:
             raise Refusal(404, "there is nothing at this address")
         headers = {"cache-control": "no-cache", "etag": found.tag}

@@ -28,7 +28,7 @@ class Question(Protocol):
 
 
 Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
-"""Takes a question and some pictures, returns an answer for each."""
+"""Takes a question and some pictures, returns an answer for each; an exception is one picture's own fault."""
 
 
 def _nothing_more(question: Any, pictures: Sequence[Pixels]) -> Sequence[Any]:
@@ -172,5 +172,10 @@ class Batcher:
         finally:
             self._counters.compute_seconds.labels(self.name).observe(perf_counter() - started)
         for job, answer in zip(batch, answers, strict=True):
-            if not job.answer.done():
+            if job.answer.done():
+                continue
+            if isinstance(answer, Exception):
+                job.answer.set_exception(answer)
+                job.answer.exception()
+            else:
                 job.answer.set_result(answer)

@@ -40,6 +40,8 @@ WORK = ("/v1/predict", "/v1/embed", "/v1/explain")
 """What a service that starts or stops does not take, and what it finishes before it ends."""
 DRAINED, DRAIN_SECONDS = 64 * MEGABYTE, 3.0
 """How much of a refused body is still read: a client that is cut off while it sends never sees the answer."""
+PIECE = 256 * 1024
+"""An answer is handed on in pieces of so many bytes, so that what a client does not take is seen, and not piled up."""
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MESSAGES = {404: "there is nothing at this address", 405: "this address does not take this method"}
 _log = logging.getLogger("vitrail.serving")
@@ -80,9 +82,18 @@ class Door:
         if scheme.lower() != "bearer" or not right:
             raise Refusal(401, "this service wants a token: send 'Authorization: Bearer TOKEN'", reason="token")
 
+    def check_site(self, method: str, headers: Headers) -> None:
+        """Refuse what a page of another site makes a reader's browser send; a browser says so, and pages cannot lie."""
+        if method != "POST" or headers.get("sec-fetch-site") not in ("cross-site", "same-site"):
+            return
+        if "*" not in self._settings.origins and headers.get("origin") not in self._settings.origins:
+            raise Refusal(403, "pages of other sites may not use this service; --origins allows them", reason="origin")
+
     async def inside(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through to its route."""
-        self.check_token(scope["path"], Headers(scope=scope))
+        headers = Headers(scope=scope)
+        self.check_token(scope["path"], headers)
+        self.check_site(scope["method"], headers)
         if scope["path"] not in WORK or scope["method"] != "POST":
             await self._inside(scope, receive, send)
             return
@@ -120,6 +131,11 @@ class Door:
         return self._counters
 
     @property
+    def patience(self) -> float:
+        """Seconds for which a client may take nothing of its answer."""
+        return self._settings.upload_time
+
+    @property
     def stopping(self) -> bool:
         """Whether connections are not to be kept."""
         return self._life.stage == "stopping"
@@ -144,8 +160,8 @@ class _Visit:
         with self._door.counters.in_flight.track_inprogress():
             try:
                 await self._door.inside(self._scope, self.receive, self.send)
-            except ClientLeft:
-                self.status, self.error = 499, "the client left"
+            except ClientLeft as left:
+                self.status, self.error = 499, str(left) or "the client left"
             except Exception as error:
                 await self._say(self._refusal(error))
         self._door.record(self)
@@ -157,7 +173,8 @@ class _Visit:
         if isinstance(error, VitrailError):
             return as_refusal(error)
         if isinstance(error, HTTPException):
-            return Refusal(error.status_code, _MESSAGES.get(error.status_code, "the request cannot be answered"))
+            sentence = _MESSAGES.get(error.status_code, "the request cannot be answered")
+            return Refusal(error.status_code, sentence, allow=(error.headers or {}).get("Allow"))
         _log.error("fault", exc_info=error, extra={"fields": {"request_id": self.id, "path": self.path[:200]}})
         return Refusal(500, "this is a fault of the service, and its log has the details", reason="fault")
 
@@ -169,6 +186,8 @@ class _Visit:
         headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
         if refusal.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if refusal.allow is not None:
+            headers["allow"] = refusal.allow
         response = as_json({"error": refusal.sentence, "request_id": self.id}, refusal.status, headers)
         await response(self._scope, self.receive, self.send)
 
@@ -193,9 +212,21 @@ class _Visit:
             headers.setdefault("cache-control", "no-store")
             if self._door.stopping:
                 headers["connection"] = "close"
-        else:
-            self.sent += len(message.get("body", b""))
-        await self._send(message)
+            await self._hand_on(message)
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        for start in range(0, max(len(body), 1), PIECE):
+            piece = body[start : start + PIECE]
+            await self._hand_on({**message, "body": piece, "more_body": more or start + PIECE < len(body)})
+            self.sent += len(piece)
+
+    async def _hand_on(self, message: Message) -> None:
+        seconds = self._door.patience
+        try:
+            async with asyncio.timeout(seconds):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientLeft(f"the client took nothing of its answer for {seconds:g} s") from None
 
     async def _drain(self) -> None:
         """Read what the client still sends, within limits."""

@@ -10,6 +10,7 @@ Json = dict[str, Any]
 _WORDS = {
     400: "The body cannot be understood: empty, no JSON, no form, no base64.",
     401: "The token is missing or wrong.",
+    403: "A browser sends this for a page of another site, which no setting allows.",
     404: "There is nothing at this address.",
     408: "The body did not arrive in time.",
     409: "The bundle cannot be opened; the model that was there keeps serving.",
@@ -106,7 +107,7 @@ def _asking(name: str, summary: str, answer: str, settings: Settings, *options: 
                 },
             },
         },
-        **_answers(answer, (400, 408, 413, 415, 422, 503, 504), settings.token is not None),
+        **_answers(answer, (400, 403, 408, 413, 415, 422, 503, 504), settings.token is not None),
     }
 
 
@@ -115,7 +116,7 @@ def _others(secured: bool) -> Json:
         "operationId": "reload",
         "summary": "Open a bundle again, or all of them, without losing a request",
         "parameters": [{"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}],
-        **_answers("Reloaded", (409, 422, 503), secured),
+        **_answers("Reloaded", (403, 409, 422, 503), secured),
     }
     text = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     metrics = _answers(None, (), secured)

@@ -28,6 +28,9 @@ from vitrail.models.checks import read_layer
 
 LARGEST_ATTENTION = 64 * 2**20
 """Most bytes of attention weights in one answer."""
+_NOT_FINITE = "the model's answer is not a finite number; its weights are damaged, or need float32"
+Answer = dict[str, Any] | Diverged
+"""What is said of one picture; an exception where the model has no sensible answer for it."""
 
 
 class Answering(Protocol):
@@ -46,7 +49,7 @@ class Predict:
     top: int
     alone: bool = False
 
-    def check(self, model: Answering) -> None:
+    def check(self, model: Answering, pictures: int) -> None:  # noqa: ARG002 - as all questions are asked
         """Refuse what a model cannot answer."""
         config = model.bundle.model.config
         if not config.classes:
@@ -54,18 +57,18 @@ class Predict:
         if config.pool == "none":
             raise InputError("this model answers for every token, not for the picture; ask it for explanations")
 
-    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[dict[str, Any]]:
+    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[Answer]:
         """Return the likeliest classes of each picture."""
         if model.engine is None:
             raise InputError("this model has no head, so it knows no classes")
         logits = model.engine(_batch(pictures))
-        _check_finite(logits)
         names = model.bundle.classes
         likely = logits.softmax(dim=1).topk(min(self.top, logits.shape[1]), dim=1)
-        return [
+        answers: list[Answer] = [
             {"classes": [_named(index, value, names) for value, index in zip(values, indices, strict=True)]}
             for values, indices in zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
         ]
+        return _finite(answers, logits)
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,15 @@ class Embed:
     wanted: WantedFeatures
     alone: bool = False
 
-    def check(self, model: Answering) -> None:
+    def check(self, model: Answering, pictures: int) -> None:  # noqa: ARG002 - as all questions are asked
         """Refuse what a model does not have."""
         self.wanted.check(model.bundle.model.config)
 
-    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[dict[str, Any]]:
+    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[Answer]:
         """Return one vector a picture."""
         with torch.inference_mode():
             found = self.wanted.take(model.bundle.model, _normalised(model, pictures)).cpu()
-        _check_finite(found)
-        return [{"embedding": row} for row in found.tolist()]
+        return _finite([{"embedding": row} for row in found.tolist()], found)
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ class Explain:
     """All attention weights of a layer instead of one token's map."""
     alone: bool = True  # the weights of all layers take much memory, so one picture at a time
 
-    def check(self, model: Answering) -> None:
-        """Refuse what a model cannot answer."""
+    def check(self, model: Answering, pictures: int) -> None:
+        """Refuse what a model cannot answer, and more than an answer may hold."""
         config = model.bundle.model.config
         self.wanted.check(config, target=self.target)
         if self.target is not None:
@@ -108,13 +110,14 @@ class Explain:
         if self.wanted.method != "attention" or self.wanted.head is not None:
             raise ConfigError("query=all gives the attention of every token and head; use method=attention and no head")
         size = 2 * config.heads * config.tokens**2
-        if size > LARGEST_ATTENTION:
+        if size * pictures > LARGEST_ATTENTION:
+            instead = "ask about one token" if size > LARGEST_ATTENTION else "send fewer pictures at a time"
             raise InputError(
-                f"all attention weights of a layer are {size / 2**20:,.0f} MB for this model, more than an answer may "
-                f"hold; ask about one token"
+                f"all attention weights of a layer are {size / 2**20:,.1f} MB a picture for this model, more than an "
+                f"answer may hold for {pictures}; {instead}"
             )
 
-    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[dict[str, Any]]:
+    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[Answer]:
         """Return a map, or the weights of a layer, with the crop that the model saw."""
         return [self._one(model, picture) for picture in pictures]
 
@@ -173,6 +176,12 @@ def _named(index: int, probability: float, names: tuple[str, ...] | None) -> dic
     return {"name": name, "index": index, "probability": float(f"{probability:.6g}")}
 
 
+def _finite(answers: list[Answer], numbers: Tensor) -> list[Answer]:
+    """Put an exception in the place of answers that are no numbers; others of the batch are no worse for it."""
+    fine = numbers.flatten(1).isfinite().all(dim=1).tolist()
+    return [answer if good else Diverged(_NOT_FINITE) for answer, good in zip(answers, fine, strict=True)]
+
+
 def _check_finite(numbers: Tensor) -> None:
     if not bool(numbers.isfinite().all()):
-        raise Diverged("the model's answer is not a finite number; its weights are damaged, or need float32")
+        raise Diverged(_NOT_FINITE)

@@ -18,6 +18,9 @@ from vitrail.serving.refusal import ClientLeft, Refusal
 from vitrail.serving.settings import MEGABYTE, Settings
 
 Kind = TypeVar("Kind", PredictOptions, EmbedOptions, ExplainOptions)
+MOST_OPTIONS, LONGEST_OPTION = 50, 100
+MORE_PARTS = 1000
+"""How many values JSON may have beside its pictures. Each takes a hundred times the memory of its bytes."""
 WAYS = "a picture as the body (image/*), multipart/form-data with fields 'picture', or JSON with 'pictures'"
 
 
@@ -81,7 +84,10 @@ async def read_request(request: Request, upload: Upload, settings: Settings) -> 
         raise Refusal(415, f"the request does not say what its body is; set Content-Type, and send {WAYS}")
     if kind == "application/json":
         # Much text takes long to read, and nobody else is answered meanwhile.
-        pictures, more = await asyncio.to_thread(_from_json, body) if len(body) > MEGABYTE else _from_json(body)
+        most = settings.pictures_limit
+        pictures, more = (
+            await asyncio.to_thread(_from_json, body, most) if len(body) > MEGABYTE else _from_json(body, most)
+        )
         asked = Asked(pictures, {**fields, **more})
     elif kind == "multipart/form-data":
         asked = Asked(await _from_multipart(request, body, settings), fields)
@@ -96,6 +102,9 @@ async def read_request(request: Request, upload: Upload, settings: Settings) -> 
 
 def read_options(kind: type[Kind], fields: dict[str, Any]) -> Kind:
     """Check the options of a request."""
+    # A name that is not known is compared with all that are, which takes long for many names and for long ones.
+    if len(fields) > MOST_OPTIONS or any(len(name) > LONGEST_OPTION for name in fields):
+        raise Refusal(422, f"the request has {len(fields)} options, or one with a very long name; see /openapi.json")
     try:
         return kind.model_validate(fields)
     except ConfigError as error:
@@ -154,7 +163,10 @@ async def _from_multipart(request: Request, body: bytes, settings: Settings) -> 
         await form.close()
 
 
-def _from_json(body: bytes) -> tuple[list[bytes], dict[str, Any]]:
+def _from_json(body: bytes, most: int) -> tuple[list[bytes], dict[str, Any]]:
+    # None of these signs is in base64, so few of them are in a body that is meant well.
+    if sum(body.count(sign) for sign in (b",", b"[", b"{")) > most + MORE_PARTS:
+        raise Refusal(400, 'the body is not JSON like {"pictures": ["<base64>", …]}: it has far too many parts')
     try:
         asked = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError):

@@ -6,11 +6,21 @@ from vitrail.errors import CheckpointError, ConfigError, DataError, InputError, 
 class Refusal(Exception):  # noqa: N818 - the request is refused; nothing is wrong with the service
     """An answer that is no result: a status and one sentence."""
 
-    def __init__(self, status: int, sentence: str, *, retry_after: int | None = None, reason: str = "request") -> None:
+    def __init__(
+        self,
+        status: int,
+        sentence: str,
+        *,
+        retry_after: int | None = None,
+        reason: str = "request",
+        allow: str | None = None,
+    ) -> None:
         super().__init__(sentence)
         self.status, self.sentence, self.retry_after = status, sentence, retry_after
         self.reason = reason
         """One word for the metrics."""
+        self.allow = allow
+        """The methods that the address does take."""
 
 
 class ClientLeft(Exception):  # noqa: N818 - named for what happened

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
@@ -30,7 +31,7 @@ def serve(settings: Settings, *, started: float | None = None) -> None:
     began = time.time() if started is None else started
     _write_log()
     place = _bound(settings.host, settings.port)
-    with place:
+    with place, _no_hangup():
         _log.info("settings", extra={"fields": {"settings": settings.shown()}})
         if settings.token is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
             _log.warning("there is no token, so everybody who reaches this address can use the models")
@@ -64,7 +65,7 @@ class _Server(uvicorn.Server):
     async def run_to_the_end(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._begin(self._warm_up())
-        if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+        if _has_hangup():
             self._loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload()))
         await self.serve(sockets=[self._place])
         await self._service.stop()
@@ -119,6 +120,23 @@ class _Server(uvicorn.Server):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)  # the loop alone would not keep it alive
         task.add_done_callback(self._tasks.discard)
+
+
+def _has_hangup() -> bool:
+    return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def _no_hangup() -> Iterator[None]:
+    """Let SIGHUP, which would end the process, do nothing while the bundles are being opened anyway."""
+    if not _has_hangup():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _bound(host: str, port: int) -> socket.socket:

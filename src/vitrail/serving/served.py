@@ -20,7 +20,7 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import choose_device
 from vitrail.serving.batching import Batcher
 from vitrail.serving.counters import Counters
-from vitrail.serving.questions import Asked, Predict
+from vitrail.serving.questions import Answer, Asked, Predict
 from vitrail.serving.settings import NamedSource, Settings
 
 WARM_BATCH = 8
@@ -53,7 +53,7 @@ class Served:
             counters=counters,
         )
 
-    def answer(self, question: Asked, pictures: Sequence[Pixels]) -> list[dict[str, Any]]:
+    def answer(self, question: Asked, pictures: Sequence[Pixels]) -> list[Answer]:
         """Compute the answers for some pictures; called in the model's own thread."""
         return question.answer(self, pictures)
 
@@ -64,7 +64,9 @@ class Served:
         height, width = self.bundle.preprocess.size
         blank = np.zeros((height, width, self.bundle.preprocess.channels), np.uint8)
         for pictures in sorted({1, min(self.batcher.batch, WARM_BATCH)}):
-            self.answer(Predict(top=1), [blank] * pictures)
+            for answer in self.answer(Predict(top=1), [blank] * pictures):
+                if isinstance(answer, Exception):
+                    raise answer
 
 
 @torch.no_grad()

@@ -28,9 +28,10 @@ class Shelf:
 
     async def start(self) -> None:
         """Warm every model up and begin to answer."""
-        for served in self._served.values():
-            await asyncio.to_thread(served.warm_up)
-            self._put(served)
+        async with self._one_at_a_time:  # a reload that is asked for meanwhile comes after
+            for served in list(self._served.values()):
+                await asyncio.to_thread(served.warm_up)
+                self._put(served)
 
     async def close(self) -> None:
         """Answer what waits, then end."""

@@ -1,0 +1,199 @@
+"""What a service does not let others do to it: too much to read, too much to answer, other sites, slow readers."""
+
+import asyncio
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import Response
+from tests.serving.server import picture, save_tiny
+from tests.serving.test_service import PNG, asked, settings_for
+from torch import Tensor
+
+from vitrail.__main__ import main
+from vitrail.errors import ConfigError
+from vitrail.serving import questions, run
+from vitrail.serving.app import Service
+from vitrail.serving.counters import Counters
+from vitrail.serving.door import PIECE, Door
+from vitrail.serving.life import Life
+from vitrail.serving.served import Served
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("bundles") / "m")
+
+
+def test_what_takes_long_to_read_is_refused_before_it_is_read(bundle: Path) -> None:
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        json = {"content-type": "application/json"}
+        for body in (b'{"pictures": [' + b"{}," * 300_000 + b"{}]}", b'{"a":[' + b"[]," * 300_000 + b"[]]}"):
+            answer = await client.post("/v1/predict", content=body, headers=json)
+            assert answer.status_code == 400
+            assert "far too many parts" in answer.json()["error"]
+        many = "&".join(f"t{number}=" for number in range(60))
+        for path, body in ((f"/v1/predict?{many}", b'{"pictures": ["AA=="]}'), ("/v1/predict", long_name())):
+            answer = await client.post(path, content=body, headers=json)
+            assert answer.status_code == 422
+            assert "/openapi.json" in answer.json()["error"]
+
+    asked(settings_for(bundle), ask)
+
+
+def long_name() -> bytes:
+    return b'{"pictures": ["AA=="], "' + b"topx" * 1000 + b'": 3}'
+
+
+def test_all_attention_has_one_limit_for_all_pictures(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "LARGEST_ATTENTION", 2 * 2 * 18**2 * 2)  # two pictures of this model
+
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        for pictures, status in ((2, 200), (3, 422)):
+            files = [("picture", picture())] * pictures
+            answer = await client.post("/v1/explain?method=attention&query=all", files=files)
+            assert answer.status_code == status
+        assert "send fewer pictures" in answer.json()["error"]
+
+    asked(settings_for(bundle), ask)
+
+
+def test_a_picture_without_a_finite_answer_harms_no_other(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        with service.shelf.use(None) as served:
+            engine = served.engine
+            assert engine is not None
+
+            def overflowing(pixels: Tensor) -> Tensor:
+                logits = engine(pixels).clone()
+                logits[0] = float("inf")
+                return logits
+
+            served.engine = overflowing  # type: ignore[assignment]
+        both = [client.post("/v1/predict", content=picture(seed=seed), headers=PNG) for seed in range(2)]
+        answers = await asyncio.gather(*both)
+        assert sorted(answer.status_code for answer in answers) == [200, 500]
+
+    asked(settings_for(bundle, wait=2000, batch=2), ask)
+
+
+def test_pages_of_other_sites_may_not_ask(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        for site, origin, status in (
+            ("cross-site", "https://evil.example", 403),
+            ("same-site", "null", 403),
+            ("cross-site", "https://example.org", 200),
+            ("same-origin", "http://service", 200),
+        ):
+            headers = {"sec-fetch-site": site, "origin": origin}
+            expected = status if service.settings.origins or site == "same-origin" else 403
+            assert (await client.post("/v1/models/reload", headers=headers)).status_code == expected
+            assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+    asked(settings_for(bundle), ask)
+    asked(settings_for(bundle, origins=("https://example.org",)), ask)
+
+
+def test_a_method_that_is_not_taken_hears_which_are(bundle: Path) -> None:
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        for method, path, allow in (
+            ("GET", "/v1/predict", {"POST"}),
+            ("HEAD", "/v1/models/reload", {"POST"}),
+            ("PUT", "/v1/models", {"GET", "HEAD"}),
+            ("OPTIONS", "/", {"GET", "HEAD"}),
+        ):
+            answer = await client.request(method, path)
+            assert answer.status_code == 405
+            assert set(answer.headers["allow"].split(", ")) == allow
+
+    asked(settings_for(bundle), ask)
+
+
+def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> None:
+    content = bytes(1_000_000)
+    settings = settings_for(bundle, upload_time=0.2)
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+
+    async def run() -> None:
+        counters = Counters()
+        door = Door(Response(content), {"/"}, settings, counters, Life())
+        pieces: list[bytes] = []
+
+        async def taken(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                pieces.append(message["body"])
+
+        async def stuck(message: Any) -> None:
+            await taken(message)
+            if len(pieces) == 2:
+                await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        await door(scope, receive, taken)
+        assert b"".join(pieces) == content
+        assert max(map(len, pieces)) <= PIECE
+        pieces.clear()
+        async with asyncio.timeout(10):
+            await door(scope, receive, stuck)
+        assert len(pieces) == 2
+        assert counters.requests.labels("/", "499")._value.get() == 1
+
+    asyncio.run(run())
+
+
+def test_a_reload_during_the_warm_up_comes_after_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up = Served.warm_up
+    slow = [True]
+
+    def first_one_slow(self: Served) -> None:
+        if slow.pop() if slow else False:
+            time.sleep(0.5)
+        warm_up(self)
+
+    monkeypatch.setattr(Served, "warm_up", first_one_slow)
+
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        await asyncio.gather(service.start(), service.shelf.reload())
+        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+
+    asked(settings_for(bundle, deadline=3), ask, start=False)
+
+
+def test_a_hangup_while_bundles_are_opened_does_not_end_the_process(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[int] = []
+
+    def hang_up(_: object) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(run, "Service", hang_up)
+    before = signal.signal(signal.SIGHUP, lambda number, _: heard.append(number))
+    try:
+        with pytest.raises(ConfigError, match="far enough"):
+            run.serve(settings_for(bundle, port=0))
+        assert heard == []
+        signal.raise_signal(signal.SIGHUP)
+        assert heard == [signal.SIGHUP]  # as it was before
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("name", ["VITRAIL_SERVE_TOKEN", "VITRAIL_SERVE_TOKEN_FILE"])
+def test_an_empty_variable_is_no_open_door(
+    bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "")
+    monkeypatch.setattr(run, "Service", lambda _: pytest.fail("it would serve without a token"))
+    monkeypatch.setattr(sys, "argv", ["vitrail", "serve", str(bundle), "--port", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"{name} is empty" in capsys.readouterr().err
