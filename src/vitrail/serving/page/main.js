@@ -25,6 +25,8 @@ let state = readState(location.hash);
 let models = [];
 let samples = [];
 let picture = null;
+let coming = null; // the picture that is being looked at for the first time
+let turn = 0; // counts the pictures that were asked for, so that one that loads slowly does not replace a later one
 const panels = [];
 
 const app = {
@@ -93,6 +95,7 @@ async function move(changes) {
     return undefined;
   }
   const shown = await Promise.all(panels.map((panel) => attempt(panel, () => panel.showMap())));
+  conclude(); // a picture that was coming has been asked for anew, in the new view
   if (shown[0] && panels[0].found) byId("live").textContent = panels[0].readout();
   return showWhole();
 }
@@ -123,36 +126,54 @@ async function arrange() {
     if (panels[i].model !== model) panels[i].setModel(model);
   });
   byId("panels").classList.toggle("two", panels.length === 2);
-  if (picture) await look(picture);
+  const next = coming ?? picture;
+  if (next) await look(next);
 }
 
-/** Let every panel look at a picture; whether the first could. */
+/** Let every panel look at a picture. If the first cannot, the picture before stays. */
 async function look(next) {
   const others = panels.slice(1).map((panel) => attempt(panel, () => panel.show(next)));
   byId("way").ariaBusy = "true";
   try {
-    await panels[0].show(next);
+    if (!(await panels[0].show(next))) return; // something else is looked at by now
   } catch (error) {
     byId("way").ariaBusy = "false";
     if (!(error instanceof Failure)) throw error;
     say(byId("problem"), error.message);
-    return false;
+    conclude();
+    return;
   }
+  conclude();
   const best = panels[0].classes?.[0];
   byId("live").textContent = best ? `${panels[0].model.name} says ${best.name}, ${percent(best.probability)}.` : "";
   await Promise.all(others);
   setTimeout(showWhole); // the picture can be used before the drawings further down are made
-  return true;
 }
 
-/** Take a new picture. If it cannot be shown, the one before stays. */
+/** Note what became of the picture that was coming, once the first panel is at rest. */
+function conclude() {
+  if (!coming || panels[0].coming) return;
+  if (panels[0].picture === coming) picture = coming;
+  else state = { ...state, picture: picture?.name ?? null };
+  coming = null;
+}
+
+/** Take a sample, unless another picture is asked for while it loads. */
+async function takeSample(sample, changes) {
+  const mine = ++turn;
+  const next = await loadSample(sample);
+  if (mine === turn) await take(next, changes);
+}
+
+/** Take a new picture. */
 async function take(next, changes = { target: null }) {
+  turn++;
+  coming = next;
   say(byId("problem"), null);
   say(byId("notice"), null);
   state = { ...state, ...changes, picture: next.name };
   showControls();
-  if (await look(next)) picture = next;
-  else state = { ...state, picture: picture?.name ?? null };
+  await look(next);
   showControls();
 }
 
@@ -260,7 +281,8 @@ function possible(wanted) {
   const fitting = modelNamed(wanted.model) ?? models.find((model) => model.default) ?? models[0];
   const other = modelNamed(wanted.other);
   const method = fitting.methods[wanted.method] ? wanted.method : METHODS.find((each) => fitting.methods[each]);
-  return { ...wanted, model: fitting.name, other: other ? other.name : null, method: method ?? wanted.method };
+  const target = wanted.target !== null && wanted.target < fitting.class_count ? wanted.target : null;
+  return { ...wanted, model: fitting.name, other: other ? other.name : null, method: method ?? wanted.method, target };
 }
 
 /** Show the view of an address. */
@@ -271,7 +293,7 @@ async function restore(wanted) {
   if (state.picture === OWN && picture?.name === OWN) return;
   const sample = samples.find(({ name }) => name === wanted.picture) ?? fittingSample(samples, modelNamed(state.model));
   if (!sample) return say(byId("notice"), "Choose a picture to begin.");
-  await take(await loadSample(sample), {});
+  await takeSample(sample, {});
   if (wanted.picture === OWN) {
     say(byId("notice"), "This link was made with a picture of someone's own, which it cannot hold. Here is a sample instead; "
       + "choose the picture to see the view as it was.");
@@ -296,7 +318,7 @@ async function start() {
   await attemptAll(async () => {
     [models, samples] = await Promise.all([getModels(), getSamples()]);
     models = models.map(withinReason);
-    showSamples(samples, (sample) => attemptAll(async () => take(await loadSample(sample))));
+    showSamples(samples, (sample) => attemptAll(() => takeSample(sample)));
     offerComparison();
     await begin(state);
   });

@@ -11,8 +11,8 @@ export class Memory {
   }
 
   set(key, value, bytes) {
+    this.#bytes += bytes - (this.#kept.get(key)?.bytes ?? 0);
     this.#kept.set(key, { value, bytes });
-    this.#bytes += bytes;
     for (const [old, { bytes: freed }] of this.#kept) {
       if (this.#bytes <= MOST_BYTES || old === key) break;
       this.#kept.delete(old);

@@ -43,6 +43,7 @@ export class Panel {
   }
 
   setModel(model) {
+    this.running?.abort(); // what comes now is the other model's
     this.model = model;
     this.classes = null;
     this.seen = null;
@@ -58,17 +59,25 @@ export class Panel {
     this.heads.setModel(model);
   }
 
-  /** Let the model look at a picture. What was shown stays until all is there; a failure leaves it. */
+  /**
+   * Let the model look at a picture. What was shown stays until all is there; a failure leaves it. Whether it was shown:
+   * not where something else is wanted by now.
+   */
   async show(picture) {
     this.coming = picture;
-    await this.#busy(async (signal) => {
+    return this.#busy(async (signal) => {
       const [options, memory] = [this.#wantedOptions(), new Memory()];
       const [classes, found] = await Promise.all([
         this.#predicted(picture, signal),
         this.#explained(picture, signal, options, memory),
       ]);
-      Object.assign(this, { picture, classes, memory, seen: null });
-      await this.#take(found);
+      const seen = new Image();
+      seen.src = found.source;
+      await seen.decode();
+      signal.throwIfAborted();
+      Object.assign(this, { picture, classes, memory, seen });
+      this.view.setPicture(seen, this.model.grid);
+      this.#take(found);
       this.#showAnswers();
     });
   }
@@ -77,10 +86,13 @@ export class Panel {
   async showMap() {
     this.#mark();
     if (this.coming) return this.show(this.coming);
-    if (!this.picture) return undefined;
-    return this.#busy(async (signal) =>
-      this.#take(await this.#explained(this.picture, signal, this.#wantedOptions(), this.memory)),
-    );
+    if (!this.picture) return false;
+    if (!this.seen) return this.show(this.picture);
+    return this.#busy(async (signal) => {
+      const found = await this.#explained(this.picture, signal, this.#wantedOptions(), this.memory);
+      signal.throwIfAborted(); // what is remembered comes at once, but not in between
+      this.#take(found);
+    });
   }
 
   /** Return the first layer's attention for a drawing of it; null where it would be too large for that. */
@@ -163,21 +175,14 @@ export class Panel {
     return found;
   }
 
-  async #take(found) {
-    if (!this.seen) {
-      const seen = new Image();
-      seen.src = found.source;
-      await seen.decode();
-      this.seen = seen;
-      this.view.setPicture(seen, this.model.grid);
-    }
+  #take(found) {
     found.source = null; // as large as the picture, and the same each time
     this.found = found;
     this.#mark();
     this.draw();
   }
 
-  /** Run something that takes time; what was running is given up. */
+  /** Run something that takes time; what was running is given up. Whether it came to its end. */
   async #busy(work) {
     this.running?.abort();
     const running = (this.running = new AbortController());
@@ -187,8 +192,9 @@ export class Panel {
     say(this.parts.problem, null);
     try {
       await work(signal);
+      return true;
     } catch (error) {
-      if (signal.aborted) return;
+      if (signal.aborted) return false;
       throw error;
     } finally {
       clearTimeout(timer);

@@ -34,7 +34,7 @@ export function watchForPictures(take, refuse) {
     offer(event.dataTransfer.files);
   });
   addEventListener("paste", (event) => {
-    if (event.target.matches("input:not([type=file], [type=range]), textarea")) return;
+    if (event.target.matches?.("input:not([type=file], [type=range]), textarea")) return;
     offer(event.clipboardData.files);
   });
 }

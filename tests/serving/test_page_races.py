@@ -1,0 +1,122 @@
+"""The explorer page where answers come late, or in another order than they were asked for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.browser import chromium
+from tests.serving.page_visit import DESKTOP, WAIT, Visit, picture_file, service, some_bundle, visit
+
+from vitrail import ViTConfig
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visit]:
+    folder = tmp_path_factory.mktemp("bundles")
+    birds = ViTConfig(image_size=32, patch_size=8, width=32, depth=3, heads=2, classes=3)
+    finer = birds.replace(patch_size=4, depth=2, heads=4)
+    names = ("heron", "kite", "crow")
+    bundles = {"birds": some_bundle(birds, names, folder / "b"), "finer": some_bundle(finer, names, folder / "f")}
+    with service(bundles) as address, chromium() as browser, visit(browser, DESKTOP) as found:
+        found.open(address)
+        yield found
+
+
+@pytest.fixture
+def seen(opened: Visit) -> Iterator[Visit]:
+    opened.go("#model=birds&picture=balloon")
+    yield opened
+    complaints, opened.complaints[:] = list(opened.complaints), []
+    assert [text for text in complaints if not text.startswith("Failed to load resource")] == []
+
+
+@contextmanager
+def held(seen: Visit, pattern: str) -> Iterator[list[Any]]:
+    """Keep requests waiting until the end of the block; gives those that wait."""
+    waiting: list[Any] = []
+    seen.page.route(pattern, lambda route: waiting.append(route))
+    try:
+        yield waiting
+    finally:
+        seen.page.unroute(pattern)  # lets those go on that wait
+
+
+def give(seen: Visit, content: bytes) -> None:
+    seen.page.set_input_files("#file", {"name": "bird.png", "mimeType": "image/png", "buffer": content})
+
+
+def wait_for(seen: Visit, waiting: list[Any], many: int) -> None:
+    for _ in range(WAIT // 20):
+        if len(waiting) >= many:
+            return
+        seen.page.wait_for_timeout(20)
+    pytest.fail("the request does not come")
+
+
+def test_a_sample_that_loads_slowly_does_not_replace_a_later_one(seen: Visit) -> None:
+    with held(seen, "**/samples/*boat*") as waiting:
+        seen.page.get_by_role("button", name="boat").click()
+        wait_for(seen, waiting, 1)
+        seen.page.get_by_role("button", name="daisy").click()
+        seen.until("picture=daisy")
+        seen.settle()
+        shown = seen.pixels()
+    seen.page.wait_for_timeout(300)
+    seen.settle()
+    assert "picture=daisy" in seen.hash()
+    assert seen.pixels() == shown
+
+
+def test_a_picture_that_was_given_up_is_not_the_one_before(seen: Visit) -> None:
+    before = seen.pixels()
+    with held(seen, "**/v1/predict*") as waiting:
+        give(seen, picture_file())
+        wait_for(seen, waiting, 1)
+        give(seen, b"no picture")
+        wait_for(seen, waiting, 2)
+    seen.page.locator("#problem").wait_for(timeout=WAIT)
+    seen.settle()
+    seen.page.wait_for_timeout(300)  # the address is written a moment later
+    assert "picture=balloon" in seen.hash()
+    assert seen.pixels() == before
+
+
+@pytest.mark.parametrize("change", ["model", "layer"])
+def test_what_is_changed_while_a_picture_comes_is_shown_of_that_picture(seen: Visit, change: str) -> None:
+    view = "model=finer" if change == "model" else "layer=0"
+
+    def alter() -> None:
+        if change == "model":
+            seen.part("models").select_option("finer")
+        else:
+            seen.part("layer").fill("0")
+
+    give(seen, picture_file())
+    seen.settle()
+    alter()
+    seen.until(view)
+    seen.settle()
+    expected = seen.pixels()
+    seen.go("#model=birds&picture=balloon")
+    with held(seen, "**/v1/predict*") as waiting:
+        give(seen, picture_file())
+        wait_for(seen, waiting, 1)
+        alter()
+        wait_for(seen, waiting, 2)
+    seen.until(view)
+    seen.until("picture=own")
+    seen.settle()
+    assert seen.pixels() == expected
+    # It is also what the page goes back to, and not the picture before it.
+    seen.page.get_by_label("Compare with").select_option("finer")
+    seen.until("other=finer")
+    seen.settle()
+    assert "picture=own" in seen.hash()
+    assert seen.pixels() == expected
+
+
+def test_a_class_that_does_not_exist_is_as_if_none_were_named(seen: Visit) -> None:
+    seen.go("#model=birds&picture=daisy&method=relevance&target=999")
+    assert seen.page.locator("#problem").is_hidden()
+    assert seen.part("readout").inner_text().startswith("What speaks for")
