@@ -1,6 +1,7 @@
 """What a service does not let others do to it: too much to read, too much to answer, other sites, slow readers."""
 
 import asyncio
+import io
 import signal
 import sys
 import time
@@ -9,18 +10,22 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 from starlette.responses import Response
 from tests.serving.server import picture, save_tiny
 from tests.serving.test_service import PNG, asked, settings_for
 from torch import Tensor
 
+from vitrail import Preprocess
 from vitrail.__main__ import main
 from vitrail.errors import ConfigError
 from vitrail.serving import questions, run
 from vitrail.serving.app import Service
 from vitrail.serving.counters import Counters
+from vitrail.serving.decoding import decode_upload
 from vitrail.serving.door import PIECE, Door
 from vitrail.serving.life import Life
+from vitrail.serving.refusal import Refusal
 from vitrail.serving.served import Served
 
 
@@ -47,6 +52,15 @@ def test_what_takes_long_to_read_is_refused_before_it_is_read(bundle: Path) -> N
 
 def long_name() -> bytes:
     return b'{"pictures": ["AA=="], "' + b"topx" * 1000 + b'": 3}'
+
+
+def test_a_narrow_picture_is_refused_before_it_is_made_huge() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (1, 2000)).save(file, "PNG")  # 85 bytes; as wide as the model wants it: 100 million pixels
+    with pytest.raises(Refusal, match="224×448,000") as refused:
+        decode_upload(file.getvalue(), Preprocess(size=(224, 224), resize="cover"), ("png",), 50_000_000)
+    assert refused.value.status == 413
+    assert decode_upload(file.getvalue(), Preprocess(size=(224, 224)), ("png",), 50_000_000).shape == (224, 224, 3)
 
 
 def test_all_attention_has_one_limit_for_all_pictures(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

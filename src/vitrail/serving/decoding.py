@@ -2,12 +2,15 @@
 
 from collections.abc import Collection
 
-from vitrail.data.decode import TooManyPixels, open_picture
+from vitrail.data.decode import Picture, TooManyPixels, open_picture
 from vitrail.data.given import Item, fitted
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import DataError, InputError
 from vitrail.serving.refusal import Refusal
+
+NARROWEST = 16
+"""How many times longer than wide a picture may be where the limit of pixels is lower than what the model needs."""
 
 
 def kind_of(content: bytes) -> str | None:
@@ -43,6 +46,7 @@ def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[st
                 f"a picture of {header.width:,}×{header.height:,} pixels; at most {most_pixels:,} are taken, so make "
                 f"it smaller",
             )
+        _check_shape(header, preprocess, most_pixels)
         return fitted(Item(b"", content=content), preprocess)
     except TooManyPixels:
         raise Refusal(413, f"a picture of far more than the {most_pixels:,} pixels that are taken") from None
@@ -50,3 +54,17 @@ def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[st
         raise Refusal(422, f"the picture cannot be used: {error}") from None
     except MemoryError:
         raise Refusal(413, "the picture is too large for this machine's memory; make it smaller") from None
+
+
+def _check_shape(picture: Picture, preprocess: Preprocess, most_pixels: int) -> None:
+    """Refuse a narrow strip, which a model that wants its shorter side as long as its own makes enormous."""
+    if not picture.width or not picture.height:
+        raise DataError("a picture without pixels")
+    box = preprocess.resize_to or preprocess.size
+    wide, tall = resized_size((picture.width, picture.height), box, preprocess.resize)
+    if wide * tall > max(most_pixels, NARROWEST * box[0] * box[1]):
+        raise Refusal(
+            413,
+            f"a picture of {picture.width:,}×{picture.height:,} pixels would be {wide:,}×{tall:,} when it is resized for "
+            f"the model, which is too much; make it less narrow",
+        )
