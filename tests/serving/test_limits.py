@@ -158,6 +158,16 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> 
         assert len(pieces) == 2
         assert counters.requests.labels("/", "499")._value.get() == 1
 
+        async def never(_: Any) -> None:
+            await asyncio.Event().wait()
+
+        async def refusing(*_: Any) -> None:
+            raise Refusal(404, "there is nothing at this address")
+
+        async with asyncio.timeout(10):
+            await Door(refusing, {"/"}, settings, counters, Life())(scope, receive, never)
+        assert counters.requests.labels("/", "499")._value.get() == 2
+
     asyncio.run(run())
 
 

@@ -65,6 +65,6 @@ def _check_shape(picture: Picture, preprocess: Preprocess, most_pixels: int) -> 
     if wide * tall > max(most_pixels, NARROWEST * box[0] * box[1]):
         raise Refusal(
             413,
-            f"a picture of {picture.width:,}×{picture.height:,} pixels would be {wide:,}×{tall:,} when it is resized for "
-            f"the model, which is too much; make it less narrow",
+            f"a picture of {picture.width:,}×{picture.height:,} pixels would be {wide:,}×{tall:,} when it is resized "
+            f"for the model, which is too much; make it less narrow",
         )

@@ -159,12 +159,18 @@ class _Visit:
         self._scope["app"] = self._door  # the router then raises what is not found
         with self._door.counters.in_flight.track_inprogress():
             try:
-                await self._door.inside(self._scope, self.receive, self.send)
+                await self._answer()
             except ClientLeft as left:
                 self.status, self.error = 499, str(left) or "the client left"
-            except Exception as error:
-                await self._say(self._refusal(error))
         self._door.record(self)
+
+    async def _answer(self) -> None:
+        try:
+            await self._door.inside(self._scope, self.receive, self.send)
+        except ClientLeft:
+            raise
+        except Exception as error:
+            await self._say(self._refusal(error))
 
     def _refusal(self, error: Exception) -> Refusal:
         """Make of anything a status and a sentence; what we did not foresee goes to the log with its traceback."""

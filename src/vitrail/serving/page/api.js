@@ -61,9 +61,10 @@ async function send(url, options) {
     if (reply.ok) return reply;
     if (reply.status === 401) {
       if (used !== null && used === sessionStorage.getItem(KEY)) sessionStorage.removeItem(KEY);
-      const token = sessionStorage.getItem(KEY) ?? (await asking.token(used !== null));
+      const token = sessionStorage.getItem(KEY) || (await asking.token(used !== null));
       if (!token) throw new Failure("This server wants a token; reload the page to give it one.", 401);
-      sessionStorage.setItem(KEY, token);
+      // What no header can hold is nobody's token. Nothing is sent then, and the server says no.
+      sessionStorage.setItem(KEY, /^[\x21-\x7e]+$/.test(token) ? token : "");
     } else if (reply.status === 503 && attempt < TRIES) {
       asking.waiting("The server is busy; trying again.");
       const seconds = Math.min(Number(reply.headers.get("Retry-After")) || 1, LONGEST_WAIT);
