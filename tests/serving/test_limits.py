@@ -4,7 +4,9 @@ import asyncio
 import io
 import signal
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from vitrail import Preprocess
 from vitrail.__main__ import main
+from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError
 from vitrail.serving import questions, run
 from vitrail.serving.app import Service
@@ -187,6 +190,22 @@ def test_a_reload_during_the_warm_up_comes_after_it(bundle: Path, monkeypatch: p
         assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
 
     asked(settings_for(bundle, deadline=3), ask, start=False)
+
+
+def test_the_thread_that_answers_is_the_one_that_was_warmed_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, threads = Served.answer, list[str]()
+
+    def noted(self: Served, question: questions.Asked, pictures: Sequence[Pixels]) -> list[questions.Answer]:
+        threads.append(threading.current_thread().name)
+        return answer(self, question, pictures)
+
+    monkeypatch.setattr(Served, "answer", noted)
+
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+
+    asked(settings_for(bundle), ask)
+    assert threads == ["compute-m_0"] * 3  # one picture, several, and the one that was asked about
 
 
 def test_a_hangup_while_bundles_are_opened_does_not_end_the_process(

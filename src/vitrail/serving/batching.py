@@ -85,6 +85,10 @@ class Batcher:
         self._thread.shutdown(wait=False)
         self._compute = _nothing_more  # so that the model, which holds this, is let go of at once
 
+    def prepare(self, work: Callable[[], None]) -> None:
+        """Do something in the thread that computes, and wait for it; not to be called where the event loop runs."""
+        self._thread.submit(work).result()
+
     def reserve(self, pictures: int) -> list[Seat]:
         """Take seats for all pictures of a request, or refuse it."""
         if pictures > self.queue:

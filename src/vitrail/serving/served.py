@@ -59,8 +59,11 @@ class Served:
 
     def warm_up(self) -> None:
         """Compute once what the first client would otherwise wait for; a model that answers nonsense is found out."""
-        if self.engine is None:
-            return
+        # In the thread that will answer: a thread's first work starts threads and opens libraries for that thread.
+        if self.engine is not None:
+            self.batcher.prepare(self._answer_blanks)
+
+    def _answer_blanks(self) -> None:
         height, width = self.bundle.preprocess.size
         blank = np.zeros((height, width, self.bundle.preprocess.channels), np.uint8)
         for pictures in sorted({1, min(self.batcher.batch, WARM_BATCH)}):
