@@ -123,7 +123,8 @@ def runs(folder: Path, rank: int) -> None:
         train(folder / "data", changes=changes, folder=folder / name, device="cpu", workers=0, quiet=True)
 
     go("whole", 10)
-    check(bad_files(folder / "whole", 10) == met(folder / "data", 10), "all bad files at the end")
+    if rank == 0:  # who writes the state; the other may be here before it is written
+        check(bad_files(folder / "whole", 10) == met(folder / "data", 10), "all bad files at the end")
 
     def ask_to_stop() -> None:
         while not (folder / "stopped" / "state" / "00000003").exists():
@@ -138,6 +139,8 @@ def runs(folder: Path, rank: int) -> None:
         check(stopped.number == signal.SIGTERM, "the signal")
     else:
         raise SystemExit("wrong: the run was not stopped")
+    if rank == 1:
+        return
     last = max(int(place.name) for place in (folder / "stopped" / "state").glob("[0-9]*"))
     check(3 <= last < 500, "the step it was stopped at")
     check(bad_files(folder / "stopped", last) == met(folder / "data", last), "all bad files where it was stopped")
