@@ -9,7 +9,7 @@ from torch import Tensor
 from vitrail.errors import InputError
 from vitrail.explanations.tokens import POOL, Query, check_ready, default_query, patch_grid, read_query, spread
 from vitrail.models.blocks import Block
-from vitrail.models.checks import read_layer, whole_number
+from vitrail.models.checks import read_layer, read_number
 from vitrail.models.vit import ViT
 
 
@@ -86,9 +86,4 @@ def choose_head(maps: Tensor, head: int | None) -> Tensor:
 
 def read_head(head: int, heads: int) -> int:
     """Read a head's number, which may count from the end."""
-    number = whole_number(head)
-    if number is None:
-        raise InputError(f"a head is a whole number, found {head!r}; this model has heads 0 to {heads - 1}")
-    if not -heads <= number < heads:
-        raise InputError(f"head {number} does not exist: this model has heads 0 to {heads - 1} (or -1 for the last)")
-    return number % heads
+    return read_number(head, heads, "head")

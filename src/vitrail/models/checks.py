@@ -55,12 +55,19 @@ def read_layers(layers: Iterable[int], depth: int) -> dict[int, int]:
 
 def read_layer(layer: int, depth: int) -> int:
     """Read a layer's number, which may count from the end."""
-    number = whole_number(layer)
+    return read_number(layer, depth, "layer")
+
+
+def read_number(value: int, count: int, what: str) -> int:
+    """Read the number of one of `count` things, which may count from the end."""
+    number = whole_number(value)
     if number is None:
-        raise InputError(f"a layer is a whole number, found {layer!r}; this model has layers 0 to {depth - 1}")
-    if not -depth <= number < depth:
-        raise InputError(f"layer {number} does not exist: this model has layers 0 to {depth - 1} (or -1 for the last)")
-    return number % depth
+        raise InputError(f"a {what} is a whole number, found {value!r}; this model has {what}s 0 to {count - 1}")
+    if not -count <= number < count:
+        raise InputError(
+            f"{what} {number} does not exist: this model has {what}s 0 to {count - 1} (or -1 for the last)"
+        )
+    return number % count
 
 
 def whole_number(value: object) -> int | None:
