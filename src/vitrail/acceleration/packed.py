@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from vitrail.models.blocks import Block, LayerScale, Mlp, gelu_tanh
 from vitrail.models.config import ViTConfig
+from vitrail.models.patches import cut
 from vitrail.models.position import Places
+from vitrail.models.stems import ConvProjection, LinearProjection
 from vitrail.models.vit import ViT
 
 _FUSED = {F.gelu: ("gelu", "none"), gelu_tanh: ("gelu", "tanh"), F.relu: ("relu", "")}
@@ -30,16 +32,12 @@ class PackedLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        weight: Tensor = linear.weight.detach()
-        bias: Tensor | None = None if linear.bias is None else linear.bias.detach()
-        if scale is not None:  # LayerScale's factor of each output
-            weight, bias = weight * scale[:, None], None if bias is None else bias * scale
         # A buffer that is not saved: its layout means something to oneDNN alone.
-        blocks = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), None)
+        blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype).contiguous(), None)
         self.register_buffer("weight", blocks, persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(dtype), persistent=False)
 
     def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
         """Return the product, activated."""
@@ -52,6 +50,20 @@ class PackedLinear(nn.Module):
         return cast("Tensor", op(x, residual, self.weight, self.bias, "add"))
 
 
+class PackedStem(nn.Module):
+    """The projection of patches as one product: a convolution's bookkeeping takes longer than its sums."""
+
+    def __init__(self, stem: ConvProjection | LinearProjection, dtype: torch.dtype) -> None:
+        super().__init__()
+        kernel = stem.proj
+        self.patch, self.dtype = (kernel.weight.shape[2], kernel.weight.shape[3]), dtype
+        self.proj = PackedLinear(kernel.weight.flatten(1), kernel.bias, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, C, H, W) to (B, N, D)."""
+        return cast("Tensor", self.proj(cut(x.to(self.dtype), self.patch)))
+
+
 class PackedBlock(nn.Module):
     """A block of the encoder for answering, not for training: the same sums, in fewer passes over memory."""
 
@@ -62,8 +74,8 @@ class PackedBlock(nn.Module):
         attention, mlp = block.attn, block.mlp
         self.proj = _packed(attention.proj, dtype, block.ls1)
         self.fc2 = _packed(mlp.fc2, dtype, block.ls2)
-        self.fc1 = PackedLinear(mlp.fc1, dtype)
-        attention.qkv = PackedLinear(attention.qkv, dtype)  # type: ignore[assignment]
+        self.fc1 = PackedLinear(mlp.fc1.weight, mlp.fc1.bias, dtype)
+        attention.qkv = PackedLinear(attention.qkv.weight, attention.qkv.bias, dtype)  # type: ignore[assignment]
         block.to(dtype)
         del attention.proj, mlp.fc1, mlp.fc2
 
@@ -115,6 +127,8 @@ def can_pack(model: ViT, dtype: torch.dtype) -> bool:
 def pack(model: ViT, dtype: torch.dtype) -> ViT:
     """Return a copy of a model on the CPU whose blocks compute in `dtype`: to answer, not to train or to save."""
     packed = copy.deepcopy(model).eval().requires_grad_(False)
+    if isinstance(packed.patch_embed, ConvProjection | LinearProjection):
+        packed.patch_embed = PackedStem(packed.patch_embed, dtype)
     blocks = [cast("Block", block) for block in packed.blocks]
     packed.blocks = nn.ModuleList(
         PackedBlock(block, dtype, last=number == len(blocks) - 1) for number, block in enumerate(blocks)
@@ -122,9 +136,14 @@ def pack(model: ViT, dtype: torch.dtype) -> ViT:
     return packed
 
 
-def _packed(linear: nn.Module, dtype: torch.dtype, scale: nn.Module) -> PackedLinear:
-    gamma = scale.gamma.detach() if isinstance(scale, LayerScale) else None
-    return PackedLinear(cast("nn.Linear", linear), dtype, gamma)
+def _packed(layer: nn.Module, dtype: torch.dtype, scale: nn.Module) -> PackedLinear:
+    """Pack a layer with the factors of its outputs, where LayerScale has some."""
+    linear = cast("nn.Linear", layer)
+    weight: Tensor = linear.weight
+    bias: Tensor | None = linear.bias
+    if isinstance(scale, LayerScale):
+        weight, bias = weight * scale.gamma[:, None], None if bias is None else bias * scale.gamma
+    return PackedLinear(weight, bias, dtype)
 
 
 def _activated(fc1: PackedLinear, mlp: Mlp, x: Tensor) -> Tensor:
