@@ -9,7 +9,7 @@ from tests.acceleration.tiny import CPU, bundle, pixels
 from torch import Tensor
 
 from vitrail.acceleration import auto
-from vitrail.acceleration.auto import settle_precision
+from vitrail.acceleration.auto import SettlingEngine, settle_precision
 from vitrail.acceleration.engine import Engine, Kind, open_engine
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
@@ -157,3 +157,43 @@ def test_with_a_real_model() -> None:
     )
     assert why.startswith(f"{engine.precision}: ")
     assert engine(pixels(3)).shape == (3, 5)
+
+
+# ── a job without an end ──
+
+
+@pytest.mark.usefixtures("fast")
+def test_an_engine_settles_after_64_pictures() -> None:
+    said: list[str] = []
+    engine = SettlingEngine(opener(LOGITS, LOGITS + 0.001), CPU, said.append)
+    engine(numbered(40))  # to warm up
+    engine.begin()
+    for first in range(0, 60, 20):
+        assert torch.equal(engine(numbered(100)[first : first + 20]), LOGITS[first : first + 20])
+        assert (engine.precision, said) == ("float32", [])
+    assert torch.equal(engine(numbered(100)[60:70]), LOGITS[60:70])  # float32 also in the batch that settles it
+    assert engine.precision == "bf16"
+    assert len(said) == 1
+    assert "the first 70 pictures get the same answers" in said[0]
+    assert torch.equal(engine(numbered(5)), LOGITS[:5] + 0.001)
+
+
+@pytest.mark.usefixtures("fast")
+def test_an_engine_that_finds_a_difference_stays_exact() -> None:
+    said: list[str] = []
+    broken = LOGITS.clone()
+    broken[2] = float("nan")  # seen in the first batch, and not forgotten in the others
+    engine = SettlingEngine(opener(LOGITS, broken), CPU, said.append)
+    for first in range(0, 100, 10):
+        assert torch.equal(engine(numbered(100)[first : first + 10]), LOGITS[first : first + 10])
+    assert engine.precision == "float32"
+    assert [why.split(":")[0] for why in said] == ["float32"]
+
+
+def test_an_engine_that_need_not_try_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
+    said: list[str] = []
+    engine = SettlingEngine(opener(LOGITS, LOGITS), CPU, said.append)
+    assert said == ["float32: this processor is not faster in bf16"]
+    engine.begin()
+    assert torch.equal(engine(numbered(3)), LOGITS[:3])

@@ -30,9 +30,12 @@ class Running:
 
 @contextlib.contextmanager
 def server(*words: str, environment: dict[str, str] | None = None, patience: float = 120) -> Iterator[Running]:
-    """Run `vitrail serve` until the end of the block; whoever has ended it already is fine."""
+    """Run `vitrail serve` until the end of the block; whoever has ended it already is fine.
+
+    In float32 unless something else is asked for, so that answers can be compared digit by digit.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "vitrail", "serve", *words, "--port", "0", "--device", "cpu"],
+        [sys.executable, "-m", "vitrail", "serve", "--precision", "float32", *words, "--port", "0", "--device", "cpu"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,6 +1,7 @@
 """From the start to the end of a server, under load: nothing that was accepted is lost."""
 
 import asyncio
+import json
 import shutil
 import signal
 import socket
@@ -91,6 +92,21 @@ def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
         assert outcomes["200"] > 0
         assert outcomes["503"] + outcomes["gone"] == 8
         assert running.process.wait(20) == 0
+
+
+def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> None:
+    with server(str(save_tiny(tmp_path / "m")), "--precision", "auto") as running:
+        with httpx.Client(base_url=running.url, timeout=60) as client:
+            first = sent(client, picture()).json()
+            for _ in range(65):  # bf16 is tried on 64, where the processor is faster with it
+                sent(client, picture())
+            last, now = sent(client, picture()).json(), client.get("/v1/models").json()["models"][0]["precision"]
+        stop(running)
+        running.process.wait(20)
+        told = [json.loads(line)["precision"] for line in running.log if '"event": "precision"' in line]
+    assert [why.split(":")[0] for why in told] == [now]
+    names = [[known["name"] for known in said["results"][0]["classes"]] for said in (first, last)]
+    assert names[0] == names[1]
 
 
 def damage(bundle: Path) -> None:

@@ -1,5 +1,6 @@
 """Which precision a job computes in where nobody said: bf16 if it is faster here and gives the same answers."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.acceleration.engine import Engine
+from vitrail.acceleration.engine import Engine, Kind
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision, faster_in_bf16
 
@@ -32,6 +33,84 @@ class Trial(NamedTuple):
     """How many times as fast bf16 is."""
 
 
+class Beside:
+    """Two engines that are asked the same, in turns so that what disturbs the clock disturbs both."""
+
+    def __init__(self, exact: Engine, quick: Engine) -> None:
+        self.exact, self.quick = exact, quick
+        self.trial = Trial(pictures=0, changed=0, change=0.0, speed=1.0)
+        self._spent = [0.0, 0.0]
+
+    def ask(self, pictures: Tensor) -> Tensor:
+        """Ask both; count how they differ, and return the exact answers."""
+        answers = []
+        for number, engine in enumerate((self.exact, self.quick)):
+            start = time.perf_counter()
+            answers.append(engine(pictures))
+            self._spent[number] += time.perf_counter() - start
+        wanted, found = (answer.softmax(dim=-1) for answer in answers)
+        before, change = self.trial, float((wanted - found).abs().max())
+        self.trial = Trial(
+            pictures=before.pictures + len(pictures),
+            changed=before.changed + int((wanted.argmax(dim=-1) != found.argmax(dim=-1)).sum()),
+            # Written so that "not a number" stays, wherever it was found.
+            change=change if math.isnan(change) or change > before.change else before.change,
+            speed=self._spent[0] / max(self._spent[1], 1e-9),
+        )
+        return answers[0]
+
+    def settled(self) -> tuple[Engine, str]:
+        """Return the engine to go on with, and why in a sentence."""
+        trial = self.trial
+        refused = _why_not(trial)
+        if refused is not None:
+            return self.exact, f"float32: {refused}"
+        whose = (
+            "picture gets the same answer" if trial.pictures == 1 else f"{trial.pictures} pictures get the same answers"
+        )
+        return self.quick, (
+            f"bf16: {trial.speed:.1f} times as fast here; the first {whose}, probabilities within {trial.change:.3f}"
+        )
+
+
+class SettlingEngine:
+    """An engine for a job without an end: it answers its first pictures in float32, tries bf16 on them, and settles."""
+
+    def __init__(
+        self, open_engine_for: Callable[[Precision], Engine], device: torch.device, tell: Callable[[str], None]
+    ) -> None:
+        self._engine, self._trying, why = _opened(open_engine_for, device)
+        self._tell = tell
+        if why is not None:
+            tell(why)
+
+    @property
+    def kind(self) -> Kind:
+        """Who computes."""
+        return self._engine.kind
+
+    @property
+    def precision(self) -> Precision:
+        """What the answers are computed in at present."""
+        return self._engine.precision
+
+    def begin(self) -> None:
+        """Forget what has been asked so far: it was to warm up."""
+        if self._trying is not None:
+            self._trying = Beside(self._trying.exact, self._trying.quick)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return logits for pictures."""
+        if self._trying is None:
+            return self._engine(pixels)
+        logits = self._trying.ask(pixels)
+        if self._trying.trial.pictures >= PICTURES:
+            self._engine, why = self._trying.settled()
+            self._trying = None
+            self._tell(why)
+        return logits
+
+
 def settle_precision(
     open_engine_for: Callable[[Precision], Engine], first: Tensor, device: torch.device
 ) -> tuple[Engine, str]:
@@ -39,44 +118,30 @@ def settle_precision(
 
     bf16 is tried only where the processor is known to be faster with it.
     """
-    exact = open_engine_for("float32")
-    if not faster_in_bf16(device):
-        return exact, "float32: this processor is not faster in bf16"
+    exact, trying, why = _opened(open_engine_for, device)
+    if trying is None:
+        return exact, why or "float32"
     if not len(first):
         return exact, "float32: there are no pictures to try bf16 on"
-    try:
-        quick = open_engine_for("bf16")
-    except ConfigError as error:
-        return exact, f"float32: {error}"
-    trial = compare(exact, quick, first[:PICTURES])
-    refused = _why_not(trial)
-    if refused is not None:
-        return exact, f"float32: {refused}"
-    whose = "picture gets the same answer" if trial.pictures == 1 else f"{trial.pictures} pictures get the same answers"
-    return quick, (
-        f"bf16: {trial.speed:.1f} times as fast here; the first {whose}, probabilities within {trial.change:.3f}"
-    )
-
-
-def compare(exact: Engine, quick: Engine, pictures: Tensor) -> Trial:
-    """Ask two engines the same, in turns so that what disturbs the clock disturbs both."""
-    spent = [0.0, 0.0]
-    answers: tuple[list[Tensor], list[Tensor]] = ([], [])
-    chunks = pictures.split(CHUNK)
-    for engine in (exact, quick):
+    chunks = first[:PICTURES].split(CHUNK)
+    for engine in (trying.exact, trying.quick):
         engine(chunks[0])  # the first call prepares memory and kernels
     for chunk in chunks:
-        for number, engine in enumerate((exact, quick)):
-            start = time.perf_counter()
-            answers[number].append(engine(chunk))
-            spent[number] += time.perf_counter() - start
-    wanted, found = (torch.cat(parts).softmax(dim=-1) for parts in answers)
-    return Trial(
-        pictures=len(pictures),
-        changed=int((wanted.argmax(dim=-1) != found.argmax(dim=-1)).sum()),
-        change=float((wanted - found).abs().max()),
-        speed=spent[0] / max(spent[1], 1e-9),
-    )
+        trying.ask(chunk)
+    return trying.settled()
+
+
+def _opened(
+    open_engine_for: Callable[[Precision], Engine], device: torch.device
+) -> tuple[Engine, Beside | None, str | None]:
+    """Return the exact engine, with what bf16 is tried by, or why it is not."""
+    exact = open_engine_for("float32")
+    if not faster_in_bf16(device):
+        return exact, None, "float32: this processor is not faster in bf16"
+    try:
+        return exact, Beside(exact, open_engine_for("bf16")), None
+    except ConfigError as error:
+        return exact, None, f"float32: {error}"
 
 
 def _why_not(trial: Trial) -> str | None:

@@ -24,8 +24,13 @@ Kind = Literal["torch", "onnx", "openvino"]
 class Engine(Protocol):
     """Something that answers."""
 
-    kind: Kind
-    precision: Precision
+    @property
+    def kind(self) -> Kind:
+        """Who computes."""
+
+    @property
+    def precision(self) -> Precision:
+        """What it computes in."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits (B, K) for pictures (B, C, H, W) of uint8, in float32 on the CPU."""

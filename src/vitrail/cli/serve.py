@@ -26,7 +26,7 @@ def serve(
     port: Annotated[int, typer.Option(help="The port; 0 takes any that is free.", envvar=f"{_ENV}PORT")] = 8000,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", envvar=f"{_ENV}DEVICE")] = "auto",
     engine: Annotated[str, typer.Option(help="torch, onnx or openvino.", envvar=f"{_ENV}ENGINE")] = "torch",
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.", envvar=f"{_ENV}PRECISION")] = "float32",
+    precision: Annotated[str, typer.Option(help="float32, bf16, fp16 or auto.", envvar=f"{_ENV}PRECISION")] = "auto",
     batch: Annotated[int, typer.Option(help="Most pictures computed at once.", envvar=f"{_ENV}BATCH")] = 32,
     wait: Annotated[
         float, typer.Option(help="Milliseconds for which a picture waits for others.", envvar=f"{_ENV}WAIT")

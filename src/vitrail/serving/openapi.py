@@ -179,6 +179,7 @@ def _schemas() -> Json:
         "name": text, "default": truth, "classes": {"anyOf": [_list(text), {"type": "null"}]}, "class_count": whole,
         "channels": whole, "image_size": wholes, "patch_size": wholes, "grid": wholes, "depth": whole, "heads": whole,
         "width": whole, "parameters": whole, "token_count": whole, "patch_start": whole, "pool": text, "digest": text,
+        "precision": text,
         "tokens": _list(_object({"index": whole, "kind": text, "number": whole}, optional=("number",))),
         "stages": _list(_object({"name": text, "shape": wholes, "meaning": text})),
         "methods": {"type": "object", "additionalProperties": truth},

@@ -1,11 +1,14 @@
 """A bundle made ready to be served: its engine, its queue, and how it is described."""
 
+import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from vitrail.acceleration.auto import SettlingEngine
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
@@ -17,12 +20,13 @@ from vitrail.inference.jobs import digest_model
 from vitrail.models.config import ViTConfig
 from vitrail.models.stages import sample_picture, stages
 from vitrail.models.vit import ViT
-from vitrail.runtime import choose_device
+from vitrail.runtime import Precision, choose_device
 from vitrail.serving.batching import Batcher
 from vitrail.serving.counters import Counters
 from vitrail.serving.questions import Answer, Asked, Predict
 from vitrail.serving.settings import NamedSource, Settings
 
+_log = logging.getLogger("vitrail.serving")
 WARM_BATCH = 8
 """Enough for every core to have its share."""
 
@@ -38,10 +42,8 @@ class Served:
         _own_weights(model)
         self.engine: Engine | None = None
         if model.config.classes and model.config.pool != "none":
-            self.engine = open_engine(
-                model, self.bundle.preprocess, kind=settings.engine, precision=settings.precision, device=self.device
-            )
-        self.description = describe(named.name, self.bundle, self.device)
+            self.engine = self._opened_engine(settings)
+        self._description = describe(named.name, self.bundle, self.device)
         self.users = 0
         """Requests that hold on to this model; one that was replaced ends with the last of them."""
         self.batcher = Batcher(
@@ -53,6 +55,22 @@ class Served:
             counters=counters,
         )
 
+    def _opened_engine(self, settings: Settings) -> Engine:
+        # None of this may hold on to `self`: a model that was replaced is to be let go of at once.
+        model, preprocess, device = self.bundle.model, self.bundle.preprocess, self.device
+
+        def open_for(precision: Precision) -> Engine:
+            return open_engine(model, preprocess, kind=settings.engine, precision=precision, device=device)
+
+        if settings.precision == "auto":
+            return SettlingEngine(open_for, self.device, partial(_tell_precision, self.name))
+        return open_for(settings.precision)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What /v1/models says of this model."""
+        return {**self._description, "precision": "float32" if self.engine is None else self.engine.precision}
+
     def answer(self, question: Asked, pictures: Sequence[Pixels]) -> list[Answer]:
         """Compute the answers for some pictures; called in the model's own thread."""
         return question.answer(self, pictures)
@@ -62,6 +80,8 @@ class Served:
         # In the thread that will answer: a thread's first work starts threads and opens libraries for that thread.
         if self.engine is not None:
             self.batcher.prepare(self._answer_blanks)
+        if isinstance(self.engine, SettlingEngine):
+            self.engine.begin()
 
     def _answer_blanks(self) -> None:
         height, width = self.bundle.preprocess.size
@@ -70,6 +90,10 @@ class Served:
             for answer in self.answer(Predict(top=1), [blank] * pictures):
                 if isinstance(answer, Exception):
                     raise answer
+
+
+def _tell_precision(model: str, why: str) -> None:
+    _log.info("precision", extra={"fields": {"model": model, "precision": why}})
 
 
 @torch.no_grad()

@@ -44,7 +44,8 @@ class Settings(Frozen):
     """0 takes any that is free."""
     device: str = "auto"
     engine: str = "torch"
-    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    precision: Literal["float32", "bf16", "fp16", "auto"] = "auto"
+    """`auto` tries bf16 on the first pictures that clients send, and takes it where it is faster and agrees."""
 
     batch: Annotated[int, Field(gt=0, le=4096)] = 32
     """Most pictures that are computed at once."""
