@@ -33,8 +33,8 @@ def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         try:
             yield temporary
             for file in temporary.rglob("*"):
-                _flush(file)
-            _flush(temporary)
+                flush(file)
+            flush(temporary)
             _open_to_others(temporary)
             if target.exists():
                 old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
@@ -48,7 +48,7 @@ def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
                     shutil.rmtree(old, ignore_errors=True)
             else:
                 temporary.rename(target)
-            _flush(target.parent)
+            flush(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -74,9 +74,9 @@ def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
             temporary = Path(folder) / target.name
             yield temporary
-            _flush(temporary)
+            flush(temporary)
             temporary.replace(target)
-        _flush(target.parent)
+        flush(target.parent)
 
 
 def check_target(target: Path, *, overwrite: bool, folder: bool) -> None:
@@ -136,7 +136,7 @@ def _open_to_others(folder: Path) -> None:
         file.chmod(0o666 & ~mask)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Make sure that a file or folder is on the disk and not only on its way there."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -17,7 +17,7 @@ from typing import cast
 from vitrail.data.given import A_URL, Item, is_url
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.listing import shown
-from vitrail.data.sources.manifests import Row, path_of, read_csv, read_jsonl
+from vitrail.data.sources.manifests import Row, path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
 from vitrail.data.sources.shards import RANGE, expand_pattern, is_pattern
@@ -234,15 +234,9 @@ def _manifest(path: bytes) -> Iterator[Item]:
     """Give the pictures of a manifest's rows; paths are relative to its folder, and labels are passed over."""
     place = os.fsdecode(path)
     unit = "row" if place.lower().endswith(".parquet") else "line"
-    try:
+    with read_in_words(place):
         for row in _rows(place):
             yield _row_item(row, path, unit)
-    except UnicodeDecodeError as fault:
-        raise DataError(
-            f"{shown(place)} is not UTF-8 ({fault.reason} at byte {fault.start}); save it as UTF-8"
-        ) from None
-    except OSError as fault:
-        raise DataError(f"{shown(place)} cannot be read: {reason_of(fault)}") from None
 
 
 def _rows(place: str) -> Iterable[Row]:

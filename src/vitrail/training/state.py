@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from vitrail.checkpoints.writing import flush
 from vitrail.errors import CheckpointError
 from vitrail.training.averaging import Average
 from vitrail.training.team import Team
@@ -74,11 +75,11 @@ def save_state(folder: Path, state: State, setting: Setting) -> None:
             content["scaler"] = state.scaler.state_dict()
         (temporary / "state.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for file in temporary.iterdir():
-            _flush(file)
+            flush(file)
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
-        _flush(folder)
+        flush(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
@@ -178,11 +179,3 @@ def _checksum(file: Path) -> str:
         while chunk := content.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

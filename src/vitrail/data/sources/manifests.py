@@ -6,6 +6,7 @@ import os
 import stat
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,9 +130,16 @@ def open_manifest(
     """Open a CSV file with a header, or a JSONL file. With `unlabelled` it need not have a column of labels."""
     place = os.fspath(place)
     read = read_csv if place.lower().endswith(".csv") else read_jsonl
-    try:
+    with read_in_words(place):
         columns, rows = read(place, unlabelled)
         return manifest_of(place, columns, rows, unit="line", on_progress=on_progress)
+
+
+@contextmanager
+def read_in_words(place: str) -> Iterator[None]:
+    """Say in a sentence why a list of pictures cannot be read."""
+    try:
+        yield
     except UnicodeDecodeError as fault:
         raise DataError(
             f"{shown(place)} is not UTF-8 ({fault.reason} at byte {fault.start}); save it as UTF-8"
