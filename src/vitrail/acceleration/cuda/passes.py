@@ -26,9 +26,9 @@ def norm(
     times itself.
     """
     if x.is_cuda:
-        from vitrail.acceleration.cuda import kernels
+        from vitrail.acceleration.cuda.kernels import norm as fused
 
-        return kernels.norm(x, eps, shift=shift, branch=branch, scale=scale)
+        return fused(x, eps, shift=shift, branch=branch, scale=scale)
     if branch is not None:
         x.add_(branch)
     wide = x if x.dtype == torch.float64 else x.float()
@@ -40,9 +40,9 @@ def norm(
 def activate(x: Tensor, form: Form, *, scale: float | None = None) -> Tensor:
     """Apply an activation: in place, or with `scale` to a new tensor in fp8 that stands for `scale` times itself."""
     if x.is_cuda:
-        from vitrail.acceleration.cuda import kernels
+        from vitrail.acceleration.cuda.kernels import activate as fused
 
-        return kernels.activate(x, form, scale=scale)
+        return fused(x, form, scale=scale)
     wide = x if x.dtype == torch.float64 else x.float()
     active = _plain(wide, form)
     return x.copy_(active) if scale is None else to_fp8(active, scale)
