@@ -133,6 +133,31 @@ def measure(candidate: Candidate, device: torch.device, rates: dict[str, float])
     }
 
 
+def predict(config: ViTConfig, batch: int, copied: float, numbers: Numbers) -> float:
+    """Return the milliseconds predicted for the encoder: its passes and products, one after another.
+
+    `copied` is the copy rate in bytes a second. For models of which the head reads one token.
+    """
+    M, D, H = batch * config.tokens, config.width, config.mlp_hidden
+    flops = {name: 2.0 * M * outputs * inputs for name, (outputs, inputs) in shapes(config).items()}
+    low = numbers.low if numbers.scales is not None else frozenset[str]()
+    products = sum(work / SEEN["fp8" if name in low else "bf16"] for name, work in flops.items())
+    attended = batch * config.heads * config.tokens**2 * config.head_width
+    attention = ATTENTION["cudnn"] / 1e3 * attended / (512 * 12 * 197**2 * 64)
+    # Bytes for each number: read in bf16, a branch read and the stream written where there is one, the result written.
+    first = 2 + (4 if "fc2" in low else 0) + (1 if "qkv" in low else 2)
+    second = 2 + (4 if "proj" in low else 0) + (1 if "fc1" in low else 2)
+    moved = M * D * (first + second + (3 if "proj" in low else 0))
+    if low:
+        moved += M * H * (3 if "fc2" in low else 4)
+    elif numbers.exact:
+        moved += M * H * 4
+    block = products + attention + moved / copied
+    # The last one: keys and values, its first norm, and one look at them.
+    last = flops["qkv"] * 2 / 3 / SEEN["fp8" if "qkv" in low else "bf16"] + M * D * (first + 4) / copied
+    return 1e3 * ((config.depth - 1) * block + last)
+
+
 # ── the groups ──
 
 
@@ -312,6 +337,7 @@ def copies(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Cand
 
 def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
     """The encoder, and the whole model, at several batches, with and without graphs."""
+    copied = 4.2e12  # bytes a second, as measured before
     model = ViT(config)
     scramble(model)
     model = model.to(device)
@@ -332,7 +358,8 @@ def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterato
         def encode(encoder: FastEncoder = encoder) -> Tensor:
             return encoder(tokens.clone())  # type: ignore[no-any-return]
 
-        yield Candidate(f"encoder, {name}, {batch} pictures", encode)
+        predicted = predict(config, batch, copied, numbers)
+        yield Candidate(f"encoder, {name}, {batch} pictures", encode, predicted=predicted)
     for name in ("bf16", "fp8"):
         fast = FastModel(model, kinds[name])
         for graphs in (False, True):
