@@ -273,6 +273,8 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail bf16 graphs": lambda row: fast(row, ours(row, weights), Numbers(), graphs=True),
         "vitrail fp8 graphs": lambda row: fast(row, model := ours(row, weights), low(row, model), graphs=True),
         "vitrail fp8 all": lambda row: fast(row, model := ours(row, weights), low(row, model, low=frozenset(PRODUCTS))),
+        "vitrail fp8 fused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=True)),
+        "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), Numbers(exact=True, fused=True)),
         "vitrail fp8 rows": lambda row: fast(row, model := ours(row, weights), low(row, model, weight_scales="row")),
         "vitrail compile": lambda row: answering(row, ours(row, weights)),
         "torchvision compile": peer("torchvision"),

@@ -148,7 +148,9 @@ def predict(config: ViTConfig, batch: int, copied: float, numbers: Numbers) -> f
     first = 2 + (4 if "fc2" in low else 0) + (1 if "qkv" in low else 2)
     second = 2 + (4 if "proj" in low else 0) + (1 if "fc1" in low else 2)
     moved = M * D * (first + second + (3 if "proj" in low else 0))
-    if low:
+    if numbers.fused:
+        pass
+    elif low:
         moved += M * H * (3 if "fc2" in low else 4)
     elif numbers.exact:
         moved += M * H * 4
@@ -346,7 +348,9 @@ def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterato
     kinds = {
         "bf16": Numbers(),
         "bf16 exact": Numbers(exact=True),
+        "bf16 exact, fused": Numbers(exact=True, fused=True),
         "fp8": Numbers(scales=scales),
+        "fp8, fused": Numbers(scales=scales, fused=True),
         "fp8 with proj": Numbers(scales=scales, low=frozenset(PRODUCTS)),
         "fp8 by row": Numbers(scales=scales, weight_scales="row"),
     }

@@ -93,8 +93,13 @@ def test_which_models_are_shortened() -> None:
 # ── cast matrices ──
 
 
-def trained(model: ViT, pictures: Tensor, labels: Tensor, shadow: Shadow | None, micros: int) -> list[Tensor]:
+def trained(
+    model: ViT, pictures: Tensor, labels: Tensor, shadow: Shadow | None, micros: int, *, short: bool = False
+) -> list[Tensor]:
     """Train for some steps under autocast; return the losses."""
+    forward: nn.Module = shadow or model
+    if short:
+        forward = Shortcut(model if shadow is None else shadow.model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for step in range(4):
@@ -102,7 +107,7 @@ def trained(model: ViT, pictures: Tensor, labels: Tensor, shadow: Shadow | None,
         for part, names in zip(pictures.chunk(micros), labels.chunk(micros), strict=True):
             torch.manual_seed(step)
             with torch.autocast("cpu", torch.bfloat16):
-                logits = (shadow or model)(part)
+                logits = forward(part)
             loss = F.cross_entropy(logits.float(), names) / micros
             loss.backward()
             losses.append(loss.detach())
@@ -120,6 +125,15 @@ def test_training_with_a_shadow_gives_the_bits_of_autocast(kind: str, micros: in
     (plain, pictures, labels), (model, _, _) = given(kind, stochastic_depth=0.3), given(kind, stochastic_depth=0.3)
     expected = trained(plain, pictures, labels, None, micros)
     found = trained(model, pictures, labels, Shadow(model, torch.bfloat16), micros)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+def test_both_together() -> None:
+    (plain, pictures, labels), (model, _, _) = given("plain"), given("plain")
+    expected = trained(plain, pictures, labels, None, 1, short=True)
+    found = trained(model, pictures, labels, Shadow(model, torch.bfloat16), 1, short=True)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())

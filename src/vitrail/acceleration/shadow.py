@@ -45,13 +45,18 @@ class Shadow(nn.Module):
     @torch.no_grad()
     def gather(self) -> None:
         """Add the gradients of the cast matrices to those of the trained ones; call it after every backward pass."""
-        for master, low in self._pairs:
-            if low.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = low.grad.to(master.dtype)
-            else:
-                master.grad.add_(low.grad)
+        came = [(master, low.grad) for master, low in self._pairs if low.grad is not None]
+        fresh = [(master, grad) for master, grad in came if master.grad is None]
+        more = [(master.grad, grad) for master, grad in came if master.grad is not None]
+        # All of them in a few kernels, where one for each would be hundreds.
+        if fresh:
+            made = [torch.empty_like(master) for master, _ in fresh]
+            torch._foreach_copy_(made, [grad for _, grad in fresh])
+            for (master, _), grad in zip(fresh, made, strict=True):
+                master.grad = grad
+        if more:
+            torch._foreach_add_([total for total, _ in more], [grad for _, grad in more])
+        for _, low in self._pairs:
             low.grad = None
 
     @torch.no_grad()

@@ -53,6 +53,13 @@ def test_bf16(changes: dict[str, Any], activation: str, exact_gelu: bool) -> Non
     assert torch.equal(fast(pictures), found)
 
 
+def test_exact_gelu_inside_a_product() -> None:
+    model, pictures, exact = given()
+    with torch.inference_mode():
+        found = FastModel(model, Numbers(exact=True, fused=True))(pictures)
+    assert error(found, exact) < 2 * plain_error(model, pictures, exact)
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_graphs_give_the_same_bits(batch: int) -> None:
     model, pictures, _ = given(batch)
@@ -67,11 +74,12 @@ def test_graphs_give_the_same_bits(batch: int) -> None:
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])
 @pytest.mark.parametrize("low", [("qkv", "fc1", "fc2"), PRODUCTS], ids=len)
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool) -> None:
     """On the GPU as by plain torch on the CPU, but for the order of sums and the rounding of bf16."""
     model, pictures, exact = given(pool=pool)
     scales = calibrate(model, pictures)
-    numbers = Numbers(scales=scales, low=frozenset(low), weight_scales=weight_scales)
+    numbers = Numbers(scales=scales, low=frozenset(low), weight_scales=weight_scales, fused=fused)
     with torch.inference_mode():
         found = FastModel(model, numbers)(pictures)
         by_hand = FastModel(model.cpu(), numbers)(pictures.cpu())

@@ -42,6 +42,8 @@ class Numbers:
     low: frozenset[str] = LOW
     """Which of a block's products are in fp8."""
     weight_scales: WeightScales = "tensor"
+    fused: bool = False
+    """Let Triton multiply where an activation could not be part of the product otherwise, on a CUDA device."""
 
 
 def can_fold(config: ViTConfig) -> bool:
@@ -148,11 +150,13 @@ class FastBlock(nn.Module):
         return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width)
 
     def _activated(self, h: Tensor) -> Tensor:
-        scale = _scale(self.fc2)
-        if isinstance(self.fc1, Product) and scale is None:
-            tanh = self.form == "gelu" and not self.numbers.exact
-            return self.fc1.activated(h, "gelu_tanh" if tanh else self.form)
-        return activate(self.fc1(h), self.form, scale=scale)
+        scale, fused = _scale(self.fc2), self.numbers.fused
+        if isinstance(self.fc1, Fp8Product):
+            return self.fc1.activated(h, self.form, scale, fused=fused)
+        if scale is not None:
+            return activate(self.fc1(h), self.form, scale=scale)
+        tanh = self.form == "gelu" and not self.numbers.exact
+        return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=fused and self.numbers.exact)
 
     def _product(self, name: str, folded: Affine) -> Product | Fp8Product:
         """Make a product. Behind the one token that is read there are too few rows for fp8 to pay."""

@@ -31,11 +31,15 @@ class Product(nn.Module):
         """Map (M, inputs) to (M, outputs)."""
         return F.linear(x, self.weight, self.bias)
 
-    def activated(self, x: Tensor, form: Form) -> Tensor:
+    def activated(self, x: Tensor, form: Form, *, fused: bool = False) -> Tensor:
         """Return the product, activated: by cuBLASLt while it makes it, where it can.
 
-        Its GELU is the tanh form; `gelu` itself takes a pass of its own.
+        Its GELU is the tanh form; `gelu` itself takes a pass of its own, or with `fused` a product by Triton.
         """
+        if x.is_cuda and fused:
+            from vitrail.acceleration.cuda.kernels import multiply
+
+            return multiply(x, self.weight, self.bias, form)
         if x.is_cuda and form in ("gelu_tanh", "relu"):
             # A private name, but the only way torch offers to this epilogue.
             return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=form == "gelu_tanh")
@@ -62,6 +66,7 @@ class Fp8Product(nn.Module):
         largest = folded.weight.abs().amax(dim=1, keepdim=True) if self.by_row else folded.weight.abs().max()
         scale = (largest / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny).float()
         self.register_buffer("weight", to_fp8(folded.weight.float(), scale).contiguous(), persistent=False)
+        self.sum_scale = 0.0 if self.by_row else float(scale) * input_scale
         self.register_buffer("weight_scale", scale.t().contiguous() if self.by_row else scale, persistent=False)
         self.register_buffer("bias", folded.bias.to(dtype).contiguous(), persistent=False)
         self.register_buffer("input_scale", scale.new_tensor(input_scale), persistent=False)
@@ -77,6 +82,14 @@ class Fp8Product(nn.Module):
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         sums = x.to(wide) @ self.weight.to(wide).t()
         return (sums * (self.input_scale * self.weight_scale) + self.bias.to(wide)).to(self.dtype)
+
+    def activated(self, x: Tensor, form: Form, scale: float | None, *, fused: bool = False) -> Tensor:
+        """Return the product, activated and, with a scale, in fp8: in a pass behind it, or with `fused` by Triton."""
+        if x.is_cuda and fused and not self.by_row:
+            from vitrail.acceleration.cuda.kernels import multiply
+
+            return multiply(x, self.weight, self.bias, form, sum_scale=self.sum_scale, scale=scale)
+        return activate(self(x), form, scale=scale)
 
 
 def can_take_fp8(*sizes: int) -> bool:
