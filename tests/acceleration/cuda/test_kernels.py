@@ -7,10 +7,14 @@ import os
 
 import pytest
 import torch
+from tests.acceleration.tiny import bundle, pixels
 from tests.peers import relative_error
 from torch import Tensor
 
-from vitrail.acceleration.cuda import passes
+from vitrail.acceleration.cuda import encoder, passes, products
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.cuda.passes import FP8, FP8_MAX, Form
 
 ON_GPU = torch.cuda.is_available()
@@ -121,6 +125,25 @@ def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
     assert relative_error(found.cpu().double(), expected) < TOLERANCE[dtype]
     low = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, scale=0.1, tiling=tiling)
     assert same_but_for_one_step(low, passes.to_fp8(expected.float(), 0.1))
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("low", [False, True])
+def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for the products: the same rows go in and out."""
+    made = bundle("plain", width=32, heads=2, depth=3, pool=pool)
+    pictures = made.preprocess.normalise(pixels(3))
+    scales = calibrate(made.model, pictures) if low else None
+    fast = FastModel(made.model, Numbers(torch.float32, exact=True, scales=scales))
+    with torch.inference_mode():
+        expected = fast(pictures)
+        for module in (encoder, products):
+            monkeypatch.setattr(module, "activate", kernels.activate)
+        monkeypatch.setattr(encoder, "norm", kernels.norm)
+        found = fast(pictures)
+    # In fp8 the interpreter loses half of every number that is rounded up to a power of two.
+    assert relative_error(found, expected) < (0.3 if low else 1e-5)
 
 
 @pytest.mark.gpu

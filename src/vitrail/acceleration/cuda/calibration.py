@@ -21,7 +21,6 @@ def calibrate(model: ViT, pictures: Tensor | Iterable[Tensor], *, margin: float 
 
     `pictures` is a normalised batch (B, C, H, W), or several; they should look like those to be answered later.
     """
-
     on_cuda = next(model.parameters()).is_cuda
     watched = FastModel(model, Numbers(torch.bfloat16 if on_cuda else next(model.parameters()).dtype, exact=True))
     record: dict[str, Tensor] = {}
