@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING
 from vitrail._version import __version__
 
 if TYPE_CHECKING:
-    from vitrail.api import convert, create, describe, embed, explain, export, load, probe, report, sweep, train
+    from vitrail.api import (
+        accelerate,
+        convert,
+        create,
+        describe,
+        embed,
+        explain,
+        export,
+        load,
+        probe,
+        report,
+        sweep,
+        train,
+    )
     from vitrail.checkpoints.bundle import Bundle
     from vitrail.data.preprocess import Preprocess
     from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError, VitrailError
@@ -34,6 +47,7 @@ __all__ = [
     "ViTConfig",
     "VitrailError",
     "__version__",
+    "accelerate",
     "convert",
     "create",
     "describe",
@@ -52,6 +66,7 @@ _HOME = {
     "Bundle": "vitrail.checkpoints.bundle",
     "Preprocess": "vitrail.data.preprocess",
     "Classifier": "vitrail.inference.classifier",
+    "accelerate": "vitrail.api",
     "convert": "vitrail.api",
     "embed": "vitrail.api",
     "explain": "vitrail.api",

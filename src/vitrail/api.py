@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from vitrail.acceleration.accelerate import accelerate
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load
@@ -39,6 +40,7 @@ __all__ = [
     "Probed",
     "Run",
     "Sweep",
+    "accelerate",
     "convert",
     "create",
     "describe",

@@ -9,7 +9,8 @@ from tests.acceleration.tiny import CPU, KINDS, bundle, eager, pixels
 from tests.peers import relative_error
 
 from vitrail import Bundle
-from vitrail.acceleration.engine import cast_once, open_engine
+from vitrail.acceleration.casting import cast_once
+from vitrail.acceleration.engine import open_engine
 from vitrail.errors import ConfigError
 from vitrail.runtime import autocast
 

@@ -5,12 +5,14 @@
 An engine normalises the pixels itself, so that what it is given is what `Preprocess.fit` makes of a picture.
 """
 
-import copy
 from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.acceleration.casting import cast_matrices, cast_once
+from vitrail.acceleration.cuda.encoder import Numbers, can_fold
+from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.lanes import Lanes
 from vitrail.acceleration.packed import can_pack, pack
 from vitrail.data.preprocess import Preprocess
@@ -19,6 +21,8 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 
 Kind = Literal["torch", "onnx", "openvino"]
+FAST_ON_CUDA = False
+"""Whether bf16 on a CUDA device takes the fast encoder. Off until its speed has been measured (docs/lab/gpu.md)."""
 
 
 class Engine(Protocol):
@@ -87,27 +91,11 @@ def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
         raise ConfigError(f"{runtime} computes on the CPU here, not on {device}; use --device cpu, or the engine torch")
 
 
-def made_ready(model: ViT, precision: Precision) -> ViT:
+def made_ready(model: ViT, precision: Precision) -> nn.Module:
     """Return a model that answers under autocast as this one does, sooner."""
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    if precision == "bf16" and on_cpu and can_pack(model, torch.bfloat16):
-        return _cast(pack(model, torch.bfloat16), torch.bfloat16)
+    kind = next(model.parameters()).device.type
+    if precision == "bf16" and FAST_ON_CUDA and kind == "cuda" and can_fold(model.config):
+        return FastModel(model, Numbers())
+    if precision == "bf16" and kind == "cpu" and can_pack(model, torch.bfloat16):
+        return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
     return cast_once(model, precision)
-
-
-def cast_once(model: ViT, precision: Precision) -> ViT:
-    """Return a copy whose matrices are in `precision` already; autocast would cast them anew for every batch.
-
-    The numbers are the same, bit for bit: what autocast leaves in float32 (norms, positions, the hybrids' standardised
-    kernels) stays so.
-    """
-    if precision == "float32":
-        return model
-    return _cast(copy.deepcopy(model), torch.bfloat16 if precision == "bf16" else torch.float16)
-
-
-def _cast(model: ViT, dtype: torch.dtype) -> ViT:
-    for module in model.modules():
-        if type(module) in (nn.Linear, nn.Conv2d):
-            module.to(dtype)
-    return model

@@ -1,0 +1,603 @@
+"""Speed and memory on a GPU: ours against timm, torchvision and transformers, each in its best mode, in one run.
+
+    python benchmarks/gpu.py --json gpu.json                                    everything, some minutes a row
+    python benchmarks/gpu.py --only inference:B/16 training:B/16 --seconds 4    two rows
+    python benchmarks/gpu.py --lab                                              every means by itself, with predictions
+    python benchmarks/gpu.py --profile B/16                                     where the time goes
+    python benchmarks/gpu.py --curve 500                                        does the fast training path learn alike?
+    python benchmarks/gpu.py --device cpu --sizes Ti/16 --batch 2 --seconds 0   does this program run?
+
+A row is a task and a size. All contestants of a row are made first, then timed in turns, so that a card that slows down
+slows all; the median of the turns counts. After every contestant a line is printed, after every row the table so far,
+and the JSON file is written anew: a run that is cut off leaves what it has. Peers that are not installed are left out
+by name; `--carried FOLDER` unpacks wheels from there first. Inputs are the same for all of a row: bf16 pictures on the
+device. Peers get bf16 weights for inference, autocast for training, and torch.compile for both.
+
+    img/s     pictures a second
+    of card   share of the rate at which the card itself multiplies large bf16 matrices, measured at the start; counted
+              are the operations of the whole model (a training step is three forward passes), also where some are saved
+    peak      MiB: weights, optimiser, and what a step takes; not known where a graph is replayed
+    first     seconds of the first step, compilation included
+    error     of the logits beside the same model in float64, as the norm of the difference over the norm
+    top-1     share of pictures with the first answer of the same model in float64 (means little for random weights)
+"""
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import gc
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# A script's own folder is on the path, the repository's root is not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.gpu_lab import card_rates, run_lab, timed
+from tests.peers import import_peer, scramble
+
+import vitrail
+from vitrail.acceleration.accelerate import Accelerated
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.shadow import Shadow
+from vitrail.acceleration.shortcut import Shortcut, can_shorten
+from vitrail.models.config import ViTConfig
+from vitrail.models.cost import cost
+from vitrail.models.variants import variant_config
+from vitrail.models.vit import ViT
+
+SIZES = ("B/16", "L/16", "S/16", "Ti/16", "B/16@384")
+TASKS = ("inference", "training")
+BATCH = {"inference": 512, "training": 256}
+SMALLER = {"L/16": 2, "B/16@384": 2}
+"""Sizes whose batches are this many times smaller."""
+ROUNDS = 7
+JUDGED = 16
+"""Pictures whose logits are compared with float64."""
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Row:
+    """A task and a size, and what every contestant of it gets."""
+
+    task: str
+    size: str
+    config: ViTConfig
+    pictures: Tensor
+    labels: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pictures are."""
+        return self.pictures.device
+
+
+@dataclass
+class Ready:
+    """A contestant, made."""
+
+    step: Callable[[], object]
+    logits: Callable[[Tensor], Tensor]
+    held: int
+    """Bytes of weights and, when training, of the optimiser."""
+    replayed: bool = False
+
+
+@dataclass
+class Result:
+    """What became of a contestant."""
+
+    task: str
+    size: str
+    batch: int
+    name: str
+    images_per_second: float
+    slowest: float
+    fastest: float
+    share_of_card: float
+    peak_mib: float | None
+    first_seconds: float
+    error: float | None
+    same_top1: float | None
+
+
+Maker = Callable[[Row], Ready]
+
+
+# ── models ──
+
+
+def ours(row: Row, weights: ViT | None) -> ViT:
+    """Return our model with the row's weights: those given, or random ones, the same every time."""
+    if weights is not None:
+        given = copy.deepcopy(weights)
+        given.resize(row.config.image_size)
+        return given
+    model = ViT(row.config)
+    scramble(model)
+    return model
+
+
+def of_timm(row: Row, weights: ViT | None) -> nn.Module:
+    config = row.config
+    model = import_peer("timm.models.vision_transformer").VisionTransformer(
+        img_size=config.image_size, patch_size=config.patch_size, embed_dim=config.width, depth=config.depth,
+        num_heads=config.heads, num_classes=config.classes,
+    )  # fmt: skip
+    model.load_state_dict(ours(row, weights).state_dict())
+    return cast("nn.Module", model)
+
+
+def of_torchvision(row: Row, _: ViT | None) -> nn.Module:
+    config = row.config
+    model = import_peer("torchvision.models.vision_transformer").VisionTransformer(
+        image_size=config.image_size[0], patch_size=config.patch_size[0], num_layers=config.depth,
+        num_heads=config.heads, hidden_dim=config.width, mlp_dim=config.mlp_hidden, num_classes=config.classes,
+    )  # fmt: skip
+    return scramble(model)
+
+
+class LogitsOnly(nn.Module):
+    """A model of transformers that returns a tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        return cast("Tensor", self.model(x).logits)
+
+
+def of_transformers(row: Row, _: ViT | None) -> nn.Module:
+    config, peer = row.config, import_peer("transformers")
+    settings = peer.ViTConfig(
+        hidden_size=config.width, num_hidden_layers=config.depth, num_attention_heads=config.heads,
+        intermediate_size=config.mlp_hidden, image_size=config.image_size[0], patch_size=config.patch_size[0],
+        num_labels=config.classes, layer_norm_eps=config.norm_eps, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LogitsOnly(scramble(peer.ViTForImageClassification(settings)))
+
+
+PEERS: dict[str, Callable[[Row, ViT | None], nn.Module]] = {
+    "timm": of_timm,
+    "torchvision": of_torchvision,
+    "transformers": of_transformers,
+}
+
+
+# ── contestants ──
+
+
+def compiled(model: nn.Module, device: torch.device, mode: str | None = None) -> Callable[[Tensor], Tensor]:
+    """Compile a model; on a CPU without making code, which would take longer than all else."""
+    if device.type == "cpu":
+        return cast("Callable[[Tensor], Tensor]", torch.compile(model, backend="aot_eager", dynamic=False))
+    return cast("Callable[[Tensor], Tensor]", torch.compile(model, mode=mode, dynamic=False))
+
+
+def answering(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
+    """Make a plain model ready: bf16 weights, compiled."""
+    model = model.to(row.device, BF16).eval().requires_grad_(False)
+    call = compiled(model, row.device, mode)
+
+    def logits(pictures: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return call(pictures)
+
+    return Ready(lambda: logits(row.pictures), logits, held(model))
+
+
+def fast(row: Row, model: ViT, numbers: Numbers, *, graphs: bool = False) -> Ready:
+    """Make what `vitrail.accelerate` makes on a CUDA device, on any."""
+    call = Accelerated(FastModel(model.to(row.device), numbers), row.device, graphs=graphs)
+    return Ready(lambda: call(row.pictures), call, held(call.model), replayed=graphs)
+
+
+def low(row: Row, model: ViT, **changes: Any) -> Numbers:
+    """Return fp8 numbers whose scales come from some of the row's pictures."""
+    model.to(row.device)
+    return Numbers(scales=calibrate(model, row.pictures[:64].to(next(model.parameters()).dtype)), **changes)
+
+
+def learning(
+    row: Row, trained: nn.Module, forward: nn.Module, after_backward: Callable[[], None], after_step: Callable[[], None]
+) -> Ready:
+    """Make a training step: autocast, cross-entropy, fused AdamW."""
+    call = compiled(forward.to(row.device).train(), row.device)
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-4, weight_decay=0.05, fused=True)
+
+    def logits(pictures: Tensor) -> Tensor:
+        with torch.autocast(row.device.type, BF16):
+            return call(pictures)
+
+    def step() -> Tensor:
+        loss = F.cross_entropy(logits(row.pictures).float(), row.labels)
+        loss.backward()
+        after_backward()
+        optimizer.step()
+        after_step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    # AdamW keeps two numbers for each parameter.
+    return Ready(step, logits, held(forward) + 2 * held(trained))
+
+
+def learning_plainly(row: Row, model: nn.Module) -> Ready:
+    model = model.to(row.device)
+    return learning(row, model, model, nothing, nothing)
+
+
+def learning_shortly(row: Row, model: ViT, *, shadowed: bool) -> Ready:
+    """Make our own training path: the last block for one token, and bf16 matrices beside the trained ones."""
+    model = model.to(row.device).train()
+    if not shadowed:
+        return learning(row, model, Shortcut(model) if can_shorten(row.config) else model, nothing, nothing)
+    shadow = Shadow(model, BF16)
+    forward = Shortcut(shadow.model) if can_shorten(row.config) else shadow
+    return learning(row, model, forward, shadow.gather, shadow.refresh)
+
+
+def nothing() -> None:
+    pass
+
+
+def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, dict[str, Maker]]:
+    """Return who takes part in which task, in the order they are made: the ones that matter most come first."""
+
+    def peer(name: str, mode: str | None = None) -> Maker:
+        return lambda row: answering(row, PEERS[name](row, weights), mode)
+
+    inference: dict[str, Maker] = {
+        "vitrail bf16": lambda row: fast(row, ours(row, weights), Numbers()),
+        "timm compile": peer("timm"),
+        "vitrail fp8": lambda row: fast(row, model := ours(row, weights), low(row, model)),
+        "vitrail bf16 exact": lambda row: fast(row, ours(row, weights), Numbers(exact=True)),
+        "vitrail bf16 graphs": lambda row: fast(row, ours(row, weights), Numbers(), graphs=True),
+        "vitrail fp8 graphs": lambda row: fast(row, model := ours(row, weights), low(row, model), graphs=True),
+        "vitrail fp8 all": lambda row: fast(row, model := ours(row, weights), low(row, model, low=frozenset(PRODUCTS))),
+        "vitrail fp8 fused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=True)),
+        "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), Numbers(exact=True, fused=True)),
+        "vitrail fp8 rows": lambda row: fast(row, model := ours(row, weights), low(row, model, weight_scales="row")),
+        "vitrail compile": lambda row: answering(row, ours(row, weights)),
+        "torchvision compile": peer("torchvision"),
+        "transformers compile": peer("transformers"),
+        "timm max-autotune": peer("timm", "max-autotune-no-cudagraphs"),
+    }
+    training: dict[str, Maker] = {
+        "vitrail short+shadow": lambda row: learning_shortly(row, ours(row, weights), shadowed=True),
+        "timm compile": lambda row: learning_plainly(row, of_timm(row, weights)),
+        "vitrail short": lambda row: learning_shortly(row, ours(row, weights), shadowed=False),
+        "vitrail compile": lambda row: learning_plainly(row, ours(row, weights)),
+        "torchvision compile": lambda row: learning_plainly(row, of_torchvision(row, weights)),
+        "transformers compile": lambda row: learning_plainly(row, of_transformers(row, weights)),
+    }
+    chosen = {"inference": inference, "training": training}
+    return {
+        task: {name: maker for name, maker in makers.items() if any(part in name for part in options.contestants)}
+        for task, makers in chosen.items()
+    }
+
+
+# ── measuring ──
+
+
+def held(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()})
+
+
+def measure(row: Row, makers: dict[str, Maker], options: argparse.Namespace, rate: float) -> Iterator[Result]:
+    """Make every contestant of a row, then time them in turns."""
+    ready: dict[str, Ready] = {}
+    first: dict[str, float] = {}
+    judged: dict[str, tuple[float | None, float | None]] = {}
+    for name, make in makers.items():
+        if time.perf_counter() > options.deadline:
+            print(f"  {name}: left out, no time is left", flush=True)
+            continue
+        try:
+            start = time.perf_counter()
+            made = make(row)
+            synchronise(row.device)
+            built = time.perf_counter()
+            made.step()
+            synchronise(row.device)
+            first[name] = time.perf_counter() - built
+            judged[name] = judge(row, name, made, options.weights_model)
+            once = timed(made.step, 2, row.device)
+            ready[name] = made
+            print(
+                f"  {name}: made in {built - start:.1f} s, first step {first[name]:.1f} s, then"
+                f" {len(row.pictures) / once:,.0f} img/s; error {show(judged[name][0], '.1e')}",
+                flush=True,
+            )
+        except Exception as error:  # whatever a peer or a kernel does wrong must not end the run
+            print(f"  {name}: left out, {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+    times = take_turns(row, ready, options.seconds)
+    flops = cost(row.config).flops * (3 if row.task == "training" else 1)
+    for name, made in ready.items():
+        count, middle = len(row.pictures), statistics.median(times[name])
+        yield Result(
+            row.task, row.size, count, name, count / middle, count / max(times[name]), count / min(times[name]),
+            flops * count / middle / rate, peak(row, made), first[name], *judged[name],
+        )  # fmt: skip
+
+
+def take_turns(row: Row, ready: dict[str, Ready], seconds: float) -> dict[str, list[float]]:
+    """Return the seconds of a step, several times for each, forwards and backwards in turn."""
+    steps = {name: max(1, int(seconds / ROUNDS / timed(made.step, 1, row.device))) for name, made in ready.items()}
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    for number in range(ROUNDS):
+        for name in list(ready) if number % 2 == 0 else list(reversed(ready)):
+            times[name].append(timed(ready[name].step, steps[name], row.device))
+    return times
+
+
+def judge(row: Row, name: str, made: Ready, weights: ViT | None) -> tuple[float | None, float | None]:
+    """Return how far the logits are from float64's, and how often the first answer is the same.
+
+    Training contestants have taken a step by now, so that their weights are their own; they are judged by tests.
+    """
+    if row.task == "training":
+        return None, None
+    model: nn.Module = ours(row, weights) if name.startswith("vitrail") else PEERS[name.split()[0]](row, weights)
+    with torch.inference_mode():
+        exact = model.to(row.device).double().eval()(row.pictures[:JUDGED].double())
+    # The whole batch, so that nothing is compiled again.
+    found = made.logits(row.pictures)[:JUDGED].double()
+    same = (found.argmax(dim=-1) == exact.argmax(dim=-1)).double().mean()
+    return float((found - exact).norm() / exact.norm()), float(same)
+
+
+def peak(row: Row, made: Ready) -> float | None:
+    """Return the peak of one step in MiB: what the contestant holds, and what the step adds to what was there."""
+    if row.device.type != "cuda" or made.replayed:
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    made.step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before + made.held) / 2**20
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# ── what is printed ──
+
+HEADER = (
+    f"{'task':9} {'size':8} {'batch':>5} {'contestant':21} {'img/s':>8} {'to timm':>7} {'of card':>7} {'peak':>7}"
+    f" {'first':>6} {'error':>7} {'top-1':>6}"
+)
+
+
+def show(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def line(result: Result, results: list[Result]) -> str:
+    timm = [
+        r.images_per_second
+        for r in results
+        if (r.task, r.size) == (result.task, result.size) and r.name.startswith("timm")
+    ]
+    ratio = result.images_per_second / max(timm) if timm else None
+    return (
+        f"{result.task:9} {result.size:8} {result.batch:5} {result.name:21} {result.images_per_second:8,.0f}"
+        f" {show(ratio, '.2f'):>7} {result.share_of_card:7.2f} {show(result.peak_mib, ',.0f'):>7}"
+        f" {result.first_seconds:6.1f} {show(result.error, '.1e'):>7} {show(result.same_top1, '.3f'):>6}"
+    )
+
+
+def keep(record: dict[str, Any], results: list[Result], path: Path | None) -> None:
+    """Print the table so far, and write everything to the file."""
+    print(f"\n{HEADER}")
+    for result in results:
+        print(line(result, results))
+    print(flush=True)
+    record["results"] = [dataclasses.asdict(result) for result in results]
+    write(record, path)
+
+
+def write(record: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+# ── other questions ──
+
+
+def profile(row: Row, makers: dict[str, Maker]) -> None:
+    """Print which kernels a few steps of our contestants spend their time in."""
+    from torch.profiler import ProfilerActivity
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if row.device.type == "cuda" else [])
+    for name, make in makers.items():
+        if not name.startswith("vitrail"):
+            continue
+        made = make(row)
+        for _ in range(3):
+            made.step()
+        synchronise(row.device)
+        with torch.profiler.profile(activities=activities) as found:
+            for _ in range(3):
+                made.step()
+            synchronise(row.device)
+        by = "self_cuda_time_total" if row.device.type == "cuda" else "self_cpu_time_total"
+        print(f"\n{row.task} {row.size}, {name}, three steps")
+        print(found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=70), flush=True)
+
+
+def curve(row: Row, steps: int) -> list[dict[str, float]]:
+    """Train plainly and by our fast path from the same weights, and print both losses.
+
+    Pictures of a class have a pattern of their own under noise. A second plain run with the batches in another order
+    shows how far two runs may lie apart.
+    """
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randn(row.config.classes, *row.pictures.shape[1:], generator=generator, dtype=BF16)
+    labels = torch.randint(min(100, row.config.classes), (16, len(row.labels)), generator=generator)
+    losses: dict[str, list[float]] = {}
+    start = ViT(row.config)
+    for name in ("plain", "other order", "fast"):
+        model = copy.deepcopy(start)
+        made = learning_shortly(row, model, shadowed=True) if name == "fast" else learning_plainly(row, model)
+        losses[name] = []
+        for number in range(steps):
+            which = labels[(number * (7 if name == "other order" else 1)) % len(labels)]
+            row.labels.copy_(which)
+            row.pictures.copy_(0.3 * patterns[which])
+            row.pictures.add_(torch.randn_like(row.pictures))
+            losses[name].append(float(cast("Tensor", made.step())))
+    found = []
+    for number in range(0, steps, max(1, steps // 10)):
+        near = slice(number, number + max(1, steps // 10))
+        point = {"step": float(number), **{name: statistics.fmean(values[near]) for name, values in losses.items()}}
+        print("  ".join(f"{name} {value:.4f}" for name, value in point.items()), flush=True)
+        found.append(point)
+    return found
+
+
+# ── the run ──
+
+
+def make_row(task: str, size: str, options: argparse.Namespace) -> Row:
+    """Return pictures and labels for a size, the same every time."""
+    name, _, pixels = size.partition("@")
+    config = options.weights_model.config if options.weights_model is not None else variant_config(name)
+    if pixels:
+        config = config.replace(image_size=(int(pixels), int(pixels)))
+    batch = options.batch or BATCH[task] // SMALLER.get(size, 1)
+    generator = torch.Generator().manual_seed(0)
+    if options.pictures is not None:
+        given = torch.from_numpy(np.load(options.pictures))[:batch]
+        pictures = options.preprocess.normalise(given)
+    else:
+        pictures = torch.randn(batch, config.channels, *config.image_size, generator=generator)
+    labels = torch.randint(config.classes, (len(pictures),), generator=generator)
+    return Row(task, size, config, pictures.to(options.device, BF16), labels.to(options.device))
+
+
+def rows(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    for size in options.sizes:
+        for task in options.tasks:
+            if not options.only or f"{task}:{size}" in options.only:
+                yield task, size
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    versions = {}
+    for name in ("timm", "torchvision", "transformers", "triton"):
+        with contextlib.suppress(ImportError):
+            versions[name] = import_peer(name).__version__
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **versions,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+    }
+
+
+def unpack(folder: Path) -> None:
+    """Make the wheels of a folder importable, behind what is installed."""
+    where = tempfile.mkdtemp()
+    for wheel in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(where)
+    sys.path.append(where)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare our speed on a GPU with the other libraries'.")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="such as B/16 or B/16@384")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--only", nargs="+", default=[], help="rows, such as inference:B/16")
+    parser.add_argument("--contestants", nargs="+", default=[""], help="parts of names, such as timm 'vitrail bf16'")
+    parser.add_argument("--batch", type=int, help=f"pictures a step (default: {BATCH}, fewer for large models)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of timing for each contestant of a row")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further contestant is made")
+    parser.add_argument(
+        "--weights", help="a trained model of ours, for a meaningful error: anything vitrail.load opens"
+    )
+    parser.add_argument("--pictures", type=Path, help="an .npy file of uint8 pictures (N, C, H, W) to go with it")
+    parser.add_argument("--carried", type=Path, help="a folder of wheels of peers that are not installed")
+    parser.add_argument("--json", type=Path, help="also write the results to this file, after every row")
+    parser.add_argument(
+        "--lab", action="store_true", help="time every means by itself, at the shapes of the first size"
+    )
+    parser.add_argument("--profile", help="a size: print where the time goes")
+    parser.add_argument("--curve", type=int, help="train for so many steps, plainly and by the fast path")
+    options = parser.parse_args()
+    options.device = torch.device(options.device)
+    options.deadline = time.perf_counter() + options.limit
+    options.weights_model = options.preprocess = None
+    if options.weights:
+        bundle = vitrail.load(options.weights)
+        options.weights_model, options.preprocess = bundle.model.eval(), bundle.preprocess
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.carried:
+        unpack(options.carried)
+    # Models of one library share their code; each counts as compiled again.
+    torch._dynamo.config.recompile_limit = 64
+    record: dict[str, Any] = {"environment": environment(options.device)}
+    print(", ".join(f"{key} {value}" for key, value in record["environment"].items()), flush=True)
+    record["card"] = rates = card_rates(options.device)
+    print(", ".join(f"{name} {value:,.1f}" for name, value in rates.items()), flush=True)
+    makers = contestants(options, options.weights_model)
+    if options.lab:
+        batch = options.batch or BATCH["inference"]
+        config = variant_config(options.sizes[0].partition("@")[0])
+        for entry in run_lab(config, batch, options.device, rates):
+            record.setdefault("lab", []).append(entry)
+            write(record, options.json)
+        return
+    if options.profile:
+        for task in options.tasks:
+            profile(make_row(task, options.profile, options), makers[task])
+        return
+    if options.curve:
+        record["curve"] = curve(make_row("training", options.sizes[0], options), options.curve)
+        write(record, options.json)
+        return
+    results: list[Result] = []
+    for task, size in rows(options):
+        row = make_row(task, size, options)
+        print(f"{task} {size}, batch {len(row.pictures)}", flush=True)
+        if task == "inference" and not (can_fold(row.config) and can_quantise(row.config)):
+            print("  not a model that the fast encoder knows", flush=True)
+        results += measure(row, makers[task], options, rates["bf16 TFLOP/s"] * 1e12)
+        keep(record, results, options.json)
+        torch.compiler.reset()
+        gc.collect()
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""Every means of the fast encoder by itself, with what was predicted beside what came out; `benchmarks/gpu.py --lab`.
+
+A prediction is the larger of two times: bytes moved over the card's copy rate, which is measured when a run starts, and
+operations over the rate that products of these shapes were seen at before (docs/lab/gpu.md).
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tests.peers import scramble
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vitrail.acceleration.accelerate import Accelerated
+from vitrail.acceleration.cuda import passes
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import PRODUCTS, FastEncoder, Numbers
+from vitrail.acceleration.cuda.folding import Affine
+from vitrail.acceleration.cuda.model import FastModel, PatchStem
+from vitrail.acceleration.cuda.products import Fp8Product, Product
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+BF16 = torch.bfloat16
+SEEN = {"bf16": 584e12, "fp8": 990e12}
+"""Operations a second at a ViT's shapes: the middle of what was measured before (532 to 635, and 808 to 1,172)."""
+ATTENTION = {"cudnn": 0.37, "flash": 0.48, "efficient": 0.84}
+"""Milliseconds of one layer's attention, B/16, 512 pictures, as measured before."""
+
+
+class Candidate(NamedTuple):
+    """One thing to time."""
+
+    name: str
+    run: Callable[[], object]
+    moved: float = 0.0
+    """Bytes."""
+    flops: float = 0.0
+    kind: str = "bf16"
+    predicted: float | None = None
+    """Milliseconds, where a prediction comes from elsewhere."""
+
+
+def timed(run: Callable[[], object], steps: int, device: torch.device) -> float:
+    """Return the seconds of one call, averaged over some."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(steps):
+            run()
+        return (time.perf_counter() - start) / steps
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(steps):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / steps
+
+
+def median_time(run: Callable[[], object], device: torch.device) -> float:
+    """Warm up, then return the median of some timings."""
+    for _ in range(3 if device.type == "cuda" else 1):
+        run()
+    steps = max(1, min(50, int(0.02 / max(timed(run, 1, device), 1e-6))))
+    return statistics.median(timed(run, steps, device) for _ in range(7 if device.type == "cuda" else 2))
+
+
+def card_rates(device: torch.device) -> dict[str, float]:
+    """Measure how fast the device multiplies and copies, on random numbers."""
+    side = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(side, side, device=device, dtype=BF16) for _ in range(2))
+    for _ in range(20 if device.type == "cuda" else 1):  # long enough to reach the clock that it keeps up
+        a @ b
+    rates = {"bf16 TFLOP/s": 2 * side**3 / median_time(lambda: a @ b, device) / 1e12}
+    source = torch.randn(2**30 if device.type == "cuda" else 2**16, device=device)
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * source.element_size()
+    rates["copy GB/s"] = moved / median_time(lambda: target.copy_(source), device) / 1e9
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        one = torch.ones((), device=device)
+        a8, b8 = passes.to_fp8(a.float(), 0.01), passes.to_fp8(b.float(), 0.01)
+
+        def product() -> Tensor:
+            return torch._scaled_mm(a8, b8.t(), one, one, out_dtype=BF16, use_fast_accum=True)
+
+        rates["fp8 TFLOP/s"] = 2 * side**3 / median_time(product, device) / 1e12
+    return rates
+
+
+def run_lab(
+    config: ViTConfig, batch: int, device: torch.device, rates: dict[str, float]
+) -> Iterator[dict[str, float | str | None]]:
+    """Time every candidate; print each as soon as it is known."""
+    print(f"\n{'candidate':44} {'predicted ms':>12} {'found ms':>9} {'GB/s':>7} {'TFLOP/s':>8}")
+    for make in (row_passes, activations, bf16_products, fp8_products, attentions, stems, copies, whole_models):
+        try:
+            for candidate in make(config, batch, device):
+                yield measure(candidate, device, rates)
+        except Exception as error:  # what one group does wrong must not cost the others
+            print(f"{make.__name__}: left out from here, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure(candidate: Candidate, device: torch.device, rates: dict[str, float]) -> dict[str, float | str | None]:
+    predicted = candidate.predicted
+    if predicted is None and (candidate.moved or candidate.flops):
+        by_bytes = candidate.moved / (rates["copy GB/s"] * 1e9)
+        predicted = 1e3 * max(by_bytes, candidate.flops / SEEN[candidate.kind])
+    try:
+        seconds = median_time(candidate.run, device)
+    except Exception as error:
+        print(f"{candidate.name:44} left out, {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+        return {"name": candidate.name, "predicted_ms": predicted, "found_ms": None, "why": str(error)[:500]}
+    print(
+        f"{candidate.name:44} {'-' if predicted is None else format(predicted, '.3f'):>12} {seconds * 1e3:9.3f}"
+        f" {candidate.moved / seconds / 1e9:7,.0f} {candidate.flops / seconds / 1e12:8,.1f}",
+        flush=True,
+    )
+    return {
+        "name": candidate.name,
+        "predicted_ms": predicted,
+        "found_ms": seconds * 1e3,
+        "gigabytes_per_second": candidate.moved / seconds / 1e9,
+        "teraflops": candidate.flops / seconds / 1e12,
+    }
+
+
+def predict(config: ViTConfig, batch: int, copied: float, numbers: Numbers) -> float:
+    """Return the milliseconds predicted for the encoder: its passes and products, one after another.
+
+    `copied` is the copy rate in bytes a second. For models of which the head reads one token.
+    """
+    M, D, H = batch * config.tokens, config.width, config.mlp_hidden
+    flops = {name: 2.0 * M * outputs * inputs for name, (outputs, inputs) in shapes(config).items()}
+    low = numbers.low if numbers.scales is not None else frozenset[str]()
+    products = sum(work / SEEN["fp8" if name in low else "bf16"] for name, work in flops.items())
+    attended = batch * config.heads * config.tokens**2 * config.head_width
+    attention = ATTENTION["cudnn"] / 1e3 * attended / (512 * 12 * 197**2 * 64)
+    # Bytes for each number: read in bf16, a branch read and the stream written where there is one, the result written.
+    first = 2 + (4 if "fc2" in low else 0) + (1 if "qkv" in low else 2)
+    second = 2 + (4 if "proj" in low else 0) + (1 if "fc1" in low else 2)
+    moved = M * D * (first + second + (3 if "proj" in low else 0))
+    if numbers.fused:
+        pass
+    elif low:
+        moved += M * H * (3 if "fc2" in low else 4)
+    elif numbers.exact:
+        moved += M * H * 4
+    block = products + attention + moved / copied
+    # The last one: keys and values, its first norm, and one look at them.
+    last = flops["qkv"] * 2 / 3 / SEEN["fp8" if "qkv" in low else "bf16"] + M * D * (first + 4) / copied
+    return 1e3 * ((config.depth - 1) * block + last)
+
+
+# ── the groups ──
+
+
+def random(*shape: int, device: torch.device, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, backend="inductor" if device.type == "cuda" else "aot_eager")
+
+
+def row_passes(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+    """LayerNorm in all its forms. What goes in and out in bf16 is two bytes a number, in fp8 one."""
+    M, D = batch * config.tokens, config.width
+    x, branch, shift = random(M, D, device=device), random(M, D, device=device), torch.randn(D, device=device)
+    weight, bias = (random(D, device=device) for _ in range(2))
+
+    def usual(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (D,), weight, bias, 1e-6)
+
+    def usual_added(x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + branch
+        return x, F.layer_norm(x, (D,), weight, bias, 1e-6)
+
+    one, two = compiled(usual, device), compiled(usual_added, device)
+    n = float(M * D)
+    yield Candidate("norm, torch", lambda: usual(x), 4 * n)
+    yield Candidate("norm, compiled", lambda: one(x), 4 * n)
+    yield Candidate("norm with shift, kernel", lambda: passes.norm(x, 1e-6, shift=shift), 4 * n)
+    yield Candidate("norm with shift to fp8, kernel", lambda: passes.norm(x, 1e-6, shift=shift, scale=0.01), 3 * n)
+    yield Candidate("add and norm, compiled", lambda: two(x, branch), 8 * n)
+    yield Candidate("add and norm, kernel", lambda: passes.norm(x, 1e-6, branch=branch), 8 * n)
+    yield Candidate("add and norm to fp8, kernel", lambda: passes.norm(x, 1e-6, branch=branch, scale=0.01), 7 * n)
+    yield Candidate("to fp8, kernel", lambda: passes.quantise(x, 0.01), 3 * n)
+
+
+def activations(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+    """GELU as a pass of its own."""
+    x = random(batch * config.tokens, config.mlp_hidden, device=device)
+    n = float(x.numel())
+    exact, tanh = compiled(F.gelu, device), compiled(lambda x: F.gelu(x, approximate="tanh"), device)
+    yield Candidate("gelu, torch", lambda: F.gelu(x), 4 * n)
+    yield Candidate("gelu, compiled", lambda: exact(x), 4 * n)
+    yield Candidate("gelu tanh, compiled", lambda: tanh(x), 4 * n)
+    yield Candidate("gelu, kernel", lambda: passes.activate(x, "gelu"), 4 * n)
+    yield Candidate("gelu tanh, kernel", lambda: passes.activate(x, "gelu_tanh"), 4 * n)
+    yield Candidate("gelu to fp8, kernel", lambda: passes.activate(x, "gelu", scale=0.01), 3 * n)
+    yield Candidate("gelu tanh to fp8, kernel", lambda: passes.activate(x, "gelu_tanh", scale=0.01), 3 * n)
+
+
+def shapes(config: ViTConfig) -> dict[str, tuple[int, int]]:
+    """Return outputs and inputs of a block's four products."""
+    inner = config.heads * config.head_width
+    sizes = ((3 * inner, config.width), (config.width, inner), (config.mlp_hidden, config.width))
+    return dict(zip(PRODUCTS, (*sizes, (config.width, config.mlp_hidden)), strict=True))
+
+
+def weights(outputs: int, inputs: int, device: torch.device) -> Affine:
+    weight = torch.randn(outputs, inputs, device=device, dtype=torch.float64) / inputs**0.5
+    return Affine(weight, torch.randn(outputs, device=device, dtype=torch.float64))
+
+
+def bf16_products(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+    """The four products plainly, and with what follows them in the same kernel."""
+    M = batch * config.tokens
+    for name, (outputs, inputs) in shapes(config).items():
+        product, x = Product(weights(outputs, inputs, device), BF16), random(M, inputs, device=device)
+        flops = 2.0 * M * outputs * inputs
+        yield Candidate(f"{name} bf16", partial(product, x), flops=flops)
+        if name in ("proj", "fc2"):
+            residual = random(M, outputs, device=device)
+            yield Candidate(f"{name} bf16, added to the residual", partial(product.add_to, residual, x), flops=flops)
+        if name == "fc1":
+            activated = partial(product.activated, x)
+            yield Candidate("fc1 bf16, gelu tanh in cuBLASLt", partial(activated, "gelu_tanh"), flops=flops)
+            yield Candidate("fc1 bf16, then gelu, kernel", partial(activated, "gelu"), flops=flops)
+            if device.type == "cuda":
+                from vitrail.acceleration.cuda.kernels import multiply
+
+                multiplied = partial(multiply, x, product.weight, product.bias)
+                yield Candidate("fc1 bf16 with exact gelu, Triton", partial(multiplied, "gelu"), flops=flops)
+                yield Candidate("fc1 bf16, Triton", partial(multiplied, "none"), flops=flops)
+
+
+def fp8_products(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+    """The four products in fp8, with one scale for a matrix or one for each of its rows."""
+    M = batch * config.tokens
+    for name, (outputs, inputs) in shapes(config).items():
+        folded, x = weights(outputs, inputs, device), passes.to_fp8(torch.randn(M, inputs, device=device), 0.01)
+        flops = 2.0 * M * outputs * inputs
+        for scales in ("tensor", "row"):
+            product = Fp8Product(folded, BF16, 0.01, "row" if scales == "row" else "tensor")
+            yield Candidate(f"{name} fp8, by {scales}", partial(product, x), flops=flops, kind="fp8")
+        if name == "fc1" and device.type == "cuda":
+            from vitrail.acceleration.cuda.kernels import multiply
+
+            product = Fp8Product(folded, BF16, 0.01)
+            factor = float(product.input_scale * product.weight_scale)
+            run = partial(multiply, x, product.weight, product.bias, "gelu", sum_scale=factor, scale=0.01)
+            yield Candidate("fc1 fp8 with exact gelu to fp8, Triton", run, flops=flops, kind="fp8")
+
+
+def attentions(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+    """Attention of one layer by each kernel, forwards and backwards, and of one token only."""
+    shape = (batch, config.tokens, 3, config.heads, config.head_width)
+    flops = 4.0 * batch * config.heads * config.tokens**2 * config.head_width
+    qkv = random(*shape, device=device)
+    learned = random(*shape, device=device).requires_grad_()
+    kernels = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    known = (config.width, config.tokens, batch) == (768, 197, 512)
+
+    def attend(qkv: Tensor, tokens: int | None = None) -> Tensor:
+        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
+        return F.scaled_dot_product_attention(query[:, :, :tokens], key, value)
+
+    for name, kernel in kernels.items():
+        chosen = sdpa_kernel(kernel) if device.type == "cuda" else contextlib.nullcontext()
+        with chosen:  # also around the timing, which happens before the next one is asked for
+            predicted = ATTENTION[name] if known else None
+            yield Candidate(f"attention, {name}", lambda: attend(qkv), flops=flops, predicted=predicted)
+            yield Candidate(f"attention of one token, {name}", lambda: attend(qkv, 1), moved=4.0 * qkv.numel() / 3)
+
+            def both() -> None:
+                attend(learned).sum().backward()
+                learned.grad = None
+
+            yield Candidate(f"attention and gradient, {name}", both, flops=3.5 * flops)
+
+
+def stems(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+    """From pictures to tokens."""
+    model = ViT(config.replace(depth=1)).to(device).eval()
+    pictures = random(batch, config.channels, *config.image_size, device=device)
+    stem = PatchStem(model, BF16)
+    tokens = float(batch * config.tokens * config.width)
+    low = ViT(config.replace(depth=1)).to(device, BF16).eval()
+
+    @torch.inference_mode()
+    def usual() -> Tensor:
+        return low.embed(pictures)[0]
+
+    @torch.inference_mode()
+    def ours() -> Tensor:
+        return stem(pictures)  # type: ignore[no-any-return]
+
+    yield Candidate("stem, the model's own", usual, moved=2.0 * pictures.numel() + 10 * tokens)
+    # Pictures are read and written as patches, patches read, tokens written, read and written.
+    yield Candidate("stem, one product", ours, moved=6.0 * pictures.numel() + 6 * tokens)
+
+
+def copies(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+    """Pictures on their way to the device: bytes, normalised there, or float32, normalised here."""
+    shape = (batch, config.channels, *config.image_size)
+    there = device.type == "cuda"
+    small, large = torch.randint(0, 256, shape, dtype=torch.uint8), torch.randn(shape)
+    if there:
+        small, large = small.pin_memory(), large.pin_memory()
+    mean, deviation = (torch.full((1, config.channels, 1, 1), value, device=device) for value in (127.5, 64.0))
+    normalise = compiled(lambda x: ((x.float() - mean) / deviation).to(BF16), device)
+    lane = 50e9  # bytes a second over PCIe 5
+    n = float(small.numel())
+    yield Candidate(
+        "copy of bytes, normalised there",
+        lambda: normalise(small.to(device, non_blocking=True)),
+        predicted=1e3 * n / lane if there else None,
+    )
+    yield Candidate(
+        "copy of float32",
+        lambda: large.to(device, non_blocking=True).to(BF16),
+        predicted=4e3 * n / lane if there else None,
+    )
+
+
+def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
+    """The encoder, and the whole model, at several batches, with and without graphs."""
+    copied = 4.2e12  # bytes a second, as measured before
+    model = ViT(config)
+    scramble(model)
+    model = model.to(device)
+    pictures = random(batch, config.channels, *config.image_size, device=device)
+    scales = calibrate(model, pictures[:64].float())
+    kinds = {
+        "bf16": Numbers(),
+        "bf16 exact": Numbers(exact=True),
+        "bf16 exact, fused": Numbers(exact=True, fused=True),
+        "fp8": Numbers(scales=scales),
+        "fp8, fused": Numbers(scales=scales, fused=True),
+        "fp8 with proj": Numbers(scales=scales, low=frozenset(PRODUCTS)),
+        "fp8 by row": Numbers(scales=scales, weight_scales="row"),
+    }
+    tokens = random(batch, config.tokens, config.width, device=device)
+    for name, numbers in kinds.items():
+        encoder = FastEncoder(model, numbers)
+
+        @torch.inference_mode()
+        def encode(encoder: FastEncoder = encoder) -> Tensor:
+            return encoder(tokens.clone())  # type: ignore[no-any-return]
+
+        predicted = predict(config, batch, copied, numbers)
+        yield Candidate(f"encoder, {name}, {batch} pictures", encode, predicted=predicted)
+    for name in ("bf16", "fp8"):
+        fast = FastModel(model, kinds[name])
+        for graphs in (False, True):
+            call = Accelerated(fast, device, graphs=graphs)
+            for count in sorted({batch, min(batch, 64), min(batch, 8), 1}, reverse=True):
+                run = partial(call, pictures[:count].clone())
+                yield Candidate(f"model, {name}, {count} pictures{', graph' if graphs else ''}", run)

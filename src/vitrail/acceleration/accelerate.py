@@ -1,0 +1,85 @@
+"""A model made faster where it is: one call, whatever the device."""
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.graphs import Replayed
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.engine import made_ready
+from vitrail.errors import ConfigError, suggest
+from vitrail.models.vit import ViT
+from vitrail.runtime import autocast
+
+LowPrecision = Literal["bf16", "fp8"]
+
+
+class Accelerated:
+    """A model that answers sooner than the one it was made from, which stays as it is."""
+
+    def __init__(self, model: nn.Module, device: torch.device, *, graphs: bool) -> None:
+        self.model, self.device = model, device
+        self._answer = Replayed(self._compute) if graphs else self._compute
+
+    @torch.inference_mode()
+    def __call__(self, pictures: Tensor) -> Tensor:
+        """Return for normalised pictures (B, C, H, W) what the model returns, in float32."""
+        return self._answer(pictures)
+
+    def _compute(self, pictures: Tensor) -> Tensor:
+        with autocast(self.device, "bf16"):
+            answer: Tensor = self.model(pictures)
+        return answer.float()
+
+
+def accelerate(
+    model: ViT,
+    precision: LowPrecision = "bf16",
+    *,
+    calibration: Tensor | Iterable[Tensor] | None = None,
+    exact: bool = False,
+    graphs: bool = False,
+) -> Accelerated:
+    """Return something that answers as a model does, within the rounding of a lower precision, and sooner.
+
+    `calibration`: normalised pictures (B, C, H, W), or batches of them, like those to be answered later; `fp8` needs
+    them. `exact`: on a CUDA device, compute GELU in its exact form, rather than in the tanh form, which costs nothing
+    there. `graphs`: on a CUDA device, record the work of each batch size once and replay it, for small batches.
+    A model that the fast encoder does not know is computed under autocast, as it would be anyway.
+    """
+    device = next(model.parameters()).device
+    match precision:
+        case "bf16":
+            if device.type == "cuda" and can_fold(model.config):
+                return Accelerated(FastModel(model, Numbers(exact=exact)), device, graphs=graphs)
+            return Accelerated(made_ready(model, "bf16").eval(), device, graphs=graphs)
+        case "fp8":
+            _check_fp8(model, device)
+            if calibration is None:
+                raise ConfigError(
+                    "fp8 needs pictures to find the size of a model's numbers; give a batch as calibration, or use bf16"
+                )
+            numbers = Numbers(exact=exact, scales=calibrate(model, calibration))
+            return Accelerated(FastModel(model, numbers), device, graphs=graphs)
+        case _:
+            known = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"
+            raise ConfigError(f"no model is accelerated in {precision!r}{known}")
+
+
+def _check_fp8(model: ViT, device: torch.device) -> None:
+    """Refuse fp8 where there are no units for it, and where the model does not fit them."""
+    if device.type != "cuda":
+        raise ConfigError(f"fp8 needs a GPU that has it (NVIDIA, Ada or later), but the model is on {device}; use bf16")
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has no units for fp8, which came with Ada and Hopper; use bf16"
+        )
+    if not can_quantise(model.config):
+        raise ConfigError(
+            "this model cannot be computed in fp8: that takes plain pre-norm blocks, positions added at the stem, and "
+            "widths that are multiples of 16; use bf16"
+        )

@@ -1,0 +1,190 @@
+"""The whole encoder for answering on a CUDA device: what `models/` computes, in the fewest passes over memory.
+
+    tokens (B, T, D)  ->  rows (B·T, D) of the residual stream, in place from block to block  ->  tokens
+
+Per block four products and four passes. In bf16 the residual is added by the product that makes the branch, which then
+cannot add its bias as well: these biases are summed up over the blocks, known before the first picture, and added
+where a norm reads the stream. In fp8 the product makes the branch, and the norm that follows adds it to the stream.
+Where the head reads one token only, the last block computes that token only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.acceleration.cuda.folding import Affine, fold
+from vitrail.acceleration.cuda.passes import FP8, Form, activate, norm, quantise
+from vitrail.acceleration.cuda.products import Fp8Product, Product, WeightScales, can_take_fp8
+from vitrail.acceleration.packed import token_read
+from vitrail.models.blocks import Block
+from vitrail.models.config import ViTConfig
+from vitrail.models.vit import ViT
+
+PRODUCTS = ("qkv", "proj", "fc1", "fc2")
+LOW = frozenset({"qkv", "fc1", "fc2"})
+"""The products that fp8 is worth it for by default: their inputs are made in fp8 by the pass before, for nothing."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """In which numbers the encoder computes."""
+
+    dtype: torch.dtype = torch.bfloat16
+    """Of the residual stream, and of every product that is not in fp8."""
+    exact: bool = False
+    """Compute GELU in its exact form, where cuBLASLt has the tanh form only."""
+    scales: Mapping[str, float] | None = None
+    """What 1 in fp8 stands for, for the input of each product (`calibrate`). None: nothing is in fp8."""
+    low: frozenset[str] = LOW
+    """Which of a block's products are in fp8."""
+    weight_scales: WeightScales = "tensor"
+    fused: bool = False
+    """Let Triton multiply where an activation could not be part of the product otherwise, on a CUDA device."""
+
+
+def can_fold(config: ViTConfig) -> bool:
+    """Say whether the encoder of such a model can be computed so: the paper's blocks, positions added at the stem."""
+    plain = config.norm_order == "pre" and config.out_proj and not config.qk_norm and config.activation != "swiglu"
+    return plain and config.position not in ("rope_2d", "relative") and config.position_at == "stem"
+
+
+def can_quantise(config: ViTConfig) -> bool:
+    """Say whether such a model can also be computed in fp8."""
+    return can_fold(config) and can_take_fp8(config.width, config.heads * config.head_width, config.mlp_hidden)
+
+
+class FastEncoder(nn.Module):
+    """All blocks of a model."""
+
+    shift: Tensor
+
+    def __init__(self, model: ViT, numbers: Numbers) -> None:
+        super().__init__()
+        self.dtype = numbers.dtype
+        shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)
+        self.blocks = nn.ModuleList()
+        for index, block in enumerate(model.blocks):
+            made = FastBlock(cast("Block", block), numbers, index, shift, last=index == len(model.blocks) - 1)
+            self.blocks.append(made)
+            shift = made.shift_behind
+        self.register_buffer("shift", shift.to(_wide(self.dtype)), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, D), or to (B, 1, D) where one token is read. The tokens' memory is written to."""
+        B, _, D = tokens.shape
+        x, branch = tokens.to(self.dtype).reshape(-1, D), None
+        for block in self.blocks:
+            x, branch = block(x, branch, B)
+        wide = x.to(_wide(self.dtype)) + self.shift
+        return (wide if branch is None else wide + branch).view(B, -1, D)
+
+    def watch(self, record: dict[str, Tensor] | None) -> None:
+        """Keep the largest number that goes into each product in `record`; None ends that."""
+        for block in self.blocks:
+            cast("FastBlock", block).record = record
+
+
+class FastBlock(nn.Module):
+    """One block: x + proj(attention(qkv(norm(x)))), then x + fc2(gelu(fc1(norm(x))))."""
+
+    shift1: Tensor
+    shift2: Tensor
+
+    def __init__(self, block: Block, numbers: Numbers, index: int, shift: Tensor, *, last: bool) -> None:
+        super().__init__()
+        config, folded = block.config, fold(block)
+        self.index, self.numbers, self.eps = index, numbers, config.norm_eps
+        self.heads, self.head_width = config.heads, config.head_width
+        self.read = token_read(config) if last else None
+        self.form = cast("Form", config.activation)
+        self.record: dict[str, Tensor] | None = None
+
+        inner = self.heads * self.head_width
+        if self.read is None:
+            self.qkv = self._product("qkv", folded.qkv)
+        else:  # one query a picture, keys and values of all tokens
+            self.q = self._product("qkv", folded.qkv.rows(0, inner))
+            self.kv = self._product("qkv", folded.qkv.rows(inner, 3 * inner))
+        self.proj = self._product("proj", folded.proj)
+        self.fc1 = self._product("fc1", folded.fc1)
+        self.fc2 = self._product("fc2", folded.fc2)
+
+        wide = _wide(numbers.dtype)
+        self.register_buffer("shift1", shift.to(wide), persistent=False)
+        shift = shift + folded.proj.bias if isinstance(self.proj, Product) else shift
+        self.register_buffer("shift2", shift.to(wide), persistent=False)
+        self.shift_behind = shift + folded.fc2.bias if isinstance(self.fc2, Product) else shift
+        """What is still to be added to the stream behind this block."""
+
+    def forward(self, x: Tensor, branch: Tensor | None, batch: int) -> tuple[Tensor, Tensor | None]:
+        """Map rows (M, D), and a branch still to be added to them, to the same behind this block."""
+        first = self.qkv if self.read is None else self.kv
+        h = norm(x, self.eps, shift=self.shift1, branch=branch, scale=_scale(first))
+        self._note("qkv", h)
+        heads = self._attended(h, batch)
+        self._note("proj", heads)
+        if self.read is not None:
+            x = x.view(batch, -1, x.shape[-1])[:, self.read].contiguous()
+        branch = _joined(x, self.proj, heads)
+        h = norm(x, self.eps, shift=self.shift2, branch=branch, scale=_scale(self.fc1))
+        self._note("fc1", h)
+        hidden = self._activated(h)
+        self._note("fc2", hidden)
+        return x, _joined(x, self.fc2, hidden)
+
+    def _attended(self, h: Tensor, batch: int) -> Tensor:
+        """Return the heads side by side, (M, inner), of all tokens or of the one that is read."""
+        shape = (batch, -1, self.heads, self.head_width)
+        if self.read is None:
+            # Views: no kernel of attention needs the three apart in memory.
+            query, key, value = self.qkv(h).view(batch, -1, 3, self.heads, self.head_width).unbind(2)
+        else:
+            asked = h.view(batch, -1, h.shape[-1])[:, self.read].contiguous()
+            query = self.q(asked).view(shape)
+            key, value = self.kv(h).view(batch, -1, 2, self.heads, self.head_width).unbind(2)
+        heads = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width)
+
+    def _activated(self, h: Tensor) -> Tensor:
+        scale, fused = _scale(self.fc2), self.numbers.fused
+        if isinstance(self.fc1, Fp8Product):
+            return self.fc1.activated(h, self.form, scale, fused=fused)
+        if scale is not None:
+            return activate(self.fc1(h), self.form, scale=scale)
+        tanh = self.form == "gelu" and not self.numbers.exact
+        return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=fused and self.numbers.exact)
+
+    def _product(self, name: str, folded: Affine) -> Product | Fp8Product:
+        """Make a product. Behind the one token that is read there are too few rows for fp8 to pay."""
+        numbers = self.numbers
+        low = numbers.scales is not None and name in numbers.low and (self.read is None or name == "qkv")
+        if numbers.scales is None or not low:
+            return Product(folded, numbers.dtype)
+        return Fp8Product(folded, numbers.dtype, numbers.scales[f"{self.index}.{name}"], numbers.weight_scales)
+
+    def _note(self, name: str, x: Tensor) -> None:
+        if self.record is not None:
+            name, largest = f"{self.index}.{name}", x.abs().max()
+            self.record[name] = torch.maximum(self.record.get(name, largest), largest)
+
+
+def _joined(x: Tensor, product: Product | Fp8Product, h: Tensor) -> Tensor | None:
+    """Add a product to the stream, or return it as a branch for the next norm to add."""
+    if isinstance(product, Product):
+        product.add_to(x, h)
+        return None
+    return cast("Tensor", product(h if h.dtype == FP8 else quantise(h, product.scale)))
+
+
+def _scale(product: nn.Module) -> float | None:
+    """Return the scale in which a product takes its input; None where that is not fp8."""
+    return product.scale if isinstance(product, Fp8Product) else None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums are made in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

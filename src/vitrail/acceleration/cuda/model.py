@@ -1,0 +1,93 @@
+"""A model whose encoder is the fast one; stem and head stay the model's own, or are done in one product."""
+
+import copy
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.acceleration.casting import cast_matrices
+from vitrail.acceleration.cuda.attention import preferred_attention
+from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers
+from vitrail.acceleration.cuda.folding import affine
+from vitrail.models.checks import check_pictures
+from vitrail.models.vit import ViT
+
+
+class FastModel(nn.Module):
+    """A model to answer with, not to train or to save: pictures (B, C, H, W), normalised, to what the model returns."""
+
+    def __init__(self, model: ViT, numbers: Numbers) -> None:
+        super().__init__()
+        self.config, self.dtype = model.config, numbers.dtype
+        self.encoder = FastEncoder(model, numbers)
+        around = _without_blocks(model)
+        self.stem = PatchStem(around, numbers.dtype) if self.config.stem in ("conv", "linear") else None
+        low = numbers.dtype in (torch.bfloat16, torch.float16)
+        self.around = cast_matrices(around, numbers.dtype) if low else around
+        self.eval().requires_grad_(False)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Return what the model itself would."""
+        kind, low = pictures.device.type, self.dtype in (torch.bfloat16, torch.float16)
+        with torch.autocast(kind, self.dtype, enabled=low):
+            tokens = self._tokens(pictures)
+        # Whoever calls may have autocast on, which would change what the encoder sums in.
+        with torch.autocast(kind, enabled=False), preferred_attention(kind):
+            tokens = self.encoder(tokens)
+        with torch.autocast(kind, self.dtype, enabled=low):
+            # Not `classify`, which also makes the weights of the pool `map`, in a way of its own.
+            return self.around._classify(tokens)
+
+    def _tokens(self, pictures: Tensor) -> Tensor:
+        if self.stem is None:
+            return self.around.embed(pictures)[0]
+        check_pictures(pictures, self.config, next(self.around.parameters()))
+        return cast("Tensor", self.around.norm_pre(self.stem(pictures)))
+
+
+class PatchStem(nn.Module):
+    """Patches cut and projected by one product; tokens and positions, the same for all pictures, are added at once."""
+
+    weight: Tensor
+    common: Tensor
+
+    def __init__(self, around: ViT, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.dtype = around.config, dtype
+        weight = affine(cast("nn.Conv2d", around.patch_embed.proj)).weight
+        self.register_buffer("weight", weight.to(dtype).contiguous(), persistent=False)
+        self.register_buffer("common", _of_a_black_picture(around).to(weight.device), persistent=False)
+        if dtype != torch.float64:
+            self.common = self.common.float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, C, H, W) to (B, T, D)."""
+        B, C, (rows, columns), (h, w) = x.shape[0], x.shape[1], self.config.grid, self.config.patch_size
+        cut = x.reshape(B, C, rows, h, columns, w).permute(0, 2, 4, 1, 3, 5)
+        # Cut and cast in one pass.
+        patches = torch.empty(cut.shape, dtype=self.dtype, device=x.device).copy_(cut)
+        projected = patches.view(B * rows * columns, -1) @ self.weight.t()
+        tokens = projected.new_empty(B, *self.common.shape)
+        where = self.config.layout.patches
+        torch.add(projected.view(B, rows * columns, -1), self.common[where], out=tokens[:, where])
+        tokens[:, : where.start] = self.common[: where.start]
+        tokens[:, where.stop :] = self.common[where.stop :]
+        return tokens
+
+
+def _without_blocks(model: ViT) -> ViT:
+    """Return a copy of everything around the encoder."""
+    blocks, memo = model.blocks, {}
+    memo[id(blocks)] = nn.ModuleList()
+    return copy.deepcopy(model, memo).eval()
+
+
+@torch.no_grad()
+def _of_a_black_picture(around: ViT) -> Tensor:
+    """Return the tokens (T, D) of a picture of zeros, in float64: special tokens, positions, the projection's bias."""
+    exact = copy.deepcopy(around).double()
+    exact.norm_pre = nn.Identity()
+    weight = next(exact.parameters())
+    with torch.autocast(weight.device.type, enabled=False):
+        return exact.embed(weight.new_zeros(1, exact.config.channels, *exact.config.image_size))[0][0]

@@ -1,0 +1,211 @@
+"""The encoder for CUDA devices, on a CPU: the same sums by plain torch, so that the algebra is shown to be exact."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from tests.acceleration.tiny import KINDS, bundle, pixels
+from tests.peers import relative_error
+from torch import Tensor
+
+from vitrail.acceleration.cuda.calibration import MARGIN, calibrate
+from vitrail.acceleration.cuda.encoder import LOW, PRODUCTS, FastBlock, Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.graphs import Replayed
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.passes import FP8_MAX
+from vitrail.acceleration.cuda.products import Fp8Product, Product
+from vitrail.errors import InputError
+from vitrail.models.vit import ViT
+
+FOLDED = [kind for kind in KINDS if can_fold(bundle(kind).model.config)]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def given(kind: str, dtype: torch.dtype, **changes: object) -> tuple[ViT, Tensor]:
+    made = bundle(kind, **changes)
+    pictures = made.preprocess.normalise(pixels(3, made.preprocess.channels))
+    return made.model.to(dtype), pictures.to(dtype)
+
+
+@torch.inference_mode()
+def answers(model: torch.nn.Module, pictures: Tensor) -> Tensor:
+    found: Tensor = model(pictures)
+    return found
+
+
+# ── the algebra ──
+
+
+@pytest.mark.parametrize("kind", FOLDED)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"layer_scale": 0.5, "depth": 4}], ids=["", "scaled"])
+def test_the_answers_are_the_models(kind: str, dtype: torch.dtype, changes: dict[str, object]) -> None:
+    model, pictures = given(kind, dtype, **changes)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fast = FastModel(model, Numbers(dtype, exact=True))
+    kept = pictures.clone()
+    for _ in range(2):  # what a call leaves behind must not change the next
+        assert relative_error(answers(fast, pictures), answers(model, pictures)) < TOLERANCE[dtype]
+    assert torch.equal(pictures, kept)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu"])
+def test_every_activation(activation: str) -> None:
+    model, pictures = given("plain", torch.float64, activation=activation)
+    assert (
+        relative_error(
+            answers(FastModel(model, Numbers(torch.float64, exact=True)), pictures), answers(model, pictures)
+        )
+        < 1e-10
+    )
+
+
+@pytest.mark.parametrize("without", ["qkv_bias", "proj_bias", "mlp_bias", "patch_bias"])
+def test_layers_without_a_bias(without: str) -> None:
+    model, pictures = given("plain", torch.float64, **{without: False})
+    assert (
+        relative_error(
+            answers(FastModel(model, Numbers(torch.float64, exact=True)), pictures), answers(model, pictures)
+        )
+        < 1e-10
+    )
+
+
+def test_gelu_is_the_tanh_form_unless_the_exact_one_is_asked_for() -> None:
+    """It is cuBLASLt's; how far it lies off is seen here, and no more than that."""
+    exact, pictures = given("plain", torch.float64)
+    tanh, _ = given("plain", torch.float64, activation="gelu_tanh")
+    found = answers(FastModel(exact, Numbers(torch.float64)), pictures)
+    assert relative_error(found, answers(tanh, pictures)) < 1e-10
+    assert 1e-6 < relative_error(found, answers(exact, pictures)) < 2e-3
+
+
+def test_which_models_are_folded() -> None:
+    assert {"plain", "linear", "linear_norm", "resnet", "sincos", "distilled", "every_token", "no_position"} <= set(
+        FOLDED
+    )
+    for kind in ("rope", "relative", "conv_stem", "every_block", "learned_2d", "no_head"):
+        assert kind not in FOLDED
+    assert not can_fold(bundle("plain", activation="swiglu").model.config)
+    assert not can_fold(bundle("plain", qk_norm=True).model.config)
+    assert not can_quantise(bundle("plain").model.config)  # 24 numbers wide
+    assert can_quantise(bundle("plain", width=32, heads=2).model.config)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("linear", 1), ("mean_of_all", 8), ("distilled", 10)])
+def test_the_last_block_computes_what_the_head_reads(kind: str, count: int) -> None:
+    model, pictures = given(kind, torch.float32)
+    fast = FastModel(model, Numbers(torch.float32, exact=True))
+    seen: list[int] = []
+    fast.encoder.register_forward_hook(lambda _, __, tokens: seen.append(tokens.shape[1]))
+    answers(fast, pictures)
+    assert seen == [count]
+
+
+def test_biases_are_kept_back_until_a_norm_reads_the_stream() -> None:
+    model, _ = given("plain", torch.float64)
+    fast = FastModel(model, Numbers(torch.float64))
+    first, second = (block for block in fast.encoder.blocks)
+    biases = [(block.attn.proj.bias, block.mlp.fc2.bias) for block in model.blocks]
+    assert torch.equal(first.shift1, torch.zeros_like(first.shift1))
+    assert torch.allclose(first.shift2, biases[0][0])
+    assert torch.allclose(second.shift1, biases[0][0] + biases[0][1])
+    assert torch.allclose(fast.encoder.shift, sum(sum(pair) for pair in biases))
+
+
+def test_bf16_is_as_near_as_autocast_is() -> None:
+    model, pictures = given("plain", torch.float32, depth=6)
+    exact = answers(model, pictures)
+    with torch.autocast("cpu", torch.bfloat16):
+        usual = relative_error(answers(model, pictures).float(), exact)
+        found = answers(FastModel(model, Numbers()), pictures)  # also where autocast is on, as engines have it
+    assert relative_error(found.float(), exact) < 3 * usual
+    assert torch.equal(found, answers(FastModel(model, Numbers()), pictures))
+
+
+def test_pictures_that_do_not_fit_are_refused_in_the_models_words() -> None:
+    model, pictures = given("plain", torch.float32)
+    with pytest.raises(InputError, match="this model takes pictures of 16×32 pixels, found 16×16"):
+        answers(FastModel(model, Numbers()), pictures[..., :16])
+
+
+def test_on_a_cpu_a_replayed_function_is_just_called() -> None:
+    assert torch.equal(Replayed(lambda x: x + 1)(torch.zeros(2)), torch.ones(2))
+
+
+# ── fp8 ──
+
+
+def low_model(**changes: object) -> tuple[ViT, Tensor]:
+    return given("plain", torch.float32, width=32, heads=2, depth=3, **changes)
+
+
+def test_calibration_finds_the_largest_numbers() -> None:
+    model, pictures = low_model()
+    scales = calibrate(model, pictures)
+    assert set(scales) == {f"{block}.{name}" for block in range(3) for name in PRODUCTS}
+    assert all(type(scale) is float for scale in scales.values())
+    seen: dict[str, float] = {}
+
+    def keep(name: str) -> object:
+        return lambda _, inputs: seen.__setitem__(name, float(inputs[0].abs().max()))
+
+    plain = copy.deepcopy(model)
+    for number, block in enumerate(plain.blocks):
+        block.attn.proj.register_forward_pre_hook(keep(f"{number}.proj"))
+        block.mlp.fc2.register_forward_pre_hook(keep(f"{number}.fc2"))
+    answers(plain, pictures)
+    for name in ("0.proj", "0.fc2", "1.proj", "1.fc2"):  # of the last block only the token that is read is looked at
+        assert scales[name] * FP8_MAX / MARGIN == pytest.approx(seen[name], rel=1e-4)
+    for name in ("2.proj", "2.fc2"):
+        assert scales[name] * FP8_MAX / MARGIN <= seen[name] * 1.0001
+    # Several batches are one larger one.
+    assert calibrate(model, list(pictures.split(1))) == pytest.approx(scales, rel=1e-5)
+
+
+def test_calibration_without_pictures() -> None:
+    model, _ = low_model()
+    with pytest.raises(InputError, match="there are no pictures to calibrate fp8 with"):
+        calibrate(model, [])
+
+
+@pytest.mark.parametrize("weight_scales", ["tensor", "row"])
+@pytest.mark.parametrize("low", [LOW, frozenset(PRODUCTS), frozenset({"fc2"}), frozenset({"qkv", "proj"})], ids=sorted)
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str) -> None:
+    """Numbers of three bits behind the point are off by a sixteenth at most; sums of many of them by less."""
+    model, pictures = low_model(pool=pool)
+    numbers = Numbers(torch.float32, scales=calibrate(model, pictures), low=low, weight_scales=weight_scales)
+    fast = FastModel(model, numbers)
+    kinds = {name: type(getattr(fast.encoder.blocks[0], name)) for name in PRODUCTS}
+    assert kinds == {name: Fp8Product if name in low else Product for name in PRODUCTS}
+    error = relative_error(answers(fast, pictures), answers(model, pictures))
+    assert 1e-5 < error < 0.1
+
+
+def test_fp8_adds_up_right() -> None:
+    """A scale is taken off again behind the product, whatever it is."""
+    model, pictures = low_model(pool="mean")
+    scales = calibrate(model, pictures)
+    model, pictures = model.double(), pictures.double()
+    base = FastModel(model, Numbers(torch.float64, scales=scales))
+    other = FastModel(model, Numbers(torch.float64, scales={name: scale * 2 for name, scale in scales.items()}))
+    # Twice the scale is another exponent and the same digits, but for the few numbers that become too small.
+    assert relative_error(answers(other, pictures), answers(base, pictures)) < 0.02
+
+
+def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
+    model, pictures = low_model()
+    fast = FastModel(model, Numbers(scales=calibrate(model, pictures), low=frozenset(PRODUCTS)))
+    last = fast.encoder.blocks[-1]
+    assert isinstance(last, FastBlock)
+    assert isinstance(last.q, Fp8Product)
+    assert isinstance(last.kv, Fp8Product)
+    assert [type(part) for part in (last.proj, last.fc1, last.fc2)] == [Product] * 3
+
+
+def test_numbers_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Numbers().exact = True

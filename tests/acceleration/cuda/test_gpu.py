@@ -1,0 +1,98 @@
+"""The fast encoder on a CUDA device. Run by hand with `make test-gpu`; CI has no GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.peers import scramble
+from torch import Tensor
+
+import vitrail
+from vitrail import ViT, ViTConfig
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.shortcut import Shortcut
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+SMALL: dict[str, Any] = {"image_size": 64, "patch_size": 16, "width": 128, "depth": 4, "heads": 2, "classes": 10}
+
+
+def given(batch: int = 8, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
+    """Return a model on the GPU, pictures, and what the model answers in float64 on the CPU."""
+    model = ViT(ViTConfig(**{**SMALL, **changes}))
+    scramble(model)
+    pictures = torch.randn(batch, 3, 64, 64)
+    with torch.no_grad():
+        exact = model.double()(pictures.double())
+    return model.float().cuda(), pictures.cuda(), exact
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.cpu().double() - exact).norm() / exact.norm())
+
+
+def plain_error(model: ViT, pictures: Tensor, exact: Tensor) -> float:
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        return error(model(pictures), exact)
+
+
+@pytest.mark.parametrize("changes", [{}, {"pool": "mean"}, {"layer_scale": 0.5, "class_token": "last"}], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu"])
+@pytest.mark.parametrize("exact_gelu", [False, True])
+def test_bf16(changes: dict[str, Any], activation: str, exact_gelu: bool) -> None:
+    model, pictures, exact = given(**changes, activation=activation)
+    fast = vitrail.accelerate(model, exact=exact_gelu)
+    found = fast(pictures)
+    assert isinstance(fast.model, FastModel)
+    assert found.isfinite().all()
+    assert error(found, exact) < 2 * plain_error(model, pictures, exact)
+    assert torch.equal(fast(pictures), found)
+
+
+def test_exact_gelu_inside_a_product() -> None:
+    model, pictures, exact = given()
+    with torch.inference_mode():
+        found = FastModel(model, Numbers(exact=True, fused=True))(pictures)
+    assert error(found, exact) < 2 * plain_error(model, pictures, exact)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_graphs_give_the_same_bits(batch: int) -> None:
+    model, pictures, _ = given(batch)
+    plain, replayed = vitrail.accelerate(model), vitrail.accelerate(model, graphs=True)
+    for given_pictures in (pictures, pictures.flip(0), torch.randn_like(pictures)):
+        assert torch.equal(replayed(given_pictures), plain(given_pictures))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no fp8"
+)
+@pytest.mark.parametrize("weight_scales", ["tensor", "row"])
+@pytest.mark.parametrize("low", [("qkv", "fc1", "fc2"), PRODUCTS], ids=len)
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool) -> None:
+    """On the GPU as by plain torch on the CPU, but for the order of sums and the rounding of bf16."""
+    model, pictures, exact = given(pool=pool)
+    scales = calibrate(model, pictures)
+    numbers = Numbers(scales=scales, low=frozenset(low), weight_scales=weight_scales, fused=fused)
+    with torch.inference_mode():
+        found = FastModel(model, numbers)(pictures)
+        by_hand = FastModel(model.cpu(), numbers)(pictures.cpu())
+    assert found.isfinite().all()
+    assert error(found, exact) < 0.2
+    assert error(found, exact) < 1.5 * error(by_hand, exact)
+
+
+def test_the_training_pass() -> None:
+    model, pictures, exact = given()
+    model.train()
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = Shortcut(model)(pictures)
+    logits.float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert error(logits.detach(), exact) < 3 * plain_error(model, pictures, exact)

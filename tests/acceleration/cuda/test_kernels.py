@@ -1,0 +1,159 @@
+"""The Triton kernels against the plain torch they stand for: by Triton's interpreter, or on a CUDA device.
+
+Triton is no dependency: torch brings it along where it is built for CUDA. Without it there is nothing to test here.
+"""
+
+import os
+
+import pytest
+import torch
+from tests.acceleration.tiny import bundle, pixels
+from tests.peers import relative_error
+from torch import Tensor
+
+from vitrail.acceleration.cuda import encoder, passes, products
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.passes import FP8, FP8_MAX, Form
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+if not ON_GPU:
+    # Read when a kernel is defined, so before the import.
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds only")
+from vitrail.acceleration.cuda import kernels  # noqa: E402
+
+# Where a number is too large for exp, the kernels count on infinity; NumPy, which interprets them, remarks on it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array"),  # in the interpreter itself; NumPy 2.4 refuses it
+]
+FORMS: list[Form] = ["none", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+SIZES = [(1, 16), (5, 24), (33, 192), (7, 768)]
+# bf16 has 8 bits, and the interpreter cuts the others off rather than to round; sums differ in their order only.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 if ON_GPU else 2**-6}
+
+
+def rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, width, generator=generator) * 3 + 1).to(dtype)
+
+
+def same_but_for_one_step(found: Tensor, expected: Tensor) -> bool:
+    """Say whether fp8 numbers differ by no more than one step of rounding, and few of them at all."""
+    wanted = expected.view(torch.uint8).int()
+    steps = found.cpu().view(torch.uint8).int() - wanted
+    if not ON_GPU:
+        # The interpreter forgets to carry where a number is rounded up to a power of two, and cuts the smallest off.
+        steps = torch.where((steps == -8) | (steps == -7), 0, steps)[(wanted & 0b1111000) > 0b1000]
+    return bool(steps.abs().max() <= 1) and float((steps != 0).float().mean()) < 0.02
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("branched", [False, True])
+def test_norm(size: tuple[int, int], dtype: torch.dtype, shifted: bool, branched: bool) -> None:
+    x, shift = rows(*size, dtype), rows(1, size[1], seed=1)[0] if shifted else None
+    branch = rows(*size, dtype, seed=2) if branched else None
+    on_device = [None if given is None else given.clone().to(DEVICE) for given in (x, shift, branch)]
+    expected = passes.norm(x, 1e-6, shift=shift, branch=branch)
+    found = kernels.norm(on_device[0], 1e-6, shift=on_device[1], branch=on_device[2])
+    assert found.dtype == dtype
+    assert relative_error(found.cpu().float(), expected.float()) < TOLERANCE[dtype]
+    if dtype == torch.float32 or ON_GPU or not branched:  # the stream: changed by the branch, and by it alone
+        assert torch.equal(on_device[0].cpu(), x)
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_norm_to_fp8(branched: bool) -> None:
+    x, branch = rows(33, 192), rows(33, 192, seed=2) if branched else None
+    largest = float(passes.norm(x.clone(), 1e-6, branch=branch).abs().max())
+    for scale in (largest / FP8_MAX, largest / FP8_MAX / 4):  # with the second one, many are too large
+        expected = passes.norm(x.clone(), 1e-6, branch=branch, scale=scale)
+        found = kernels.norm(
+            x.clone().to(DEVICE), 1e-6, branch=None if branch is None else branch.to(DEVICE), scale=scale
+        )
+        assert found.dtype == FP8
+        assert same_but_for_one_step(found, expected)
+
+
+def test_norm_of_rows_far_from_zero() -> None:
+    """Squares are taken of what is left when the mean is taken off."""
+    x = rows(4, 768) + 1000
+    expected = torch.nn.functional.layer_norm(x.double(), (768,), eps=1e-6)
+    assert relative_error(kernels.norm(x.to(DEVICE), 1e-6).cpu().double(), expected) < 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_activate(form: Form, dtype: torch.dtype) -> None:
+    x = torch.cat([torch.linspace(-30, 30, 5001), torch.tensor([-1e4, 1e4, 0.0])]).to(dtype)
+    given = x.clone().to(DEVICE)
+    found = kernels.activate(given, form)
+    assert found.data_ptr() == given.data_ptr()
+    expected = passes.activate(x.double(), form)
+    assert torch.allclose(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+def test_the_fast_gelu_is_exact_where_it_is_small_too() -> None:
+    x = torch.linspace(-4, 0, 4001)[:-1]
+    expected = torch.nn.functional.gelu(x.double())
+    found = kernels.activate(x.clone().to(DEVICE), "gelu").cpu().double()
+    assert float((found - expected).abs().max()) < 3e-7
+    assert float(((found - expected) / expected).abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_activate_to_fp8(form: Form) -> None:
+    x = rows(9, 1000)
+    found = kernels.activate(x.to(DEVICE), form, scale=0.05)
+    assert same_but_for_one_step(found, passes.activate(x, form, scale=0.05))
+
+
+@pytest.mark.parametrize("form", ["none", "gelu"])
+@pytest.mark.parametrize("size", [(70, 48, 40), (32, 96, 64), (3, 16, 16)], ids=str)
+def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
+    M, N, K = size
+    dtype = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter multiplies the bits of bf16 as they are
+    x, weight, bias = rows(M, K, dtype), rows(N, K, dtype, 1) / K**0.5, rows(1, N, dtype, 2)[0]
+    tiling = {"BM": 32, "BN": 32, "BK": 32, "GROUP": 2}
+    found = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, tiling=tiling)
+    expected = passes.activate(x.double() @ weight.double().t() + bias.double(), form)
+    assert relative_error(found.cpu().double(), expected) < TOLERANCE[dtype]
+    low = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, scale=0.1, tiling=tiling)
+    assert same_but_for_one_step(low, passes.to_fp8(expected.float(), 0.1))
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("low", [False, True])
+def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for the products: the same rows go in and out."""
+    made = bundle("plain", width=32, heads=2, depth=3, pool=pool)
+    pictures = made.preprocess.normalise(pixels(3))
+    scales = calibrate(made.model, pictures) if low else None
+    fast = FastModel(made.model, Numbers(torch.float32, exact=True, scales=scales))
+    with torch.inference_mode():
+        expected = fast(pictures)
+        for module in (encoder, products):
+            monkeypatch.setattr(module, "activate", kernels.activate)
+        monkeypatch.setattr(encoder, "norm", kernels.norm)
+        found = fast(pictures)
+    # In fp8 the interpreter loses half of every number that is rounded up to a power of two.
+    assert relative_error(found, expected) < (0.3 if low else 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter cannot multiply fp8")
+def test_multiply_fp8() -> None:
+    x, weight = passes.to_fp8(rows(40, 64), 0.1), passes.to_fp8(rows(48, 64, seed=1), 0.1)
+    bias = rows(1, 48, torch.bfloat16, 2)[0]
+    found = kernels.multiply(
+        x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), "gelu", sum_scale=0.001,
+        tiling={"BM": 32, "BN": 32, "BK": 32, "GROUP": 2},
+    )  # fmt: skip
+    expected = passes.activate(x.double() @ weight.double().t() * 0.001 + bias.double(), "gelu")
+    assert relative_error(found.cpu().double(), expected) < TOLERANCE[torch.bfloat16]

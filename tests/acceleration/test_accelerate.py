@@ -1,0 +1,58 @@
+"""One call makes a model faster where it is, or says why not."""
+
+import pytest
+import torch
+from tests.acceleration.tiny import CPU, KINDS, bundle, pixels
+from tests.peers import relative_error
+from torch import Tensor
+
+import vitrail
+from vitrail import Bundle
+from vitrail.acceleration import engine
+from vitrail.acceleration.accelerate import accelerate
+from vitrail.acceleration.engine import made_ready
+from vitrail.errors import ConfigError
+from vitrail.runtime import autocast
+
+
+def given(kind: str, **changes: object) -> tuple[Bundle, Tensor]:
+    made = bundle(kind, **changes)
+    return made, made.preprocess.normalise(pixels(3, made.preprocess.channels))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_cpu_bf16_is_what_engines_have(kind: str) -> None:
+    made, pictures = given(kind)
+    made.model.train()  # the caller's own model keeps its mode
+    fast = vitrail.accelerate(made.model)
+    with torch.inference_mode(), autocast(CPU, "bf16"):
+        expected = made_ready(made.model, "bf16").eval()(pictures).float()
+    assert torch.equal(fast(pictures), expected)
+    assert made.model.training
+    assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
+    made.model.eval()
+    assert relative_error(fast(pictures), made.model(pictures).detach()) < 0.1
+
+
+def test_graphs_mean_nothing_on_a_cpu() -> None:
+    made, pictures = given("plain")
+    assert torch.equal(accelerate(made.model, graphs=True)(pictures), accelerate(made.model)(pictures))
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [
+        ("fp8", "fp8 needs a GPU that has it (NVIDIA, Ada or later), but the model is on cpu; use bf16"),
+        ("int8", "no model is accelerated in 'int8'; choose bf16 or fp8"),
+        ("bf61", "no model is accelerated in 'bf61'; did you mean 'bf16'?"),
+    ],
+)
+def test_what_cannot_be(precision: str, message: str) -> None:
+    made, pictures = given("plain")
+    with pytest.raises(ConfigError) as error:
+        accelerate(made.model, precision, calibration=pictures)
+    assert str(error.value) == message
+
+
+def test_the_default_path_of_engines_is_the_plain_one() -> None:
+    assert engine.FAST_ON_CUDA is False
