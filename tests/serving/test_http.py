@@ -224,6 +224,7 @@ def test_bad_forms(client: httpx.Client) -> None:
         ({"files": {"image": picture()}}, "no field 'picture'"),
         ({"files": {"picture": (None, "text")}}, "is text"),
         ({"files": [("picture", b"x")] * 6}, "more than 4 pictures"),
+        ({"files": {"picture": picture(), "top": picture()}}, "a file in the field 'top'"),
     ):
         answer = client.post("/v1/predict", **form)
         assert answer.status_code in (400, 413)
@@ -231,6 +232,15 @@ def test_bad_forms(client: httpx.Client) -> None:
     torn = b"--b\r\nContent-Disposition: form-data; name=picture; filename=x\r\n\r\n" + picture()
     answer = client.post("/v1/predict", content=torn, headers={"content-type": "multipart/form-data; boundary=b"})
     assert answer.status_code == 400, answer.text
+
+
+def test_the_options_of_a_form_are_heard(client: httpx.Client) -> None:
+    files = {"picture": picture()}
+    answer = client.post("/v1/predict", params={"top": 3}, data={"model": "second", "top": "1"}, files=files).json()
+    assert answer["model"] == "second"
+    assert len(answer["results"][0]["classes"]) == 1
+    answer = client.post("/v1/predict", data={"tops": "1"}, files=files)
+    assert (answer.status_code, "did you mean 'top'?" in answer.text) == (422, True)
 
 
 def test_a_body_without_a_length_is_measured_while_it_is_read(client: httpx.Client) -> None:
