@@ -244,6 +244,15 @@ def test_many_who_ask_for_a_reload_at_once_share_it(bundle: Path) -> None:
     asked(settings_for(bundle), ask)
 
 
+def test_a_reload_is_of_the_model_that_is_named_or_of_all(bundle: Path) -> None:
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        for query, names in (("", ["m", "second"]), ("?model=", ["m", "second"]), ("?model=second", ["second"])):
+            assert (await client.post(f"/v1/models/reload{query}")).json() == {"reloaded": names}
+        assert (await client.post("/v1/models/reload?model=third")).status_code == 422
+
+    asked(Settings(models=name_models([str(bundle), f"second={bundle}"]), device="cpu"), ask)
+
+
 def test_uploads_together_have_a_limit(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         answer = await client.post("/v1/predict", content=bytes(200_000), headers=PNG)
