@@ -186,7 +186,9 @@ def _from_json(body: bytes, most: int) -> tuple[list[bytes], dict[str, Any]]:
         try:
             pictures.append(base64.b64decode(one, validate=True))
         except (binascii.Error, ValueError):
-            raise Refusal(400, f"picture {number} is not base64") from None
+            raise Refusal(
+                400, f"picture {number} is not base64; send that alone, without 'data:' before it or line breaks in it"
+            ) from None
     return pictures, asked
 
 
