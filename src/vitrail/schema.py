@@ -14,6 +14,7 @@ from vitrail.errors import ConfigError, suggest
 # True while a config is being validated: a config inside another one leaves its errors to the outer one,
 # which knows the whole path ("resnet.depths.0") and reports every fault at once.
 _inside: ContextVar[bool] = ContextVar("_inside", default=False)
+LONGEST_SHOWN = 200
 
 
 class Frozen(BaseModel):
@@ -68,13 +69,19 @@ def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
         case "literal_error":
             expected = error["ctx"]["expected"]
             words = expected.replace(" or ", ", ").split(", ")
-            return f"{path} is {found!r}, which is not one of {expected}" + suggest(
+            return f"{path} is {_shown(found)}, which is not one of {expected}" + suggest(
                 str(found), [word.strip("'") for word in words]
             )
         case "missing":
             return f"{cls.__name__} needs {path}"
         case _:
-            return f"{path} is {found!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+            return f"{path} is {_shown(found)}: {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _shown(found: Any) -> str:
+    """Write what was found, and not so much of it that what is wrong with it is lost."""
+    text = repr(found)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
 def _fields_at(cls: type[BaseModel], parents: list[int | str]) -> list[str]:

@@ -150,7 +150,11 @@ def test_channels_that_are_no_colours() -> None:
             {"method": "relevance", "query": "class"},
             "query means nothing for relevance, only for attention",
         ),
-        ("class first", {"method": "relevance", "layer": 1}, "layer means nothing for relevance"),
+        (
+            "class first",
+            {"method": "relevance", "layer": 1},
+            "layer means nothing for relevance, only for attention, gradcam and pca;",
+        ),
         ("class first", {"method": "rollout", "target": "cat"}, "target means nothing for rollout, only for relevance"),
         ("class first", {"method": "attention", "fuse": "max"}, "fuse means nothing for attention, only for rollout"),
         ("class first", {"method": "rollout", "fuse": "maxx"}, "heads are not fused by 'maxx'; did you mean 'max'?"),

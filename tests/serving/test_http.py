@@ -191,9 +191,11 @@ BAD = [
     ("a JSON list", "/v1/predict", b"[]", JSON, 400, "should be an object"),
     ("no pictures", "/v1/predict", b'{"pictures": []}', JSON, 400, "one or more"),
     ("no base64", "/v1/predict", b'{"pictures": ["*"]}', JSON, 400, "picture 0 is not base64"),
+    ("an address as base64", "/v1/predict", b'{"pictures": ["data:,x"]}', JSON, 400, "without 'data:'"),
     ("no boundary", "/v1/predict", b"x", {"content-type": "multipart/form-data"}, 400, "boundary"),
     ("an unknown option", "/v1/predict?tops=3", picture(), PNG, 422, "did you mean 'top'?"),
     ("a wrong option", "/v1/predict?top=many", picture(), PNG, 422, "top is 'many'"),
+    ("a very long option", f"/v1/predict?top={'9' * 900}", picture(), PNG, 422, "…: input should be"),
     ("an unknown model", "/v1/predict?model=runn", picture(), PNG, 422, "did you mean 'run'?"),
     ("a path as a model", "/v1/predict?model=../../etc/passwd", picture(), PNG, 422, "no model is called"),
     ("a layer out of range", "/v1/embed?layer=9", picture(), PNG, 422, "layer 9 does not exist"),
@@ -224,6 +226,7 @@ def test_bad_forms(client: httpx.Client) -> None:
         ({"files": {"image": picture()}}, "no field 'picture'"),
         ({"files": {"picture": (None, "text")}}, "is text"),
         ({"files": [("picture", b"x")] * 6}, "more than 4 pictures"),
+        ({"files": {"picture": picture(), "top": picture()}}, "a file in the field 'top'"),
     ):
         answer = client.post("/v1/predict", **form)
         assert answer.status_code in (400, 413)
@@ -231,6 +234,15 @@ def test_bad_forms(client: httpx.Client) -> None:
     torn = b"--b\r\nContent-Disposition: form-data; name=picture; filename=x\r\n\r\n" + picture()
     answer = client.post("/v1/predict", content=torn, headers={"content-type": "multipart/form-data; boundary=b"})
     assert answer.status_code == 400, answer.text
+
+
+def test_the_options_of_a_form_are_heard(client: httpx.Client) -> None:
+    files = {"picture": picture()}
+    answer = client.post("/v1/predict", params={"top": 3}, data={"model": "second", "top": "1"}, files=files).json()
+    assert answer["model"] == "second"
+    assert len(answer["results"][0]["classes"]) == 1
+    answer = client.post("/v1/predict", data={"tops": "1"}, files=files)
+    assert (answer.status_code, "did you mean 'top'?" in answer.text) == (422, True)
 
 
 def test_a_body_without_a_length_is_measured_while_it_is_read(client: httpx.Client) -> None:
@@ -268,7 +280,9 @@ def test_headers_keep_browsers_safe(client: httpx.Client) -> None:
 
 def test_samples_can_be_had(client: httpx.Client) -> None:
     for sample in client.get("/samples").json()["samples"]:
-        found = client.get(sample["url"])
+        address = httpx.URL("https://proxy/models/samples").join(sample["url"]).path
+        assert address.startswith("/models/samples/")  # also where the service is not at the root
+        found = client.get(address.removeprefix("/models"))
         assert found.headers["content-type"].startswith("image/")
         assert sent(client, found.content).status_code == 200
 

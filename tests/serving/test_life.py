@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -136,6 +137,7 @@ def test_a_port_in_use_and_a_missing_bundle_exit_2_with_a_sentence(
             ([str(bundle), f"m={bundle}"], "two models would be called 'm'"),
             ([str(bundle), "--token-file", str(tmp_path / "no")], "the token cannot be read"),
             ([str(bundle), "--host", "no.such.host.invalid"], "no address of this machine"),
+            ([str(bundle), "--port", "0", "--host", "192.0.2.1"], "no address of this machine is called '192.0.2.1'"),
             ([str(bundle), "--origins", "example.org/path"], "is no origin"),
         ):
             monkeypatch.setattr(sys, "argv", ["vitrail", "serve", *words])
@@ -147,6 +149,21 @@ def test_a_port_in_use_and_a_missing_bundle_exit_2_with_a_sentence(
             assert last.startswith("vitrail: "), said.err
             assert sentence in last
             assert "Traceback" not in said.err
+
+
+def test_nobody_has_to_listen_when_it_is_ready(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vitrail", "serve", str(save_tiny(tmp_path / "m")), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        log = [process.stderr.readline()]
+        while '"event": "ready"' not in log[-1]:
+            log.append(process.stderr.readline())
+            assert log[-1], log
+        process.terminate()
+        log += process.stderr.readlines()
+    assert "Traceback" not in "".join(log)
 
 
 def test_a_damaged_bundle_does_not_start(tmp_path: Path) -> None:

@@ -122,10 +122,13 @@ def test_a_method_that_is_not_taken_hears_which_are(bundle: Path) -> None:
             ("HEAD", "/v1/models/reload", {"POST"}),
             ("PUT", "/v1/models", {"GET", "HEAD"}),
             ("OPTIONS", "/", {"GET", "HEAD"}),
+            ("POST", "/assets/main.js", {"GET", "HEAD"}),
         ):
             answer = await client.request(method, path)
             assert answer.status_code == 405
             assert set(answer.headers["allow"].split(", ")) == allow
+        answer = await client.post("/v1/predict/", content=picture(), headers=PNG)
+        assert answer.status_code == 404  # nothing is there, whatever the method
 
     asked(settings_for(bundle), ask)
 

@@ -116,6 +116,22 @@ def test_what_is_changed_while_a_picture_comes_is_shown_of_that_picture(seen: Vi
     assert seen.pixels() == expected
 
 
+@pytest.mark.parametrize("method", ["attention", "rollout"])
+def test_a_model_that_was_replaced_by_another_kind_is_not_drawn_as_the_old_one(seen: Visit, method: str) -> None:
+    seen.go(f"#model=birds&picture=balloon&method={method}&layer=0")
+    before = seen.pixels()
+    asked = "**/v1/explain*"
+    seen.page.route(asked, lambda route: route.continue_(url=route.request.url.replace("birds", "finer")))
+    try:
+        give(seen, picture_file())
+        seen.page.locator("#problem").wait_for(timeout=WAIT)
+    finally:
+        seen.page.unroute(asked)
+    assert "another model as “birds” by now; reload the page" in seen.page.locator("#problem").inner_text()
+    seen.settle()
+    assert seen.pixels() == before
+
+
 def test_a_class_that_does_not_exist_is_as_if_none_were_named(seen: Visit) -> None:
     seen.go("#model=birds&picture=daisy&method=relevance&target=999")
     assert seen.page.locator("#problem").is_hidden()

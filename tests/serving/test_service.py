@@ -234,6 +234,25 @@ def test_a_model_that_was_replaced_is_let_go_of(bundle: Path) -> None:
     asked(settings_for(bundle), ask)
 
 
+def test_many_who_ask_for_a_reload_at_once_share_it(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        answers = await asyncio.gather(*(client.post("/v1/models/reload") for _ in range(20)))
+        assert {(answer.status_code, answer.text) for answer in answers} == {(200, '{"reloaded":["m"]}')}
+        assert service.counters.reloads.labels("done")._value.get() <= 2  # the one that had begun, and one after it
+        assert (await client.post("/v1/models/reload?model=m")).status_code == 200
+
+    asked(settings_for(bundle), ask)
+
+
+def test_a_reload_is_of_the_model_that_is_named_or_of_all(bundle: Path) -> None:
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        for query, names in (("", ["m", "second"]), ("?model=", ["m", "second"]), ("?model=second", ["second"])):
+            assert (await client.post(f"/v1/models/reload{query}")).json() == {"reloaded": names}
+        assert (await client.post("/v1/models/reload?model=third")).status_code == 422
+
+    asked(Settings(models=name_models([str(bundle), f"second={bundle}"]), device="cpu"), ask)
+
+
 def test_uploads_together_have_a_limit(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         answer = await client.post("/v1/predict", content=bytes(200_000), headers=PNG)

@@ -67,7 +67,8 @@ class Wanted:
 
     def _check_taken(self, option: str) -> None:
         if self.method not in _TAKEN_BY[option]:
-            takers = " and ".join(_TAKEN_BY[option])
+            *others, last = _TAKEN_BY[option]
+            takers = f"{', '.join(others)} and {last}" if others else last
             raise ConfigError(f"{option} means nothing for {self.method}, only for {takers}; leave it out")
 
     def _check_query(self, config: ViTConfig) -> None:

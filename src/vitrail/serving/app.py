@@ -4,7 +4,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import Route, Router, request_response
 from starlette.types import ASGIApp
 
 from vitrail.errors import CheckpointError
@@ -56,11 +56,10 @@ class Service:
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"]),
             Route("/samples", self.samples, methods=["GET"]),
-            Route("/{path:path}", self.file, methods=["GET"]),
         ]
-        self._methods = {route.path: ", ".join(sorted(route.methods or ())) for route in routes[:-1]}
-        self.routes = {*self._methods, "/"}
-        door = Door(Router(routes, redirect_slashes=False), self.routes, self.settings, self.counters, self.life)
+        self.routes = {*(route.path for route in routes), "/"}
+        router = Router(routes, redirect_slashes=False, default=request_response(self.file))
+        door = Door(router, self.routes, self.settings, self.counters, self.life)
         if not self.settings.origins:
             return door
         return CORSMiddleware(
@@ -103,9 +102,10 @@ class Service:
     async def reload(self, request: Request) -> Response:
         """Open bundles again; where that fails, the old ones stay."""
         self.life.check()
-        name = self.shelf.check_name(request.query_params.get("model") or None)
+        name = request.query_params.get("model") or None
+        self.shelf.check_name(name)
         try:
-            names = await self.shelf.reload(name if "model" in request.query_params else None)
+            names = await self.shelf.reload(name)
         except CheckpointError as error:
             raise Refusal(409, str(error), reason="reload") from None
         return as_json({"reloaded": names})
@@ -137,12 +137,11 @@ class Service:
 
     async def file(self, request: Request) -> Response:
         """Give a file of the page."""
-        path = request.scope["path"]
-        found = self._files.get(path)
-        if found is None and path in self._methods:
-            raise Refusal(405, "this address does not take this method", allow=self._methods[path])
+        found = self._files.get(request.scope["path"])
         if found is None:
             raise Refusal(404, "there is nothing at this address")
+        if request.method not in ("GET", "HEAD"):
+            raise Refusal(405, "this address does not take this method", allow="GET, HEAD")
         headers = {"cache-control": "no-cache", "etag": found.tag}
         if request.headers.get("if-none-match") == found.tag:
             return Response(status_code=304, headers=headers)

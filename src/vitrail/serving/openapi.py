@@ -94,7 +94,8 @@ def _asking(name: str, summary: str, answer: str, settings: Settings, *options: 
                     "schema": {
                         "type": "object",
                         "required": ["picture"],
-                        "properties": {"picture": {"type": "array", "items": file, "minItems": 1}},
+                        "additionalProperties": False,
+                        "properties": {"picture": {"type": "array", "items": file, "minItems": 1}, **fields},
                     }
                 },
                 "application/json": {

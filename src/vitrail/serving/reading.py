@@ -90,7 +90,8 @@ async def read_request(request: Request, upload: Upload, settings: Settings) -> 
         )
         asked = Asked(pictures, {**fields, **more})
     elif kind == "multipart/form-data":
-        asked = Asked(await _from_multipart(request, body, settings), fields)
+        pictures, more = await _from_multipart(request, body, settings)
+        asked = Asked(pictures, {**fields, **more})
     else:
         asked = Asked([body], fields)
     if len(asked.pictures) > settings.pictures_limit:
@@ -138,7 +139,7 @@ class _InMemory(MultiPartParser):
     spool_max_size = 2**40
 
 
-async def _from_multipart(request: Request, body: bytes, settings: Settings) -> list[bytes]:
+async def _from_multipart(request: Request, body: bytes, settings: Settings) -> tuple[list[bytes], dict[str, Any]]:
     async def stream() -> AsyncGenerator[bytes, None]:
         yield body
 
@@ -158,7 +159,11 @@ async def _from_multipart(request: Request, body: bytes, settings: Settings) -> 
             raise Refusal(400, "the form has no field 'picture'; send one for each picture")
         if not all(isinstance(part, UploadFile) for part in found):
             raise Refusal(400, "the field 'picture' is text; send it as a file, with a file name")
-        return [await part.read() for part in found if isinstance(part, UploadFile)]
+        options = {name: value for name, value in form.multi_items() if name != "picture"}
+        for name, value in options.items():
+            if isinstance(value, UploadFile):
+                raise Refusal(400, f"the form has a file in the field {name[:80]!r}; pictures are fields 'picture'")
+        return [await part.read() for part in found if isinstance(part, UploadFile)], options
     finally:
         await form.close()
 
@@ -181,7 +186,9 @@ def _from_json(body: bytes, most: int) -> tuple[list[bytes], dict[str, Any]]:
         try:
             pictures.append(base64.b64decode(one, validate=True))
         except (binascii.Error, ValueError):
-            raise Refusal(400, f"picture {number} is not base64") from None
+            raise Refusal(
+                400, f"picture {number} is not base64; send that alone, without 'data:' before it or line breaks in it"
+            ) from None
     return pictures, asked
 
 

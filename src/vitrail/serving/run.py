@@ -1,6 +1,7 @@
 """Running the service: the port, the signals, the log, from the start to an orderly end."""
 
 import asyncio
+import errno
 import json
 import logging
 import signal
@@ -108,7 +109,10 @@ class _Server(uvicorn.Server):
         address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
         seconds = round(time.time() - self._began, 2)
         _log.info("ready", extra={"fields": {"address": address, "seconds": seconds}})
-        print(f"ready after {seconds:g} s at {address}", flush=True)
+        try:
+            print(f"ready after {seconds:g} s at {address}", flush=True)
+        except OSError:  # whoever started it does not listen, and the log has said it, too
+            return
 
     async def _reload(self) -> None:
         try:
@@ -144,18 +148,24 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError):
-        raise ConfigError(f"no address of this machine is called {host!r}; use 127.0.0.1, or 0.0.0.0 for all") from None
+        raise _no_such_host(host) from None
     place = socket.socket(family, socket.SOCK_STREAM)
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
     except OSError as error:
         place.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise _no_such_host(host) from None
         raise ConfigError(
             f"port {port} of {host} cannot be used ({(error.strerror or str(error)).lower()}); choose another with "
             f"--port, or 0 for any that is free"
         ) from None
     return place
+
+
+def _no_such_host(host: str) -> ConfigError:
+    return ConfigError(f"no address of this machine is called {host!r}; use 127.0.0.1, or 0.0.0.0 for all")
 
 
 class _Lines(logging.Formatter):

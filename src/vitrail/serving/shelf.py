@@ -25,6 +25,8 @@ class Shelf:
         self._served = {named.name: self._opened(named) for named in settings.models}
         self._one_at_a_time = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
+        self._due: dict[str | None, asyncio.Task[list[str]]] = {}
+        """Reloads that were asked for and have not begun."""
 
     async def start(self) -> None:
         """Warm every model up and begin to answer."""
@@ -74,7 +76,15 @@ class Shelf:
 
         Requests that have begun are answered by the model with which they began.
         """
+        # One that has not begun will open what is there by then, so whoever asks meanwhile need not have their own.
+        due = self._due.get(name)
+        if due is None:
+            due = self._due[name] = asyncio.get_running_loop().create_task(self._reload(name))
+        return await asyncio.shield(due)
+
+    async def _reload(self, name: str | None) -> list[str]:
         async with self._one_at_a_time:
+            del self._due[name]
             names = list(self._served) if name is None else [self.check_name(name)]
             try:
                 fresh = [await asyncio.to_thread(self._opened_warm, self._sources[one]) for one in names]

@@ -166,7 +166,9 @@ export class Panel {
     const key = JSON.stringify(options);
     const kept = memory.get(key);
     if (kept) return kept;
+    const { model } = this;
     const result = await explain(picture.blob, options, signal);
+    if (!fits(result, model)) throw new Failure(`The server has another model as “${model.name}” by now; reload the page.`);
     const { method, layer } = options;
     const found = { method, layer, target: result.target, source: result.picture };
     if (result.attention) found.attention = new Attention(result.attention);
@@ -310,6 +312,13 @@ export class Panel {
     paintHeat(pixels, Float32Array.from({ length: 128 }, (_, i) => i / 127), { least: 0, most: 1 });
     context.putImageData(pixels, 0, 0);
   }
+}
+
+/** Whether an answer is of the model that is shown: a bundle may have been replaced after the page was opened. */
+function fits({ attention, map }, { heads, token_count: tokens, grid }) {
+  const wanted = attention ? [heads, tokens, tokens] : grid;
+  const { shape } = attention ?? map;
+  return wanted.every((size, axis) => size === shape[axis]);
 }
 
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
