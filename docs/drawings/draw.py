@@ -338,7 +338,7 @@ def _tokens(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[str
 
 def _encoder(drawing: Drawing, config: ViTConfig, attention: torch.Tensor, shape: dict[str, Stage]) -> None:
     """Draw step 6: the blocks, with the attention maps of the first one."""
-    last = f"tokens after block {config.depth}"
+    last = f"tokens after layer {config.depth - 1}"
     _heading(drawing, 876, 6, f"{config.depth} blocks, each attention and MLP", shape[last])
     top, high = 892, 168
     for card in (2, 1, 0):
@@ -348,7 +348,7 @@ def _encoder(drawing: Drawing, config: ViTConfig, attention: torch.Tensor, shape
         x, y = MARGIN + 16 + 50 * (head % 6), top + 14 + 50 * (head // 6)
         drawing.picture(x, y, (46, 46), _attention_map(attention[head]))
     drawing.text(MARGIN + 16, top + 134, "attention")
-    _shape(drawing, MARGIN + 92, top + 134, shape["attention, block 1"].shape[1:])
+    _shape(drawing, MARGIN + 92, top + 134, shape["attention, layer 0"].shape[1:])
     drawing.text(MARGIN + 16, top + 155, f"{config.heads} heads: who looks at whom", "soft")
 
     middle, x = top + 62, MARGIN + 350

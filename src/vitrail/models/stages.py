@@ -56,12 +56,12 @@ def stages(model: ViT, picture: Tensor) -> list[Stage]:
         ("patch embeddings", model.patch_embed(picture), f"each patch as {config.width} learned features"),
         ("tokens", model.embed(picture)[0], f"{joined}{placed}".strip(", ") or "as they came from the stem"),
         (
-            "attention, block 1",
+            "attention, layer 0",
             traced.attention[first],
             f"in each of {config.heads} heads, how much each token looks at each other one",
         ),
         (
-            f"tokens after block {config.depth}",
+            f"tokens after layer {config.depth - 1}",
             traced.tokens[last],
             f"{config.depth} blocks of attention and MLP later",
         ),
