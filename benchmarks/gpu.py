@@ -236,8 +236,8 @@ def learning(
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    # AdamW keeps two numbers for each parameter.
-    return Ready(step, logits, held(forward) + 2 * held(trained))
+    # The cast matrices do not take the place of the trained ones; AdamW keeps two numbers for each parameter.
+    return Ready(step, logits, held(forward, trained) + 2 * held(trained))
 
 
 def learning_plainly(row: Row, model: nn.Module) -> Ready:
@@ -299,9 +299,10 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
 # ── measuring ──
 
 
-def held(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers."""
-    return sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()})
+def held(*models: nn.Module) -> int:
+    """Return the bytes of some models' parameters and buffers, those that they share once."""
+    tensors = {tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def measure(row: Row, makers: dict[str, Maker], options: argparse.Namespace, rate: float) -> Iterator[Result]:

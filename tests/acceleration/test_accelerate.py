@@ -28,10 +28,28 @@ def test_on_a_cpu_bf16_is_what_engines_have(kind: str) -> None:
     with torch.inference_mode(), autocast(CPU, "bf16"):
         expected = made_ready(made.model, "bf16").eval()(pictures).float()
     assert torch.equal(fast(pictures), expected)
+    assert fast(pictures).dtype == torch.float32
     assert made.model.training
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
     made.model.eval()
     assert relative_error(fast(pictures), made.model(pictures).detach()) < 0.1
+
+
+@pytest.mark.parametrize("kind", ["plain", "rope"])  # packed where the processor can, and never
+def test_a_model_in_training_answers_without_dropout(kind: str) -> None:
+    made, pictures = given(kind, mlp_dropout=0.5, proj_dropout=0.5)
+    expected = accelerate(made.model)(pictures)
+    made.model.train()
+    assert torch.equal(accelerate(made.model)(pictures), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "rope"])
+def test_a_model_that_is_not_in_float32(kind: str, dtype: torch.dtype) -> None:
+    made, pictures = given(kind)
+    found = accelerate(made.model.to(dtype))(pictures)
+    assert {parameter.dtype for parameter in made.model.parameters()} == {dtype}
+    assert torch.equal(found, accelerate(made.model.float())(pictures))
 
 
 def test_graphs_mean_nothing_on_a_cpu() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from vitrail import Bundle
 from vitrail.acceleration.engine import made_ready, open_engine
 from vitrail.acceleration.lanes import LARGEST, SMALLEST, Lanes
-from vitrail.acceleration.packed import PackedBlock, can_pack, pack
+from vitrail.acceleration.packed import PackedBlock, PackedStem, can_pack, pack
 from vitrail.runtime import autocast
 
 PACKED = [kind for kind in KINDS if can_pack(bundle(kind).model, torch.float32)]
@@ -34,6 +34,15 @@ def test_every_activation(activation: str) -> None:
     made, pictures = bundle("plain", activation=activation), pixels(3)
     packed = Bundle(pack(made.model, torch.float32), made.preprocess)
     assert relative_error(eager(packed, pictures), eager(made, pictures)) < 1e-5
+
+
+@pytest.mark.parametrize("stem", ["conv", "linear"])
+@pytest.mark.parametrize("patch", [(4, 8), (8, 4), (1, 1), (16, 32)], ids=str)
+def test_patches_of_every_shape_are_one_product(stem: str, patch: tuple[int, int]) -> None:
+    made, pictures = bundle("plain", stem=stem, patch_size=patch, class_token="last", registers=2), pixels(3)
+    packed = pack(made.model, torch.float32)
+    assert isinstance(packed.patch_embed, PackedStem)
+    assert relative_error(eager(Bundle(packed, made.preprocess), pictures), eager(made, pictures)) < 1e-5
 
 
 def test_most_kinds_are_packed_and_the_others_are_not() -> None:

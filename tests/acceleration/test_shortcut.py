@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.shadow import Shadow
 from vitrail.acceleration.shortcut import Shortcut, can_shorten
+from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
 
 SHORT = [kind for kind in KINDS if can_shorten(bundle(kind).model.config) and bundle(kind).model.config.classes]
@@ -33,7 +34,11 @@ def gradients(model: ViT, forward: Callable[[Tensor], Tensor], pictures: Tensor,
 
 
 @pytest.mark.parametrize("kind", SHORT)
-@pytest.mark.parametrize("changes", [{}, {"layer_scale": 0.5, "stochastic_depth": 0.4, "depth": 3}], ids=["", "random"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"layer_scale": 0.5, "stochastic_depth": 0.4, "depth": 3, "qk_norm": True}],
+    ids=["", "random"],
+)
 def test_every_gradient_is_the_models(kind: str, changes: dict[str, Any]) -> None:
     model, pictures, labels = given(kind, **changes)
     model, pictures = model.double(), pictures.double()
@@ -51,6 +56,31 @@ def test_the_last_block_thinks_about_one_token() -> None:
         block.mlp.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
     Shortcut(model)(pictures)
     assert seen == [9, 1]
+
+
+@pytest.mark.parametrize("rate", ["attention_dropout", "proj_dropout", "mlp_dropout"])
+def test_the_last_block_drops_what_the_model_drops(rate: str) -> None:
+    model, pictures, _ = given("plain", depth=1, **{rate: 0.5})
+    short = Shortcut(model)
+    assert not torch.equal(short(pictures), short(pictures))
+    model.eval()
+    assert torch.equal(short(pictures), short(pictures))
+
+
+@pytest.mark.parametrize("kind", ["plain", "linear"])
+def test_a_model_that_is_resized_afterwards(kind: str) -> None:
+    model, pictures, _ = given(kind)
+    short = Shortcut(model)
+    model.resize((32, 32))
+    pictures = torch.cat([pictures, pictures.flip(0)], dim=2)
+    assert torch.allclose(short(pictures), model(pictures), atol=1e-5)
+    assert short(pictures[:0]).shape == (0, 5)
+
+
+@pytest.mark.parametrize("kind", ["rope", "relative", "conv_stem", "sincos", "distilled", "mean_of_all", "every_rate"])
+def test_what_would_be_computed_wrongly_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match="reads more than one token, or its blocks need all of them; train the model"):
+        Shortcut(bundle(kind).model)
 
 
 def test_with_gradient_checkpointing() -> None:

@@ -1,5 +1,6 @@
 """A model made faster where it is: one call, whatever the device."""
 
+import copy
 from collections.abc import Iterable
 from typing import Literal, get_args
 
@@ -48,10 +49,14 @@ def accelerate(
 
     `calibration`: normalised pictures (B, C, H, W), or batches of them, like those to be answered later; `fp8` needs
     them. `exact`: on a CUDA device, compute GELU in its exact form, rather than in the tanh form, which costs nothing
-    there. `graphs`: on a CUDA device, record the work of each batch size once and replay it, for small batches.
+    there. `graphs`: on a CUDA device, record the work of each batch size once and replay it, for small batches;
+    what is recorded has memory of its own, so only one thread may ask at a time.
     A model that the fast encoder does not know is computed under autocast, as it would be anyway.
     """
-    device = next(model.parameters()).device
+    like = next(model.parameters())
+    device = like.device
+    if like.dtype != torch.float32:  # autocast lowers what is in float32, and stumbles over anything else
+        model = copy.deepcopy(model).float()
     match precision:
         case "bf16":
             if device.type == "cuda" and can_fold(model.config):

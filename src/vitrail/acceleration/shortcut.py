@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.acceleration.packed import token_read
+from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block
 from vitrail.models.config import ViTConfig
 from vitrail.models.position import Places
@@ -38,7 +39,11 @@ class Shortcut(nn.Module):
 
     def __init__(self, model: ViT) -> None:
         super().__init__()
-        self.model, self.read = model, token_read(model.config) or 0
+        if not can_shorten(model.config):  # it would be computed all the same, and wrongly
+            raise ConfigError(
+                "this model's head reads more than one token, or its blocks need all of them; train the model itself"
+            )
+        self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
         """Map pictures (B, C, H, W) to logits (B, classes)."""
@@ -49,7 +54,7 @@ class Shortcut(nn.Module):
         *blocks, last = (cast("Block", block) for block in model.blocks)
         for block in blocks:
             tokens = self._run(_all_tokens, block, tokens, places)
-        return model._classify(self._run(self._one_token, last, tokens, places))
+        return model._classify(self._run(_one_token, last, tokens, places))
 
     def _run(
         self, function: Callable[[Block, Tensor, Places], Tensor], block: Block, tokens: Tensor, places: Places
@@ -59,13 +64,6 @@ class Shortcut(nn.Module):
             return cast("Tensor", checkpoint(function, block, tokens, places, use_reentrant=False))
         return function(block, tokens, places)
 
-    def _one_token(self, block: Block, x: Tensor, places: Places) -> Tensor:
-        """Map (B, T, D) to the token that is read, (B, 1, D)."""
-        x = block.place(x, places).to(x.dtype)
-        normed = block.norm1(x)
-        here = slice(self.read, self.read + 1)
-        return _added(block, x[:, here], _attended(block, normed[:, here], normed))
-
 
 def _all_tokens(block: Block, x: Tensor, places: Places) -> Tensor:
     """Map (B, T, D) to (B, T, D), in the dtype it came in."""
@@ -73,18 +71,27 @@ def _all_tokens(block: Block, x: Tensor, places: Places) -> Tensor:
     return _added(block, x, block.attn(block.norm1(x), places))
 
 
+def _one_token(block: Block, x: Tensor, places: Places) -> Tensor:
+    """Map (B, T, D) to the token that is read, (B, 1, D)."""
+    x = block.place(x, places).to(x.dtype)
+    normed = block.norm1(x)
+    read = token_read(block.config) or 0  # asked for each time: a model can be resized
+    here = slice(read, read + 1)
+    return _added(block, x[:, here], _attended(block, normed[:, here], normed))
+
+
 def _attended(block: Block, asking: Tensor, x: Tensor) -> Tensor:
     """Let some tokens (B, t, D) look at all of (B, T, D); what `Attention` returns for them."""
     attention = block.attn
-    shape, inner = (x.shape[0], -1, attention.heads, attention.head_width), attention.heads * attention.head_width
+    shape, inner = (attention.heads, attention.head_width), attention.heads * attention.head_width
     weight, bias = attention.qkv.weight, attention.qkv.bias
-    query = F.linear(asking, weight[:inner], None if bias is None else bias[:inner]).view(shape)
+    query = F.linear(asking, weight[:inner], None if bias is None else bias[:inner]).unflatten(-1, shape)
     key, value = F.linear(x, weight[inner:], None if bias is None else bias[inner:]).chunk(2, dim=-1)
-    query, key = attention.q_norm(query), attention.k_norm(key.unflatten(-1, shape[2:]))
+    query, key = attention.q_norm(query), attention.k_norm(key.unflatten(-1, shape))
     heads = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
-        value.unflatten(-1, shape[2:]).transpose(1, 2),
+        value.unflatten(-1, shape).transpose(1, 2),
         dropout_p=attention.dropout if attention.training else 0.0,
     )
     return cast("Tensor", attention.proj_drop(attention.proj(heads.transpose(1, 2).flatten(2))))

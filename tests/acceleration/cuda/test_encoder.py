@@ -11,11 +11,12 @@ from torch import Tensor
 
 from vitrail.acceleration.cuda.calibration import MARGIN, calibrate
 from vitrail.acceleration.cuda.encoder import LOW, PRODUCTS, FastBlock, Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.folding import Affine
 from vitrail.acceleration.cuda.graphs import Replayed
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.passes import FP8_MAX
+from vitrail.acceleration.cuda.passes import FP8_MAX, to_fp8
 from vitrail.acceleration.cuda.products import Fp8Product, Product
-from vitrail.errors import InputError
+from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
 FOLDED = [kind for kind in KINDS if can_fold(bundle(kind).model.config)]
@@ -73,6 +74,45 @@ def test_layers_without_a_bias(without: str) -> None:
     )
 
 
+UNUSUAL = [
+    {"class_token": "last", "registers": 2, "norm_before_blocks": True},
+    {"class_token": "last", "distillation_token": True, "registers": 1, "stem": "linear"},
+    {"registers": 3, "position_covers": "class", "pool": "map", "pool_over": "all"},
+    {"patch_size": (4, 8), "head_dim": 3, "mlp_width": 10, "representation": 7},
+    {"patch_size": (8, 4), "norm_eps": 0.01, "final_norm": "none"},
+    {"patch_size": (16, 32), "class_token": "none", "pool": "mean", "position": "none", "depth": 1},
+]
+
+
+@pytest.mark.parametrize("changes", UNUSUAL, ids=range(len(UNUSUAL)))
+def test_unusual_tokens_and_patches(changes: dict[str, object]) -> None:
+    model, pictures = given("plain", torch.float64, **changes)
+    fast = FastModel(model, Numbers(torch.float64, exact=True))
+    assert relative_error(answers(fast, pictures), answers(model, pictures)) < 1e-10
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("low", [False, True])
+def test_no_pictures_get_no_answers(pool: str, low: bool) -> None:
+    model, pictures = low_model(pool=pool)
+    numbers = Numbers(torch.float32, scales=calibrate(model, pictures) if low else None)
+    assert answers(FastModel(model, numbers), pictures[:0]).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {}) for kind in ("rope", "relative", "every_block", "learned_2d", "no_head")),
+        *(("plain", changes) for changes in ({"norm_order": "post"}, {"qk_norm": True}, {"activation": "swiglu"})),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(kind: str, changes: dict[str, object]) -> None:
+    model, pictures = given(kind, torch.float32, **changes)
+    for make in (lambda: FastModel(model, Numbers()), lambda: calibrate(model, pictures)):
+        with pytest.raises(ConfigError, match="the fast encoder takes plain pre-norm blocks and positions added at"):
+            make()
+
+
 def test_gelu_is_the_tanh_form_unless_the_exact_one_is_asked_for() -> None:
     """It is cuBLASLt's; how far it lies off is seen here, and no more than that."""
     exact, pictures = given("plain", torch.float64)
@@ -92,6 +132,9 @@ def test_which_models_are_folded() -> None:
     assert not can_fold(bundle("plain", qk_norm=True).model.config)
     assert not can_quantise(bundle("plain").model.config)  # 24 numbers wide
     assert can_quantise(bundle("plain", width=32, heads=2).model.config)
+    assert not can_quantise(bundle("plain", width=32, heads=2, head_dim=12).model.config)
+    assert not can_quantise(bundle("plain", width=32, heads=2, mlp_width=40).model.config)
+    assert not can_quantise(bundle("plain", width=32, heads=2, qk_norm=True).model.config)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("linear", 1), ("mean_of_all", 8), ("distilled", 10)])
@@ -123,6 +166,14 @@ def test_bf16_is_as_near_as_autocast_is() -> None:
         found = answers(FastModel(model, Numbers()), pictures)  # also where autocast is on, as engines have it
     assert relative_error(found.float(), exact) < 3 * usual
     assert torch.equal(found, answers(FastModel(model, Numbers()), pictures))
+
+
+def test_autocast_around_it_changes_nothing() -> None:
+    model, pictures = given("plain", torch.float32)
+    fast = FastModel(model, Numbers(torch.float32))
+    expected = answers(fast, pictures)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(answers(fast, pictures), expected)
 
 
 def test_pictures_that_do_not_fit_are_refused_in_the_models_words() -> None:
@@ -165,10 +216,31 @@ def test_calibration_finds_the_largest_numbers() -> None:
     assert calibrate(model, list(pictures.split(1))) == pytest.approx(scales, rel=1e-5)
 
 
-def test_calibration_without_pictures() -> None:
+@pytest.mark.parametrize("given_pictures", [[], torch.zeros(0, 3, 16, 32), [torch.zeros(0, 3, 16, 32)]], ids=range(3))
+def test_calibration_without_pictures(given_pictures: object) -> None:
     model, _ = low_model()
     with pytest.raises(InputError, match="there are no pictures to calibrate fp8 with"):
-        calibrate(model, [])
+        calibrate(model, given_pictures)
+
+
+@pytest.mark.parametrize("found", [0.0, float("nan")])
+def test_calibration_refuses_what_cannot_be_scaled(found: float) -> None:
+    model, pictures = low_model(activation="relu")
+    torch.nn.init.zeros_(model.blocks[0].mlp.fc1.weight)
+    torch.nn.init.constant_(model.blocks[0].mlp.fc1.bias, found)
+    with pytest.raises(InputError, match=rf"what goes into 0\.fc2 is {found} at most, which fp8 cannot be scaled by"):
+        calibrate(model, pictures)
+
+
+def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
+    assert to_fp8(torch.tensor([1e4, -1e4, 1.0]), 2.0).float().tolist() == [FP8_MAX, -FP8_MAX, 0.5]
+
+
+@pytest.mark.parametrize("weight_scales", ["tensor", "row"])
+def test_a_matrix_of_zeros_in_fp8(weight_scales: str) -> None:
+    folded = Affine(torch.zeros(16, 16, dtype=torch.float64), torch.arange(16, dtype=torch.float64))
+    product = Fp8Product(folded, torch.float32, 0.1, weight_scales)
+    assert torch.equal(product(to_fp8(torch.ones(2, 16), 0.1)), torch.arange(16.0).expand(2, 16))
 
 
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])

@@ -26,7 +26,8 @@ def calibrate(model: ViT, pictures: Tensor | Iterable[Tensor], *, margin: float 
     record: dict[str, Tensor] = {}
     watched.encoder.watch(record)
     for batch in (pictures,) if isinstance(pictures, Tensor) else pictures:
-        watched(batch)
+        if len(batch):
+            watched(batch)
     if not record:
         raise InputError("there are no pictures to calibrate fp8 with; give a batch of normalised pictures")
     largest = {name: float(value) for name, value in record.items()}

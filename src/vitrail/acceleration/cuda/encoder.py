@@ -20,6 +20,7 @@ from vitrail.acceleration.cuda.folding import Affine, fold
 from vitrail.acceleration.cuda.passes import FP8, Form, activate, norm, quantise
 from vitrail.acceleration.cuda.products import Fp8Product, Product, WeightScales, can_take_fp8
 from vitrail.acceleration.packed import token_read
+from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -64,7 +65,12 @@ class FastEncoder(nn.Module):
 
     def __init__(self, model: ViT, numbers: Numbers) -> None:
         super().__init__()
-        self.dtype = numbers.dtype
+        if not can_fold(model.config):  # it would be computed all the same, and wrongly
+            raise ConfigError(
+                "the fast encoder takes plain pre-norm blocks and positions added at the stem, which this model does "
+                "not have; vitrail.accelerate computes it another way"
+            )
+        self.dtype, self.read = numbers.dtype, token_read(model.config)
         shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)
         self.blocks = nn.ModuleList()
         for index, block in enumerate(model.blocks):
@@ -75,12 +81,12 @@ class FastEncoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (B, T, D) to (B, T, D), or to (B, 1, D) where one token is read. The tokens' memory is written to."""
-        B, _, D = tokens.shape
+        B, T, D = tokens.shape
         x, branch = tokens.to(self.dtype).reshape(-1, D), None
         for block in self.blocks:
-            x, branch = block(x, branch, B)
+            x, branch = block(x, branch, B, T)
         wide = x.to(_wide(self.dtype)) + self.shift
-        return (wide if branch is None else wide + branch).view(B, -1, D)
+        return (wide if branch is None else wide + branch).view(B, T if self.read is None else 1, D)
 
     def watch(self, record: dict[str, Tensor] | None) -> None:
         """Keep the largest number that goes into each product in `record`; None ends that."""
@@ -120,15 +126,15 @@ class FastBlock(nn.Module):
         self.shift_behind = shift + folded.fc2.bias if isinstance(self.fc2, Product) else shift
         """What is still to be added to the stream behind this block."""
 
-    def forward(self, x: Tensor, branch: Tensor | None, batch: int) -> tuple[Tensor, Tensor | None]:
-        """Map rows (M, D), and a branch still to be added to them, to the same behind this block."""
+    def forward(self, x: Tensor, branch: Tensor | None, batch: int, tokens: int) -> tuple[Tensor, Tensor | None]:
+        """Map rows (batch·tokens, D), and a branch still to be added to them, to the same behind this block."""
         first = self.qkv if self.read is None else self.kv
         h = norm(x, self.eps, shift=self.shift1, branch=branch, scale=_scale(first))
         self._note("qkv", h)
-        heads = self._attended(h, batch)
+        heads = self._attended(h, batch, tokens)
         self._note("proj", heads)
         if self.read is not None:
-            x = x.view(batch, -1, x.shape[-1])[:, self.read].contiguous()
+            x = x.unflatten(0, (batch, tokens))[:, self.read].contiguous()
         branch = _joined(x, self.proj, heads)
         h = norm(x, self.eps, shift=self.shift2, branch=branch, scale=_scale(self.fc1))
         self._note("fc1", h)
@@ -136,16 +142,15 @@ class FastBlock(nn.Module):
         self._note("fc2", hidden)
         return x, _joined(x, self.fc2, hidden)
 
-    def _attended(self, h: Tensor, batch: int) -> Tensor:
+    def _attended(self, h: Tensor, batch: int, tokens: int) -> Tensor:
         """Return the heads side by side, (M, inner), of all tokens or of the one that is read."""
-        shape = (batch, -1, self.heads, self.head_width)
         if self.read is None:
             # Views: no kernel of attention needs the three apart in memory.
-            query, key, value = self.qkv(h).view(batch, -1, 3, self.heads, self.head_width).unbind(2)
+            query, key, value = self.qkv(h).view(batch, tokens, 3, self.heads, self.head_width).unbind(2)
         else:
-            asked = h.view(batch, -1, h.shape[-1])[:, self.read].contiguous()
-            query = self.q(asked).view(shape)
-            key, value = self.kv(h).view(batch, -1, 2, self.heads, self.head_width).unbind(2)
+            asked = h.unflatten(0, (batch, tokens))[:, self.read].contiguous()
+            query = self.q(asked).view(batch, 1, self.heads, self.head_width)
+            key, value = self.kv(h).view(batch, tokens, 2, self.heads, self.head_width).unbind(2)
         heads = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width)
 

@@ -67,10 +67,10 @@ class PatchStem(nn.Module):
         cut = x.reshape(B, C, rows, h, columns, w).permute(0, 2, 4, 1, 3, 5)
         # Cut and cast in one pass.
         patches = torch.empty(cut.shape, dtype=self.dtype, device=x.device).copy_(cut)
-        projected = patches.view(B * rows * columns, -1) @ self.weight.t()
+        projected = patches.view(B * rows * columns, C * h * w) @ self.weight.t()
         tokens = projected.new_empty(B, *self.common.shape)
         where = self.config.layout.patches
-        torch.add(projected.view(B, rows * columns, -1), self.common[where], out=tokens[:, where])
+        torch.add(projected.unflatten(0, (B, rows * columns)), self.common[where], out=tokens[:, where])
         tokens[:, : where.start] = self.common[: where.start]
         tokens[:, where.stop :] = self.common[where.stop :]
         return tokens
