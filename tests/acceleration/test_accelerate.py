@@ -8,7 +8,6 @@ from torch import Tensor
 
 import vitrail
 from vitrail import Bundle
-from vitrail.acceleration import engine
 from vitrail.acceleration.accelerate import accelerate
 from vitrail.acceleration.engine import made_ready
 from vitrail.errors import ConfigError
@@ -70,7 +69,3 @@ def test_what_cannot_be(precision: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         accelerate(made.model, precision, calibration=pictures)
     assert str(error.value) == message
-
-
-def test_the_default_path_of_engines_is_the_plain_one() -> None:
-    assert engine.FAST_ON_CUDA is False

@@ -197,3 +197,17 @@ def test_an_engine_that_need_not_try_says_so_at_once(monkeypatch: pytest.MonkeyP
     assert said == ["float32: this processor is not faster in bf16"]
     engine.begin()
     assert torch.equal(engine(numbered(3)), LOGITS[:3])
+
+
+@pytest.mark.usefixtures("fast")
+def test_an_engine_whose_trial_fails_answers_all_the_same() -> None:
+    class Failing(Fake):
+        def __call__(self, pixels: Tensor) -> Tensor:
+            raise RuntimeError("not enough memory\nand where")
+
+    made: dict[str, Fake] = {"float32": Fake("float32", LOGITS, 0), "bf16": Failing("bf16", LOGITS, 0)}
+    said: list[str] = []
+    engine = SettlingEngine(lambda precision: made[precision], CPU, said.append)
+    for _ in range(2):
+        assert torch.equal(engine(numbered(3)), LOGITS[:3])
+    assert said == ["float32: bf16 could not be tried: not enough memory"]

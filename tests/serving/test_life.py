@@ -104,7 +104,7 @@ def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> 
             last, now = sent(client, picture()).json(), client.get("/v1/models").json()["models"][0]["precision"]
         stop(running)
         running.process.wait(20)
-        told = [json.loads(line)["precision"] for line in running.log if '"event": "precision"' in line]
+        told = [json.loads(line)["why"] for line in running.log if '"event": "precision"' in line]
     assert [why.split(":")[0] for why in told] == [now]
     names = [[known["name"] for known in said["results"][0]["classes"]] for said in (first, last)]
     assert names[0] == names[1]

@@ -103,7 +103,12 @@ class SettlingEngine:
         """Return logits for pictures."""
         if self._trying is None:
             return self._engine(pixels)
-        logits = self._trying.ask(pixels)
+        try:
+            logits = self._trying.ask(pixels)
+        except RuntimeError as error:  # torch's, such as no memory for both; whoever asked is to have an answer
+            self._trying = None
+            self._tell(f"float32: bf16 could not be tried: {str(error).splitlines()[0]}")
+            return self._engine(pixels)
         if self._trying.trial.pictures >= PICTURES:
             self._engine, why = self._trying.settled()
             self._trying = None

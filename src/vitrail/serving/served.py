@@ -93,7 +93,7 @@ class Served:
 
 
 def _tell_precision(model: str, why: str) -> None:
-    _log.info("precision", extra={"fields": {"model": model, "precision": why}})
+    _log.info("precision", extra={"fields": {"model": model, "why": why}})
 
 
 @torch.no_grad()
