@@ -91,7 +91,7 @@ def with_vitrail(classifier: Classifier, batch: int) -> Pass:
     return run
 
 
-def contenders(folder: Path, batch: int, workers: int) -> dict[str, Pass]:
+def contenders(folder: Path, batch: int, workers: int, engines: Sequence[str]) -> dict[str, Pass]:
     timm = import_peer("timm")
     peer = scramble(timm.create_model("vit_small_patch16_224", num_classes=CLASSES))
     timm.models.save_for_hf(peer, folder / "timm")
@@ -106,7 +106,7 @@ def contenders(folder: Path, batch: int, workers: int) -> dict[str, Pass]:
     precisions = ("float32", "bf16") if faster_in_bf16(torch.device("cpu")) else ("float32",)
     if "bf16" in precisions:
         found["timm, eager, bf16"] = with_timm(peer, transform, batch, workers, bf16=True)
-    for engine in ("torch", "onnx", "openvino"):
+    for engine in engines:
         for precision in precisions:
             try:
                 classifier = Classifier(bundle, engine=engine, precision=precision, device="cpu")  # type: ignore[arg-type]
@@ -165,13 +165,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engines", nargs="+", default=["torch", "onnx", "openvino"], help="of ours")
     options = parser.parse_args()
     paths = [os.fsdecode(item.name) for item in islice(list_items([options.photos]), options.pictures)]
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.workers} workers, {len(paths)} photos"
     )
     with tempfile.TemporaryDirectory() as temporary:
-        passes = contenders(Path(temporary), options.batch, options.workers)
+        passes = contenders(Path(temporary), options.batch, options.workers, options.engines)
         agreement(passes, paths)
         together = in_turns(passes, lambda run: len(run(paths)), options.repeats)
         report(f"a folder, batches of {options.batch}", together, images_a_second)
