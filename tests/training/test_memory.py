@@ -300,8 +300,9 @@ WIDE = ["epochs=0.1", "evaluations=1", "model.width=64", "model.depth=2", "model
 
 
 def limited(room: int, folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
-    """Train in a process that the machine gives only so much memory."""
-    words = [word for change in (*WIDE, "model.patch_size=1", *changes) for word in ("--set", change)]
+    """Train in a process that the machine gives only so much memory; in float32, whatever this processor prefers."""
+    settings = (*WIDE, "model.patch_size=1", "precision=float32", *changes)
+    words = [word for change in settings for word in ("--set", change)]
     command = ["train", "digits", "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
     return subprocess.run(
         [sys.executable, "-c", LIMITED, str(room), *command],
