@@ -346,6 +346,7 @@ def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
         changes = [
             *TINY,
             "model.mlp_dropout=0.0",
+            "precision=float32",
             "steps=8",
             "epochs=none",
             f"compile={str(name == 'compiled').lower()}",
