@@ -54,8 +54,7 @@ from vitrail.acceleration.accelerate import Accelerated
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_quantise
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.shadow import Shadow
-from vitrail.acceleration.shortcut import Shortcut, can_shorten
+from vitrail.acceleration.training_pass import TrainingPass, can_hasten
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost
 from vitrail.models.variants import variant_config
@@ -216,9 +215,7 @@ def low(row: Row, model: ViT, **changes: Any) -> Numbers:
     return Numbers(scales=calibrate(model, row.pictures[:64].to(next(model.parameters()).dtype)), **changes)
 
 
-def learning(
-    row: Row, trained: nn.Module, forward: nn.Module, after_backward: Callable[[], None], after_step: Callable[[], None]
-) -> Ready:
+def learning(row: Row, trained: nn.Module, forward: nn.Module) -> Ready:
     """Make a training step: autocast, cross-entropy, fused AdamW."""
     call = compiled(forward.to(row.device).train(), row.device)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-4, weight_decay=0.05, fused=True)
@@ -230,33 +227,23 @@ def learning(
     def step() -> Tensor:
         loss = F.cross_entropy(logits(row.pictures).float(), row.labels)
         loss.backward()
-        after_backward()
         optimizer.step()
-        after_step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    # The cast matrices do not take the place of the trained ones; AdamW keeps two numbers for each parameter.
-    return Ready(step, logits, held(forward, trained) + 2 * held(trained))
+    # AdamW keeps two numbers for each parameter.
+    return Ready(step, logits, 3 * held(trained))
 
 
 def learning_plainly(row: Row, model: nn.Module) -> Ready:
     model = model.to(row.device)
-    return learning(row, model, model, nothing, nothing)
+    return learning(row, model, model)
 
 
-def learning_shortly(row: Row, model: ViT, *, shadowed: bool) -> Ready:
-    """Make our own training path: the last block for one token, and bf16 matrices beside the trained ones."""
+def learning_fast(row: Row, model: ViT) -> Ready:
+    """Make our own training path, as `vitrail train` does when it compiles on a GPU."""
     model = model.to(row.device).train()
-    if not shadowed:
-        return learning(row, model, Shortcut(model) if can_shorten(row.config) else model, nothing, nothing)
-    shadow = Shadow(model, BF16)
-    forward = Shortcut(shadow.model) if can_shorten(row.config) else shadow
-    return learning(row, model, forward, shadow.gather, shadow.refresh)
-
-
-def nothing() -> None:
-    pass
+    return learning(row, model, TrainingPass(model) if can_hasten(row.config) else model)
 
 
 def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, dict[str, Maker]]:
@@ -282,9 +269,8 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "timm max-autotune": peer("timm", "max-autotune-no-cudagraphs"),
     }
     training: dict[str, Maker] = {
-        "vitrail short+shadow": lambda row: learning_shortly(row, ours(row, weights), shadowed=True),
+        "vitrail": lambda row: learning_fast(row, ours(row, weights)),
         "timm compile": lambda row: learning_plainly(row, of_timm(row, weights)),
-        "vitrail short": lambda row: learning_shortly(row, ours(row, weights), shadowed=False),
         "vitrail compile": lambda row: learning_plainly(row, ours(row, weights)),
         "torchvision compile": lambda row: learning_plainly(row, of_torchvision(row, weights)),
         "transformers compile": lambda row: learning_plainly(row, of_transformers(row, weights)),
@@ -463,7 +449,7 @@ def curve(row: Row, steps: int) -> list[dict[str, float]]:
     start = ViT(row.config)
     for name in ("plain", "other order", "fast"):
         model = copy.deepcopy(start)
-        made = learning_shortly(row, model, shadowed=True) if name == "fast" else learning_plainly(row, model)
+        made = learning_fast(row, model) if name == "fast" else learning_plainly(row, model)
         losses[name] = []
         for number in range(steps):
             which = labels[(number * (7 if name == "other order" else 1)) % len(labels)]

@@ -44,14 +44,15 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        x = self.fc1(x)
+        x = self.fc2(self.drop1(self.activated(self.fc1(x))))
+        return cast("Tensor", self.drop2(x))
+
+    def activated(self, x: Tensor) -> Tensor:
+        """Make the hidden layer of what its first layer returns."""
         if self.activation is None:
             gate, x = x.chunk(2, dim=-1)
-            x = F.silu(gate) * x
-        else:
-            x = self.activation(x)
-        x = self.fc2(self.drop1(x))
-        return cast("Tensor", self.drop2(x))
+            return F.silu(gate) * x
+        return self.activation(x)
 
 
 class LayerScale(nn.Module):

@@ -215,15 +215,19 @@ class ViT(nn.Module):
     def embed(self, x: Tensor) -> tuple[Tensor, Places]:
         """Turn pictures into placed tokens (B, T, D), and say what the blocks need to know of their places."""
         check_pictures(x, self.config, next(self.parameters()))
+        return self.placed(self.patch_embed(x))
+
+    def placed(self, patches: Tensor) -> tuple[Tensor, Places]:
+        """Do what `embed` does behind the stem: patches (B, N, D) become tokens that know their places."""
         config = self.config
-        tokens = self._join(self.patch_embed(x))
+        tokens = self._join(patches)
         table = read_table(self, config) if config.table_owner == "model" else None
         if table is not None and config.position_at == "stem":
             tokens, table = tokens + table, None
         tokens = self.pos_drop(tokens)
         places = Places(table, self.rotation, self.offsets)
         if self.training and config.patch_dropout:
-            kept = drop_patches(config, x.shape[0], x.device)
+            kept = drop_patches(config, len(tokens), tokens.device)
             tokens, places = pick(tokens, kept), locate(places, kept)
         return self.norm_pre(tokens), places
 

@@ -12,7 +12,7 @@ from vitrail import ViT, ViTConfig
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.shortcut import Shortcut
+from vitrail.acceleration.training_pass import TrainingPass
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,7 +92,7 @@ def test_the_training_pass() -> None:
     model, pictures, exact = given()
     model.train()
     with torch.autocast("cuda", torch.bfloat16):
-        logits = Shortcut(model)(pictures)
+        logits = TrainingPass(model)(pictures)
     logits.float().square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert error(logits.detach(), exact) < 3 * plain_error(model, pictures, exact)

@@ -11,7 +11,7 @@ from tests.acceleration.tiny import bundle, pixels
 from tests.peers import relative_error
 from torch import Tensor
 
-from vitrail.acceleration.cuda import encoder, passes, products
+from vitrail.acceleration.cuda import encoder, gradients, passes, products
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import Numbers
 from vitrail.acceleration.cuda.model import FastModel
@@ -157,3 +157,21 @@ def test_multiply_fp8() -> None:
     )  # fmt: skip
     expected = passes.activate(x.double() @ weight.double().t() * 0.001 + bias.double(), "gelu")
     assert relative_error(found.cpu().double(), expected) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
+def test_gradient_of_gelu_and_its_sum(size: tuple[int, int]) -> None:
+    gradient, x = rows(*size, seed=1), rows(*size)
+    wanted, wanted_sum = gradients.gelu_gradient(gradient, x)
+    found, found_sum = kernels.gelu_gradient(gradient.to(DEVICE), x.to(DEVICE))
+    assert torch.allclose(found.cpu(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(found_sum.cpu(), wanted_sum, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
+def test_gradients_side_by_side(size: tuple[int, int]) -> None:
+    parts = [rows(*size, seed=number) for number in range(3)]
+    wanted, wanted_sum = gradients.joined_gradient(*parts)
+    found, found_sum = kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
+    assert torch.equal(found.cpu(), wanted)
+    assert torch.allclose(found_sum.cpu(), wanted_sum, rtol=1e-5, atol=1e-3)

@@ -1,0 +1,185 @@
+"""The model's forward pass for training on a GPU, in fewer passes over memory; to be wrapped by torch.compile.
+
+    W·(γ·x̂ + β) + b  =  (W·γ)·x̂ + (W·β + b)
+
+A norm's γ and β are multiplied into the matrix behind it, anew in each step. Their gradients then come from that of the
+matrix, where a norm would have to sum over all tokens. Where the head reads one token only, the last block computes
+keys and values of all tokens, but everything else of that token alone: the others' numbers would reach no loss. So
+every gradient stays what it is, up to rounding. Patches are cut and projected by a product, which a GPU does several
+times as fast as a convolution. In bf16 the residual stream is bf16, too, which halves what norms and additions move,
+GELU is a polynomial, and gradients of biases are summed while what they are the sum of is written.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from vitrail.acceleration.cuda.attention import for_training
+from vitrail.acceleration.cuda.gradients import gelu, gelu_gradient, joined_gradient
+from vitrail.acceleration.packed import token_read
+from vitrail.errors import ConfigError
+from vitrail.models.blocks import Block
+from vitrail.models.checks import check_pictures
+from vitrail.models.config import ViTConfig
+from vitrail.models.patches import cut
+from vitrail.models.position import Places
+from vitrail.models.vit import ViT
+
+
+def can_hasten(config: ViTConfig) -> bool:
+    """Say whether such a model can be computed so: pre-norm blocks, and no positions inside attention."""
+    return config.norm_order == "pre" and config.position not in ("rope_2d", "relative")
+
+
+class TrainingPass(nn.Module):
+    """A model, computed in fewer steps. It has no parameters but the model's own, and trains those.
+
+    Stochastic depth draws what it draws in the model; dropout in the last block draws for one token instead of all.
+    """
+
+    def __init__(self, model: ViT) -> None:
+        super().__init__()
+        if not can_hasten(model.config):  # it would be computed all the same, and wrongly
+            raise ConfigError(
+                "this model's norms come after its branches, or its attention needs positions; train the model itself"
+            )
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map pictures (B, C, H, W) to logits (B, classes)."""
+        model = self.model
+        tokens, places = self._embed(x)
+        if torch.is_autocast_enabled(x.device.type):
+            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
+        *blocks, last = (cast("Block", block) for block in model.blocks)
+        for block in blocks:
+            tokens = self._run(_all_tokens, block, tokens, places)
+        one = token_read(model.config) is not None and not model.config.patch_dropout
+        return model._classify(self._run(_one_token if one else _all_tokens, last, tokens, places))
+
+    def _embed(self, x: Tensor) -> tuple[Tensor, Places]:
+        model, config = self.model, self.model.config
+        if config.stem != "conv":
+            return model.embed(x)
+        check_pictures(x, config, next(model.parameters()))
+        kernel = cast("nn.Conv2d", model.patch_embed.proj)
+        return model.placed(F.linear(cut(x, config.patch_size), kernel.weight.flatten(1), kernel.bias))
+
+    def _run(
+        self, function: Callable[[Block, Tensor, Places], Tensor], block: Block, tokens: Tensor, places: Places
+    ) -> Tensor:
+        """Run one block, forgetting its activations until the backward pass where the model is told to."""
+        if self.model.gradient_checkpointing and self.model.training:
+            return cast("Tensor", checkpoint(function, block, tokens, places, use_reentrant=False))
+        return function(block, tokens, places)
+
+
+# ── a block ──
+
+
+def _all_tokens(block: Block, x: Tensor, places: Places) -> Tensor:
+    """Map (B, T, D) to (B, T, D), in the dtype it came in."""
+    x = block.place(x, places).to(x.dtype)
+    normed, (weight, bias) = _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
+    if x.dtype == torch.bfloat16:
+        query, key, value = _Qkv.apply(normed, weight.to(x.dtype), bias)  # type: ignore[no-untyped-call]
+    else:
+        query, key, value = F.linear(normed, weight, bias).chunk(3, dim=-1)
+    return _added(block, x, _attended(block, query, key, value))
+
+
+def _one_token(block: Block, x: Tensor, places: Places) -> Tensor:
+    """Map (B, T, D) to the token that is read, (B, 1, D)."""
+    x = block.place(x, places).to(x.dtype)
+    read = token_read(block.config) or 0  # asked for each time: a model can be resized
+    here, inner = slice(read, read + 1), block.attn.heads * block.attn.head_width
+    normed, (weight, bias) = _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
+    query = F.linear(normed[:, here], weight[:inner], bias[:inner])
+    key, value = F.linear(normed, weight[inner:], bias[inner:]).chunk(2, dim=-1)
+    return _added(block, x[:, here], _attended(block, query, key, value))
+
+
+def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Let tokens (B, t, inner) look at all of (B, T, inner); what `Attention` returns for them."""
+    attention = block.attn
+    shape = (attention.heads, attention.head_width)
+    query, key, value = query.unflatten(-1, shape), key.unflatten(-1, shape), value.unflatten(-1, shape)
+    query, key = attention.q_norm(query), attention.k_norm(key)
+    # Chosen here, and not by the caller: what is compiled may come from a file, which knows nothing of the caller.
+    with sdpa_kernel(for_training(query.shape[1], key.shape[1])):
+        heads = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            dropout_p=attention.dropout if attention.training else 0.0,
+        )
+    return cast("Tensor", attention.proj_drop(attention.proj(heads.transpose(1, 2).flatten(2))))
+
+
+def _added(block: Block, x: Tensor, attended: Tensor) -> Tensor:
+    """Add the attention's branch, then the MLP's. LayerScale's factors are float32, so each sum is cast back."""
+    mlp, dtype = block.mlp, x.dtype
+    x = (x + block.drop_path(block.ls1(attended))).to(dtype)
+    normed, (weight, bias) = _normed(x, block.norm2), _folded(block.norm2, mlp.fc1)
+    if dtype == torch.bfloat16 and mlp.activation is F.gelu:
+        hidden = _Hidden.apply(normed, weight.to(dtype), bias)  # type: ignore[no-untyped-call]
+    else:
+        hidden = mlp.activated(F.linear(normed, weight, bias))
+    thought = mlp.drop2(mlp.fc2(mlp.drop1(hidden)))
+    return cast("Tensor", (x + block.drop_path(block.ls2(thought))).to(dtype))
+
+
+def _normed(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    return F.layer_norm(x, norm.normalized_shape, eps=norm.eps).to(x.dtype)
+
+
+def _folded(norm: nn.LayerNorm, linear: nn.Linear) -> tuple[Tensor, Tensor]:
+    """Return the matrix and the bias that make of normed tokens what the norm's γ and β and the layer make of them."""
+    # As a sum of products, which autocast leaves in float32, and which is made while the matrix is read anyway.
+    bias = (linear.weight * norm.bias).sum(dim=1)
+    return linear.weight * norm.weight, bias if linear.bias is None else bias + linear.bias
+
+
+# ── layers with a gradient of their own, in bf16 ──
+
+
+class _Qkv(torch.autograd.Function):
+    """Tokens (B, T, D) to queries, keys and values, each (B, T, inner). The bias is float32, and so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, weight)
+        made = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t())
+        return made.view(*x.shape[:2], -1).chunk(3, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        joined, summed = joined_gradient(*(gradient.flatten(0, 1) for gradient in gradients))
+        return _before(joined, x, weight), joined.t() @ x.flatten(0, 1), summed
+
+
+class _Hidden(torch.autograd.Function):
+    """Tokens (B, T, D) to the hidden layer behind GELU, (B, T, hidden). The bias is float32, and so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        made = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t())
+        ctx.save_for_backward(x, weight, made)
+        return gelu(made).view(*x.shape[:2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, made = ctx.saved_tensors
+        gradient, summed = gelu_gradient(gradients[0].flatten(0, 1), made)
+        return _before(gradient, x, weight), gradient.t() @ x.flatten(0, 1), summed
+
+
+def _before(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of what a product was made of."""
+    return (gradient @ weight).view_as(x)

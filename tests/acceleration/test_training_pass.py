@@ -1,0 +1,196 @@
+"""The shorter way of training changes no gradient, but for rounding where that is low."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.acceleration.tiny import KINDS, bundle, pixels
+from torch import Tensor, nn
+
+from vitrail.acceleration.cuda.gradients import gelu, gelu_gradient, joined_gradient
+from vitrail.acceleration.training_pass import TrainingPass, can_hasten
+from vitrail.errors import ConfigError
+from vitrail.models.vit import ViT
+
+HASTENED = [kind for kind in KINDS if can_hasten(bundle(kind).model.config) and bundle(kind).model.config.classes]
+
+
+def given(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
+    made = bundle(kind, **changes)
+    pictures = made.preprocess.normalise(pixels(6, made.preprocess.channels))
+    return made.model.train(), pictures, torch.arange(6) % 5
+
+
+def gradients(model: ViT, forward: Callable[[Tensor], Tensor], pictures: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return the logits and every gradient of a loss, with what is random drawn from the same seed."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    logits = forward(pictures)
+    logits = logits if logits.ndim == 2 else logits.mean(dim=1)
+    F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach().clone(), **found}
+
+
+@pytest.mark.parametrize("kind", HASTENED)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"layer_scale": 0.5, "stochastic_depth": 0.4, "depth": 3, "qk_norm": True}],
+    ids=["", "random"],
+)
+def test_every_gradient_is_the_models(kind: str, changes: dict[str, Any]) -> None:
+    model, pictures, labels = given(kind, **changes)
+    model, pictures = model.double(), pictures.double()
+    expected = gradients(model, model, pictures, labels)
+    found = gradients(model, TrainingPass(model), pictures, labels)
+    assert set(found) == set(expected) == {"logits", *(name for name, _ in model.named_parameters())}
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def test_the_last_block_thinks_about_one_token() -> None:
+    model, pictures, _ = given("plain")
+    seen: list[int] = []
+    for block in model.blocks:
+        block.mlp.fc2.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
+    TrainingPass(model)(pictures)
+    assert seen == [9, 1]
+
+
+@pytest.mark.parametrize("rate", ["attention_dropout", "proj_dropout", "mlp_dropout"])
+def test_the_last_block_drops_what_the_model_drops(rate: str) -> None:
+    model, pictures, _ = given("plain", depth=1, **{rate: 0.5})
+    short = TrainingPass(model)
+    assert not torch.equal(short(pictures), short(pictures))
+    model.eval()
+    assert torch.equal(short(pictures), short(pictures))
+
+
+@pytest.mark.parametrize("kind", ["plain", "linear"])
+def test_a_model_that_is_resized_afterwards(kind: str) -> None:
+    model, pictures, _ = given(kind)
+    short = TrainingPass(model)
+    model.resize((32, 32))
+    pictures = torch.cat([pictures, pictures.flip(0)], dim=2)
+    assert torch.allclose(short(pictures), model(pictures), atol=1e-5)
+    assert short(pictures[:0]).shape == (0, 5)
+
+
+@pytest.mark.parametrize("kind", ["rope", "relative", "post_norm"])
+def test_what_would_be_computed_wrongly_is_refused(kind: str) -> None:
+    made = bundle("plain", norm_order="post") if kind == "post_norm" else bundle(kind)
+    with pytest.raises(ConfigError, match="norms come after its branches, or its attention needs positions; train the"):
+        TrainingPass(made.model)
+
+
+def test_with_gradient_checkpointing() -> None:
+    model, pictures, labels = given("plain", stochastic_depth=0.4, depth=3)
+    expected = gradients(model, TrainingPass(model), pictures, labels)
+    model.gradient_checkpointing = True
+    found = gradients(model, TrainingPass(model), pictures, labels)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["plain", "mean_of_all", "swiglu"])
+def test_under_autocast(kind: str) -> None:
+    """The stream is bf16, gradients of trained numbers are float32, and as near to the exact ones as autocast's."""
+    changes = {"activation": "swiglu"} if kind == "swiglu" else {}
+    model, pictures, labels = given("plain" if kind == "swiglu" else kind, layer_scale=0.5, depth=3, **changes)
+    exact = gradients(model.double(), model, pictures.double(), labels)
+    model.float()
+    seen: set[torch.dtype] = set()
+    model.blocks[-1].mlp.fc2.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        usual = gradients(model, model, pictures, labels)
+        found = gradients(model, TrainingPass(model), pictures, labels)
+    assert seen == {torch.bfloat16}
+    assert set(found) == set(exact)
+    for name, value in exact.items():
+        assert name == "logits" or found[name].dtype == torch.float32
+        off, allowed = ((some[name].double() - value).norm() / value.norm() for some in (found, usual))
+        assert off < 0.02 + 2 * allowed, name
+
+
+def test_it_learns_what_the_model_learns() -> None:
+    """Over some steps in bf16 the losses stay as near to those in float32 as autocast's do."""
+    losses: dict[str, list[float]] = {}
+    for way in ("exact", "autocast", "hastened"):
+        model, pictures, labels = given("plain", depth=3)
+        forward: nn.Module = TrainingPass(model) if way == "hastened" else model
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        losses[way] = []
+        for _ in range(12):
+            with torch.autocast("cpu", torch.bfloat16, enabled=way != "exact"):
+                logits = forward(pictures)
+            loss = F.cross_entropy(logits.float(), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[way].append(float(loss.detach()))
+    exact, autocast, hastened = (torch.tensor(losses[way]) for way in ("exact", "autocast", "hastened"))
+    assert exact[-1] < exact[0] / 2
+    assert (hastened - exact).abs().max() < 0.03 + 2 * (autocast - exact).abs().max()
+
+
+def test_what_is_frozen_stays_so() -> None:
+    model, pictures, labels = given("plain")
+    for part in (model.head, model.blocks[0].norm1, model.blocks[1].mlp.fc1, model.blocks[1].attn.qkv.bias):
+        part.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model, TrainingPass(model), pictures, labels)
+    assert set(found) == {"logits", *(name for name, p in model.named_parameters() if p.requires_grad)}
+
+
+def test_it_compiles_into_one_graph() -> None:
+    torch.compiler.reset()
+    model, pictures, labels = given("plain")
+    expected = gradients(model, TrainingPass(model), pictures, labels)
+    compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
+    found = gradients(model, compiled, pictures, labels)
+    assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bf16"])
+def test_the_kinds_that_compile(low: bool) -> None:
+    torch.compiler.reset()
+    model, pictures, labels = given("mean_of_all", stochastic_depth=0.3)
+    compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        expected = gradients(model, TrainingPass(model), pictures, labels)
+        found = gradients(model, compiled, pictures, labels)
+    assert all(torch.allclose(found[name], value, atol=1e-2 if low else 1e-5) for name, value in expected.items())
+
+
+def test_which_models_are_hastened() -> None:
+    assert {"rope", "relative", "conv_stem"} == {kind for kind in KINDS if not can_hasten(bundle(kind).model.config)}
+
+
+# ── the layers with a gradient of their own ──
+
+
+def test_gelu_and_its_slope() -> None:
+    x = torch.linspace(-40, 40, 100_001)[:, None]
+    exact = x.double().requires_grad_()
+    F.gelu(exact).sum().backward()
+    assert (gelu(x) - F.gelu(x.double())).abs().max() < 8e-5
+    slope, summed = gelu_gradient(torch.ones_like(x), x)
+    assert (slope - exact.grad).abs().max() < 2.5e-4
+    assert torch.allclose(summed, slope.sum(dim=0), rtol=1e-4)
+    far = torch.tensor([[-300.0, 300.0]])
+    assert torch.allclose(gelu(far), torch.tensor([[0.0, 300.0]]), atol=1e-3)
+    assert gelu(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_gradients_side_by_side() -> None:
+    parts = [torch.randn(7, 4) for _ in range(3)]
+    joined, summed = joined_gradient(*parts)
+    assert torch.equal(joined, torch.cat(parts, dim=1))
+    assert torch.allclose(summed, joined.sum(dim=0))
+
+
+def test_the_operators_keep_to_what_torch_asks_of_them() -> None:
+    x = torch.randn(6, 4, dtype=torch.bfloat16)
+    torch.library.opcheck(gelu_gradient, (x, x.flip(0)))
+    torch.library.opcheck(joined_gradient, (x, x.flip(0), x.flip(1)))
