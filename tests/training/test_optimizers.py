@@ -12,11 +12,13 @@ from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.training.optimizers import (
     Optimizer,
+    can_leave_out,
     clip_gradients,
     freeze,
     make_optimizer,
     parameter_groups,
     set_learning_rate,
+    step_unless,
 )
 
 
@@ -270,7 +272,7 @@ def test_clipping_is_the_definition(limit: float | None) -> None:
     model.norm.bias.grad = None
     with_gradient = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
     norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in with_gradient.values()))
-    assert clip_gradients(model.parameters(), limit) == pytest.approx(norm, rel=1e-6)
+    assert float(clip_gradients(model.parameters(), limit)) == pytest.approx(norm, rel=1e-6)
     factor = 1.0 if limit is None else min(1.0, limit / norm)
     for name, gradient in with_gradient.items():
         torch.testing.assert_close(model.get_parameter(name).grad.double(), gradient * factor, rtol=2e-6, atol=1e-6)
@@ -323,3 +325,27 @@ def test_a_pattern_that_finds_nothing_is_refused(patterns: tuple[str, ...], word
     with pytest.raises(ConfigError, match=words):
         freeze(model, patterns)
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
+def test_a_step_that_is_left_out_changes_nothing(kind: str) -> None:
+    """And those around it are as if it had not been."""
+    layer, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    other.load_state_dict(layer.state_dict())
+    optimizers = [make_optimizer(model, Optimizer(kind=kind, lr=0.1)) for model in (layer, other)]
+    assert all(can_leave_out(optimizer) for optimizer in optimizers)
+    for bad in (False, True, False):
+        for model, optimizer in zip((layer, other), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).square().sum().backward()
+            if bad:
+                model.weight.grad = torch.full_like(model.weight, float("nan"))
+        step_unless(torch.tensor(bad), optimizers[0])
+        if not bad:
+            optimizers[1].step()
+        assert all(torch.equal(one, two) for one, two in zip(layer.parameters(), other.parameters(), strict=True))
+    assert not hasattr(optimizers[0], "found_inf")
+
+
+def test_only_fused_optimizers_can_leave_a_step_out() -> None:
+    assert not can_leave_out(make_optimizer(nn.Linear(2, 2), Optimizer(kind="adamw", lr=0.1), fused=False))

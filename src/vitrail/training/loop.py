@@ -37,7 +37,7 @@ from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
 from vitrail.training.starting import Start, fitted
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
-from vitrail.training.step import Stepped, Stepper, first_not_finite
+from vitrail.training.step import Stepped, Stepper, Taken, first_not_finite
 from vitrail.training.team import Team
 
 
@@ -148,28 +148,48 @@ class _Run:
         forward = self._forward()
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
+        underway = _Underway()
         with requests_to_stop() as asked:
             for batch, waited in _timed(self._batches(progress.step)):
                 self._note_bad(batch.bad)
+                underway.waited(waited)
                 rate = self._rate(progress.step)
-                began = time.monotonic()
-                try:
-                    stepped = self.stepper.step(self.state, forward, batch, rate)
-                except Diverged as error:
-                    raise self._explained(error, batch) from None
-                self._report(stepped, rate, waited, time.monotonic() - began)
-                ended = progress.step in evaluate_at and self._measure()
+                taken = self._taken(forward, batch, rate)
+                # The step before is asked for its numbers when this one is on its way, so that the device never waits.
+                self._settle(underway)
+                underway.put(taken, batch, rate, waited)
                 stop = self.team.largest(asked())
                 late = time.monotonic() - saved > 60 * plan.recipe.save_minutes
+                if self._on_cuda() and not (late or stop or progress.step in evaluate_at):
+                    continue
+                self._settle(underway)
+                ended = progress.step in evaluate_at and self._measure()
                 if stop or progress.step in evaluate_at:  # where all processes are at the same place
                     self._share_bad()
                 if late or stop or progress.step in evaluate_at:
                     self._save()
                     saved = time.monotonic()
+                    underway.begin()
                 if ended:
                     break
                 if stop:
                     raise Stopped(stop)
+
+    def _taken(self, forward: nn.Module, batch: Batch, rate: float) -> Taken:
+        try:
+            return self.stepper.take(self.state, forward, batch, rate)
+        except Diverged as error:
+            raise self._explained(error, batch) from None
+
+    def _settle(self, underway: "_Underway") -> None:
+        """Ask the step that is under way for its numbers, and report them."""
+        if underway.taken is None or underway.batch is None:
+            return
+        try:
+            stepped = underway.taken.read()
+        except Diverged as error:
+            raise self._explained(error, underway.batch) from None
+        self._report(underway.taken.number + 1, stepped, underway.rate, underway.waited_for, underway.done())
 
     def _forward(self) -> nn.Module:
         """Return the model as it is trained: as it is, or compiled, which on a GPU in bf16 goes a shorter way."""
@@ -288,11 +308,11 @@ class _Run:
         provenance = {**self.bundle.provenance, "trained": {"step": self.state.progress.step, "of": self.plan.steps}}
         return Bundle(self.state.model, self.plan.preprocess, self.bundle.classes, provenance)  # type: ignore[arg-type]
 
-    def _report(self, stepped: Stepped, rate: float, waited: float, took: float) -> None:
-        progress, pictures = self.state.progress, self.plan.batch
+    def _report(self, step: int, stepped: Stepped, rate: float, waited: float, took: float) -> None:
+        pictures = self.plan.batch
         row = {
-            "step": progress.step,
-            "epoch": round(self.training.stream.epoch(progress.step), 4),
+            "step": step,
+            "epoch": round(self.training.stream.epoch(step), 4),
             "loss": stepped.loss,
             "accuracy": stepped.correct / pictures,
             "lr": rate,
@@ -323,6 +343,35 @@ class _Run:
 
     def _on_cuda(self) -> bool:
         return self.where.device.type == "cuda"
+
+
+class _Underway:
+    """The step that the device may still be busy with, and the clock of the steps."""
+
+    def __init__(self) -> None:
+        self.taken: Taken | None = None
+        self.batch: Batch | None = None
+        self.rate = self.waited_for = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self.since, self.idle = time.monotonic(), 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Say how long nothing happened here for want of pictures."""
+        self.idle += seconds
+
+    def put(self, taken: Taken, batch: Batch, rate: float, waited: float) -> None:
+        """Keep a step until its numbers are asked for."""
+        self.taken, self.batch, self.rate, self.waited_for = taken, batch, rate, waited
+
+    def done(self) -> float:
+        """Return the seconds since the step before was done, without those in which pictures were waited for."""
+        took = time.monotonic() - self.since - self.idle
+        self.taken = self.batch = None
+        self.begin()
+        return max(took, 0.0)
 
 
 def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) -> Bundle:

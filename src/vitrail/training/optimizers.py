@@ -135,16 +135,32 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> float:
+def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     """Scale the gradients down until their norm, over all of them together, is at most `limit`.
 
-    Returns the norm before that, which is NaN or infinite where a gradient is. Without a limit it only measures.
+    Returns the norm before that, which is NaN or infinite where a gradient is; nobody has waited for it yet. Without a
+    limit it only measures.
     """
     found = [parameter for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm([parameter.grad for parameter in found if parameter.grad is not None])
     if limit is not None:
         nn.utils.clip_grads_with_norm_(found, limit, norm)
-    return float(norm)
+    return norm
+
+
+def can_leave_out(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether `step_unless` knows how: torch's one-kernel forms look at the device's own word for it."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Take a step, but leave every number as it is where `bad` is 1, without asking the device which it is."""
+    # What torch's own GradScaler tells an optimiser of this kind.
+    optimizer.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged
 from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
 from vitrail.training import objectives
-from vitrail.training.optimizers import clip_gradients, set_learning_rate
+from vitrail.training.optimizers import can_leave_out, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
 from vitrail.training.team import Team
@@ -35,6 +35,29 @@ class Stepped(NamedTuple):
     gradient_norm: float
 
 
+class Taken(NamedTuple):
+    """A step that the device may still be busy with: its numbers are there once they are asked for."""
+
+    number: int
+    losses: list[Tensor]
+    corrects: list[Tensor]
+    norm: Tensor
+    left_out: bool
+    """Whether a step that does not count has changed nothing: fp16's too large gradients, which are no accident."""
+    team: Team
+
+    def read(self) -> Stepped:
+        """Wait for the device, and say what the step came to."""
+        loss = sum(float(part) for part in self.losses) / len(self.losses)
+        total, right = self.team.sums(loss, sum(int(part) for part in self.corrects))
+        stepped = Stepped(total / self.team.processes.size, round(right), float(self.norm))
+        if not (math.isfinite(stepped.loss) and (math.isfinite(stepped.gradient_norm) or self.left_out)):
+            raise Diverged(
+                f"step {self.number}: the loss is {stepped.loss}, the norm of the gradient {stepped.gradient_norm}"
+            )
+        return stepped
+
+
 class Stepper(NamedTuple):
     """What every step of a run needs."""
 
@@ -47,7 +70,32 @@ class Stepper(NamedTuple):
     team: Team
 
     def step(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> Stepped:
-        """Change the state by one batch. `forward` is the model, or what wraps it."""
+        """Change the state by one batch, and wait for it. `forward` is the model, or what wraps it."""
+        return self.take(state, forward, batch, rate).read()
+
+    def take(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> Taken:
+        """Change the state by one batch, as far as the device has come; a step that diverged changes no weight.
+
+        On a GPU nothing here waits for it, so that the next step can be on its way before this one is done. Where that
+        is not possible, a step that diverged is known here.
+        """
+        taken = self._gradients(state, forward, batch)
+        set_learning_rate(state.optimizer, rate)
+        if self.device.type == "cuda" and can_leave_out(state.optimizer) and not state.scaler.is_enabled():
+            finite = torch.stack([number.isfinite() for number in (taken.norm, *taken.losses)]).all()
+            step_unless(~finite, state.optimizer)
+        else:
+            taken.read()
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+        self.team.average_buffers(state.model)
+        state.progress.step += 1
+        if state.average is not None:
+            state.average.update(state.model, state.progress.step)
+        return taken
+
+    def _gradients(self, state: State, forward: nn.Module, batch: Batch) -> Taken:
+        """Compute the gradients of a batch, part by part, and clip them."""
         number, micros = state.progress.step, self.recipe.micro_batches
         state.optimizer.zero_grad(set_to_none=True)
         attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
@@ -59,29 +107,16 @@ class Stepper(NamedTuple):
             part = batch.micro(micro, micros).to(self.device)
             # Around the backward pass, too: gradient checkpointing computes attention again there.
             with self.team.accumulating(forward, last=micro == micros - 1), sdpa_kernel(attention):
-                part_loss, part_correct = self._forward(forward, part)
-                state.scaler.scale(part_loss / micros).backward()
-            losses.append(part_loss.detach())
-            corrects.append(part_correct)
+                loss, correct = self._forward(forward, part)
+                state.scaler.scale(loss / micros).backward()
+            losses.append(loss.detach())
+            corrects.append(correct)
         if state.scaler.is_enabled():
             state.scaler.unscale_(state.optimizer)
         norm = clip_gradients([p for p in state.model.parameters() if p.requires_grad], self.recipe.optimizer.clip)
-        # Numbers are asked for only now: each question makes this process wait until the GPU is done with all it has.
-        loss, correct = self._over_all(
-            sum(float(part) for part in losses) / micros, sum(int(part) for part in corrects)
-        )
         # In fp16 a gradient that is too large is no accident: the step is left out, and the next one scaled by less.
-        bearable = math.isfinite(norm) or (state.scaler.is_enabled() and state.scaler.get_scale() > 1)
-        if not (math.isfinite(loss) and bearable):
-            raise Diverged(f"step {number}: the loss is {loss}, the norm of the gradient {norm}")
-        set_learning_rate(state.optimizer, rate)
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        self.team.average_buffers(state.model)
-        state.progress.step += 1
-        if state.average is not None:
-            state.average.update(state.model, state.progress.step)
-        return Stepped(loss, correct, norm)
+        left_out = state.scaler.is_enabled() and state.scaler.get_scale() > 1
+        return Taken(number, losses, corrects, norm, left_out, self.team)
 
     @property
     def mixed(self) -> bool:
@@ -92,11 +127,6 @@ class Stepper(NamedTuple):
         """Return pictures as the model gets them: normalised, and mixed."""
         pixels = self.preprocess.normalise(part.pixels)
         return mix_pixels(pixels, part.share, part.box) if self.mixed else pixels
-
-    def _over_all(self, loss: float, correct: int) -> tuple[float, int]:
-        """Return the mean loss and the number of right answers over all processes."""
-        total, right = self.team.sums(loss, correct)
-        return total / self.team.processes.size, round(right)
 
     def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, Tensor]:
         objective = self.recipe.objective
