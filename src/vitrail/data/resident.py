@@ -4,7 +4,8 @@ What is drawn for a position of the stream is what would be drawn for a picture 
 send nothing but numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitrail.data.augmentation import augment
-from vitrail.data.augmentation.augment import Plan
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import draw_mix
-from vitrail.data.augmentation.on_device import apply_all, check_on_device
+from vitrail.data.augmentation.on_device import carry_out, check_on_device
+from vitrail.data.augmentation.orders import Orders, write_orders
 from vitrail.data.batches import BadPicture, Batch, Evaluation, Training, evaluation_batches, made_ahead
+from vitrail.data.parcel import Parcel, Slot
 from vitrail.errors import ConfigError, DataError
 
 READ_AT_ONCE = 256
@@ -27,15 +29,18 @@ MOST_BYTES = 32 * 2**30
 
 
 class Planned(NamedTuple):
-    """A batch that has no pixels yet, and what is to be done to each of its pictures."""
+    """Everything random of a batch that has no pixels yet, as numbers in one piece of memory."""
 
-    batch: Batch
-    plans: tuple[Plan, ...]
+    memory: Tensor
+    orders: Orders
+    indices: Slot
+    share: Slot
+    box: Slot
 
 
 @dataclass(frozen=True)
 class Planning(Dataset[Any]):
-    """What a worker does: everything random of a step's pictures, drawn."""
+    """What a worker does: everything random of a step's pictures, drawn and written down for the device."""
 
     training: Training
 
@@ -43,15 +48,15 @@ class Planning(Dataset[Any]):
         """Draw for a step."""
         data, size = self.training, self.training.preprocess.size
         positions = data.stream.positions(step, data.share)
-        indices = data.stream.pictures_at(positions)
         mix = draw_mix(data.mixing, data.stream.seed, positions, size)
-        plans = tuple(
+        plans = [
             augment.plan(data.augmentation, *size, size, draws(data.stream.seed, int(position)))
             for position in positions
-        )
-        labels = torch.from_numpy(data.source.labels[indices].astype(np.int64))
-        numbers = (torch.from_numpy(indices), torch.from_numpy(mix.share), torch.from_numpy(mix.box))
-        return Planned(Batch(torch.empty(0, dtype=torch.uint8), labels, *numbers), plans)
+        ]
+        parcel = Parcel()
+        orders = write_orders(plans, size, parcel)
+        numbers = [parcel.put(array) for array in (data.stream.pictures_at(positions), mix.share, mix.box)]
+        return Planned(parcel.memory(), orders, *numbers)
 
 
 class Resident:
@@ -59,21 +64,28 @@ class Resident:
 
     def __init__(self, training: Training, device: torch.device, workers: int) -> None:
         check_on_device(training.augmentation)
-        self.training, self.workers = training, workers
+        self.training, self.device, self.workers = training, device, workers
         self.bad: list[BadPicture] = []
-        self.pixels, self.stand_ins = self._read(device)
+        self.pixels, stand_ins = self._read(device)
+        self.stand_ins = stand_ins.to(device)
+        self.labels = torch.from_numpy(training.source.labels.astype(np.int64)).to(device)
 
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Give the batches of steps [start, stop)."""
-        for planned in made_ahead(Planning(self.training), range(start, stop), workers=self.workers):
-            yield self._made(planned)
+    def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
+        """Give the batches of steps [start, stop), on the device."""
+        steps = range(start, stop)
+        with closing(made_ahead(Planning(self.training), steps, workers=min(self.workers, len(steps)))) as planned:
+            for batch in planned:
+                yield self._made(batch)
 
     def _made(self, planned: Planned) -> Batch:
-        indices = self.stand_ins[planned.batch.indices]
-        labels = torch.from_numpy(self.training.source.labels[indices.numpy()].astype(np.int64))
-        pixels = apply_all(planned.plans, self.pixels[indices.to(self.pixels.device)])
+        memory = planned.memory
+        if self.device.type == "cuda":
+            memory = memory.pin_memory()  # from which it is sent without waiting
+        memory = memory.to(self.device, non_blocking=True)
+        indices = self.stand_ins[planned.indices.of(memory)]
+        pixels = carry_out(planned.orders, memory, self.pixels[indices])
         bad, self.bad = tuple(self.bad), []
-        return planned.batch._replace(pixels=pixels, labels=labels, indices=indices, bad=bad)
+        return Batch(pixels, self.labels[indices], indices, planned.share.of(memory), planned.box.of(memory), bad)
 
     def _read(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return all pictures, and for each which one is shown in its place: itself, if it can be read."""
