@@ -59,6 +59,11 @@ class Batch(NamedTuple):
     bad: tuple[BadPicture, ...] = ()
     """Pictures that should have been here."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that has one row a picture."""
+        return self.pixels, self.labels, self.indices, self.share, self.box
+
     def to(self, device: torch.device) -> Self:
         """Send the tensors to a device, without waiting where memory is pinned."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -71,13 +76,8 @@ class Batch(NamedTuple):
         return self._each(lambda tensor: tensor[part * size : (part + 1) * size])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return self._replace(
-            pixels=change(self.pixels),
-            labels=change(self.labels),
-            indices=change(self.indices),
-            share=change(self.share),
-            box=change(self.box),
-        )
+        pixels, labels, indices, share, box = map(change, self.tensors)
+        return type(self)(pixels, labels, indices, share, box, self.bad)
 
 
 class _Refused(NamedTuple):

@@ -4,9 +4,10 @@ What is drawn for a position of the stream is what would be drawn for a picture 
 send nothing but numbers.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from vitrail.data.ahead import ahead
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import draw_mix
@@ -71,11 +73,32 @@ class Resident:
         self.labels = torch.from_numpy(training.source.labels.astype(np.int64)).to(device)
 
     def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
-        """Give the batches of steps [start, stop), on the device."""
+        """Give the batches of steps [start, stop), on the device; a GPU makes the next ones beside its work."""
         steps = range(start, stop)
         with closing(made_ahead(Planning(self.training), steps, workers=min(self.workers, len(steps)))) as planned:
-            for batch in planned:
-                yield self._made(batch)
+            if self.device.type == "cuda":
+                yield from self._made_beside(planned)
+            else:
+                yield from map(self._made, planned)
+
+    def _made_beside(self, planned: Iterator[Planned]) -> Generator[Batch, None, None]:
+        """Make batches by a thread and on a stream of their own, while the caller's stream computes."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))  # on which the pictures are still being sent
+
+        def made(one: Planned) -> tuple[Batch, torch.cuda.Event]:
+            with torch.cuda.stream(side):
+                return self._made(one), side.record_event()
+
+        # The first one here, as it starts the workers: one thread should not fork while another one works.
+        first = [made(one) for one in islice(planned, 1)]
+        with closing(ahead(chain(first, map(made, planned)))) as coming:
+            for batch, done in coming:
+                here = torch.cuda.current_stream(self.device)
+                here.wait_event(done)
+                for tensor in batch.tensors:
+                    tensor.record_stream(here)  # so that its memory is not given away while it is used here
+                yield batch
 
     def _made(self, planned: Planned) -> Batch:
         memory = planned.memory

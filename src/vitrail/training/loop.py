@@ -1,7 +1,7 @@
 """The run: from a settled recipe to a measured bundle, stopping and going on at any step without a trace."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,8 +149,8 @@ class _Run:
             forward = torch.compile(forward)  # type: ignore[assignment]
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
-        with requests_to_stop() as asked:
-            for batch, waited in _timed(self._batches(progress.step)):
+        with requests_to_stop() as asked, closing(self._batches(progress.step)) as batches:
+            for batch, waited in _timed(batches):
                 self._note_bad(batch.bad)
                 rate = self._rate(progress.step)
                 began = time.monotonic()
@@ -172,7 +172,7 @@ class _Run:
                 if stop:
                     raise Stopped(stop)
 
-    def _batches(self, first: int) -> Iterator[Batch]:
+    def _batches(self, first: int) -> Generator[Batch, None, None]:
         """Give the batches from a step on."""
         steps, workers = self.plan.steps, self.where.workers
         if self.plan.recipe.data.on_device:
