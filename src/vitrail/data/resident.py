@@ -1,9 +1,10 @@
-"""Training pictures that live on the device: small ones, all of them, read once and varied there.
+"""Pictures that live on the device: small ones, all of them, read once; those to train on are varied there.
 
 What is drawn for a position of the stream is what would be drawn for a picture read from a file; workers draw it, and
 send nothing but numbers.
 """
 
+import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from vitrail.data.augmentation.on_device import carry_out, check_on_device
 from vitrail.data.augmentation.orders import Orders, write_orders
 from vitrail.data.batches import BadPicture, Batch, Evaluation, Training, evaluation_batches, made_ahead
 from vitrail.data.parcel import Parcel, Slot
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 
 READ_AT_ONCE = 256
@@ -114,7 +116,7 @@ class Resident:
         """Return all pictures, and for each which one is shown in its place: itself, if it can be read."""
         source, preprocess = self.training.source, self.training.preprocess
         shape = (len(source), preprocess.channels, *preprocess.size)
-        if np.prod(shape, dtype=np.int64) > MOST_BYTES:
+        if _bytes(len(source), preprocess) > MOST_BYTES:
             raise ConfigError(
                 f"{len(source):,} pictures of {preprocess.size[0]}×{preprocess.size[1]} pixels are too many to live on "
                 f"the device; use data.on_device = false"
@@ -129,6 +131,34 @@ class Resident:
         if not there.any():
             raise DataError("none of the pictures can be read; look at them with vitrail check")
         return pixels, _next_readable(there)
+
+
+class Kept:
+    """A part that is measured again and again: read the first time, and from then on found on the device."""
+
+    def __init__(self, data: Evaluation, device: torch.device, workers: int) -> None:
+        self.data, self.device, self.workers = data, device, workers
+        self._kept: list[Batch] | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        """Give every batch, in order, and every time those that could not be read."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[Batch] = []
+        fits = _bytes(len(self.data.source), self.data.preprocess) <= MOST_BYTES
+        for batch in evaluation_batches(self.data, workers=self.workers, pin=self.device.type == "cuda"):
+            if fits:
+                # Copies: memory that a worker has shared takes a file descriptor for as long as it is used.
+                labels, indices, share, box = (tensor.clone() for tensor in batch.tensors[1:])
+                batch = Batch(batch.pixels.to(self.device, copy=True), labels, indices, share, box, batch.bad)
+                kept.append(batch)
+            yield batch
+        self._kept = kept if fits else None
+
+
+def _bytes(pictures: int, preprocess: Preprocess) -> int:
+    return pictures * preprocess.channels * math.prod(preprocess.size)
 
 
 def _next_readable(there: Tensor) -> Tensor:
