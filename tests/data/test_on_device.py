@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Affine, Augmentation, Jitter, Plan
@@ -86,6 +88,59 @@ def test_whole_runs_of_drawn_operations() -> None:
     found = apply_all(plans, torch.from_numpy(given).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
     near = np.abs(found.astype(int) - expected) <= 4
     assert near.mean() > 0.95
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    magnitude=st.integers(0, 30),
+    operations=st.sampled_from(["usual", "big_vision"]),
+    channels=st.sampled_from([1, 3]),
+)
+@settings(max_examples=25, deadline=None)
+def test_all_operations_together(seed: int, magnitude: int, operations: str, channels: int) -> None:
+    """Every picture has an operation of its own, and no other picture's."""
+    chosen = Augmentation(
+        crop="padded", erasing=0.2, randaugment=RandAugment(layers=1, magnitude=magnitude, operations=operations)
+    )
+    plans = [augment.plan(chosen, *SIZE, SIZE, draws(seed, position)) for position in range(80)]
+    some = pictures(80, channels)
+    expected = np.stack([augment.apply(plan, picture, SIZE) for plan, picture in zip(plans, some, strict=True)])
+    given = torch.from_numpy(some).permute(0, 3, 1, 2)
+    found = apply_all(plans, given)
+    assert torch.equal(given, torch.from_numpy(some).permute(0, 3, 1, 2))
+    assert torch.equal(found, apply_all(plans, given))
+    alone = [apply_all([plan], picture[None]) for plan, picture in zip(plans, given, strict=True)]
+    assert torch.equal(found, torch.cat(alone))
+    apart = np.abs(found.permute(0, 2, 3, 1).numpy().astype(int) - expected)
+    for number, plan in enumerate(plans):
+        if plan.operations[0].name in ("rotate", "shear_x", "shear_y"):
+            assert (apart[number] > 0).mean() < 0.1, plan
+        else:
+            assert apart[number].max() <= 1, plan
+
+
+def test_levels_that_are_given_and_levels_that_are_found() -> None:
+    plans = planned(Augmentation(crop="none", flip=0), 12)
+    contrasts = [Operation("contrast", (1.5, 3) if number % 2 else (0.4,)) for number in range(12)]
+    plans = [plan._replace(operations=(contrast,)) for plan, contrast in zip(plans, contrasts, strict=True)]
+    assert compare(plans, pictures(12))[1] <= 1
+
+
+@pytest.mark.parametrize("values", [[7], [0, 255], [99, 100, 101]])
+def test_pictures_of_few_values(values: list[int]) -> None:
+    some = np.random.default_rng(0).choice(np.array(values, np.uint8), (16, *SIZE, 3))
+    names = ("equalize", "autocontrast", "contrast", "sharpness")
+    plans = [
+        plan._replace(operations=(Operation(names[number % 4], (1.9,) if number % 4 > 1 else ()),))
+        for number, plan in enumerate(planned(Augmentation(crop="none", flip=0), 16))
+    ]
+    assert compare(plans, some)[1] <= 1
+
+
+def test_an_operation_that_a_device_does_not_know() -> None:
+    plans = [plan._replace(operations=(Operation("blur", (1.0,)),)) for plan in planned(Augmentation(crop="none"), 2)]
+    with pytest.raises(ValueError, match="no operation blur on a device"):
+        compare(plans, pictures(2))
 
 
 def test_an_operation_that_does_nothing_does_nothing() -> None:

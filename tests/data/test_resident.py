@@ -9,9 +9,9 @@ from PIL import Image
 
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
-from vitrail.data.batches import Training, training_batches
+from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.resident import Resident
+from vitrail.data.resident import Kept, Resident
 from vitrail.data.sources.opening import open_source
 from vitrail.data.stream import Share, Stream
 from vitrail.errors import ConfigError, DataError
@@ -73,3 +73,36 @@ def test_what_cannot_live_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
     with pytest.raises(ConfigError, match="10 pictures of 8×8 pixels are too many to live on the device"):
         Resident(training(folder), CPU, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("part", [Share(0, 1), Share(0, 2), Share(1, 2)])
+def test_what_is_measured_again_is_read_once(folder: Path, workers: int, part: Share) -> None:
+    (folder / "a" / "1.png").write_text("no picture")
+    data = Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, part, bad_files="skip")
+    expected = list(evaluation_batches(data, workers=0))
+    kept = Kept(data, CPU, workers)
+    first = list(kept.batches())
+    for picture in folder.rglob("*.png"):
+        picture.unlink()
+    for found in (first, list(kept.batches()), list(kept.batches())):
+        assert [batch.bad for batch in found] == [batch.bad for batch in expected]
+        for one, other in zip(found, expected, strict=True):
+            for mine, theirs in zip(one.tensors, other.tensors, strict=True):
+                assert torch.equal(mine, theirs)
+                assert mine.stride() == theirs.stride()
+
+
+def test_a_measurement_that_breaks_off_is_not_kept(folder: Path) -> None:
+    data = Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3)
+    kept = Kept(data, CPU, 0)
+    next(iter(kept.batches()))
+    assert len(list(kept.batches())) == len(data)
+
+
+def test_what_is_too_large_to_keep_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
+    kept = Kept(Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, bad_files="skip"), CPU, 0)
+    assert sum(len(batch.labels) for batch in kept.batches()) == 10
+    (folder / "b" / "3.png").unlink()
+    assert sum(len(batch.labels) for batch in kept.batches()) == 9

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from vitrail.errors import ConfigError
+from vitrail.training.folder import Journal
 from vitrail.training.train import train
 
 SMALL = (
@@ -24,6 +25,17 @@ def test_the_same_weights(tmp_path: Path) -> None:
     files, resident = (weights(tmp_path / answer, f"data.on_device={answer}") for answer in ("false", "true"))
     assert files.keys() == resident.keys()
     assert all(torch.equal(files[name], resident[name]) for name in files)
+
+
+def test_the_val_part_is_measured_as_from_files(tmp_path: Path) -> None:
+    """Three times, the first from files."""
+    rows = []
+    for answer in ("false", "true"):
+        weights(tmp_path / answer, f"data.on_device={answer}", "evaluations=3", "steps=9")
+        found = [row for row in Journal.read(tmp_path / answer) if "val_loss" in row]
+        rows.append([(row["step"], row["val_top1"], row["val_loss"]) for row in found])
+    assert len(rows[0]) == 3
+    assert rows[0] == rows[1]
 
 
 def test_a_crop_that_resizes_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -59,6 +59,11 @@ class Batch(NamedTuple):
     bad: tuple[BadPicture, ...] = ()
     """Pictures that should have been here."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that has one row a picture."""
+        return self.pixels, self.labels, self.indices, self.share, self.box
+
     def to(self, device: torch.device) -> Self:
         """Send the tensors to a device, without waiting where memory is pinned."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -71,13 +76,8 @@ class Batch(NamedTuple):
         return self._each(lambda tensor: tensor[part * size : (part + 1) * size])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return self._replace(
-            pixels=change(self.pixels),
-            labels=change(self.labels),
-            indices=change(self.indices),
-            share=change(self.share),
-            box=change(self.box),
-        )
+        pixels, labels, indices, share, box = map(change, self.tensors)
+        return type(self)(pixels, labels, indices, share, box, self.bad)
 
 
 class _Refused(NamedTuple):
@@ -212,7 +212,7 @@ class Evaluation(Dataset[Any]):
 
 def training_batches(
     data: Training, start: int, stop: int, *, workers: int | None = None, pin: bool = False, method: str | None = None
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Give the batches of steps [start, stop), made ahead by `workers` processes; 0 makes them here."""
     yield from _batches(data, range(start, stop), workers, pin, method)
 
@@ -236,7 +236,7 @@ def _batches(
 
 def made_ahead(
     data: Dataset[Any], order: Iterable[Any], *, workers: int, pin: bool = False, method: str | None = None
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Give `data[which]` for each `which` of `order`, in that order, made ahead by `workers` processes; 0: made here.
 
     `order` may be endless and may hold anything that travels to another process: only as much of it is read as is

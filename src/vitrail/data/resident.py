@@ -1,11 +1,14 @@
-"""Training pictures that live on the device: small ones, all of them, read once and varied there.
+"""Pictures that live on the device: small ones, all of them, read once; those to train on are varied there.
 
 What is drawn for a position of the stream is what would be drawn for a picture read from a file; workers draw it, and
 send nothing but numbers.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,12 +16,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from vitrail.data.ahead import ahead
 from vitrail.data.augmentation import augment
-from vitrail.data.augmentation.augment import Plan
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import draw_mix
-from vitrail.data.augmentation.on_device import apply_all, check_on_device
+from vitrail.data.augmentation.on_device import carry_out, check_on_device
+from vitrail.data.augmentation.orders import Orders, write_orders
 from vitrail.data.batches import BadPicture, Batch, Evaluation, Training, evaluation_batches, made_ahead
+from vitrail.data.parcel import Parcel, Slot
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 
 READ_AT_ONCE = 256
@@ -27,15 +33,18 @@ MOST_BYTES = 32 * 2**30
 
 
 class Planned(NamedTuple):
-    """A batch that has no pixels yet, and what is to be done to each of its pictures."""
+    """Everything random of a batch that has no pixels yet, as numbers in one piece of memory."""
 
-    batch: Batch
-    plans: tuple[Plan, ...]
+    memory: Tensor
+    orders: Orders
+    indices: Slot
+    share: Slot
+    box: Slot
 
 
 @dataclass(frozen=True)
 class Planning(Dataset[Any]):
-    """What a worker does: everything random of a step's pictures, drawn."""
+    """What a worker does: everything random of a step's pictures, drawn and written down for the device."""
 
     training: Training
 
@@ -43,15 +52,15 @@ class Planning(Dataset[Any]):
         """Draw for a step."""
         data, size = self.training, self.training.preprocess.size
         positions = data.stream.positions(step, data.share)
-        indices = data.stream.pictures_at(positions)
         mix = draw_mix(data.mixing, data.stream.seed, positions, size)
-        plans = tuple(
+        plans = [
             augment.plan(data.augmentation, *size, size, draws(data.stream.seed, int(position)))
             for position in positions
-        )
-        labels = torch.from_numpy(data.source.labels[indices].astype(np.int64))
-        numbers = (torch.from_numpy(indices), torch.from_numpy(mix.share), torch.from_numpy(mix.box))
-        return Planned(Batch(torch.empty(0, dtype=torch.uint8), labels, *numbers), plans)
+        ]
+        parcel = Parcel()
+        orders = write_orders(plans, size, parcel)
+        numbers = [parcel.put(array) for array in (data.stream.pictures_at(positions), mix.share, mix.box)]
+        return Planned(parcel.memory(), orders, *numbers)
 
 
 class Resident:
@@ -59,27 +68,55 @@ class Resident:
 
     def __init__(self, training: Training, device: torch.device, workers: int) -> None:
         check_on_device(training.augmentation)
-        self.training, self.workers = training, workers
+        self.training, self.device, self.workers = training, device, workers
         self.bad: list[BadPicture] = []
-        self.pixels, self.stand_ins = self._read(device)
+        self.pixels, stand_ins = self._read(device)
+        self.stand_ins = stand_ins.to(device)
+        self.labels = torch.from_numpy(training.source.labels.astype(np.int64)).to(device)
 
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Give the batches of steps [start, stop)."""
-        for planned in made_ahead(Planning(self.training), range(start, stop), workers=self.workers):
-            yield self._made(planned)
+    def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
+        """Give the batches of steps [start, stop), on the device; a GPU makes the next ones beside its work."""
+        steps = range(start, stop)
+        with closing(made_ahead(Planning(self.training), steps, workers=min(self.workers, len(steps)))) as planned:
+            if self.device.type == "cuda":
+                yield from self._made_beside(planned)
+            else:
+                yield from map(self._made, planned)
+
+    def _made_beside(self, planned: Iterator[Planned]) -> Generator[Batch, None, None]:
+        """Make batches by a thread and on a stream of their own, while the caller's stream computes."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))  # on which the pictures are still being sent
+
+        def made(one: Planned) -> tuple[Batch, torch.cuda.Event]:
+            with torch.cuda.stream(side):
+                return self._made(one), side.record_event()
+
+        # The first one here, as it starts the workers: one thread should not fork while another one works.
+        first = [made(one) for one in islice(planned, 1)]
+        with closing(ahead(chain(first, map(made, planned)))) as coming:
+            for batch, done in coming:
+                here = torch.cuda.current_stream(self.device)
+                here.wait_event(done)
+                for tensor in batch.tensors:
+                    tensor.record_stream(here)  # so that its memory is not given away while it is used here
+                yield batch
 
     def _made(self, planned: Planned) -> Batch:
-        indices = self.stand_ins[planned.batch.indices]
-        labels = torch.from_numpy(self.training.source.labels[indices.numpy()].astype(np.int64))
-        pixels = apply_all(planned.plans, self.pixels[indices.to(self.pixels.device)])
+        memory = planned.memory
+        if self.device.type == "cuda":
+            memory = memory.pin_memory()  # from which it is sent without waiting
+        memory = memory.to(self.device, non_blocking=True)
+        indices = self.stand_ins[planned.indices.of(memory)]
+        pixels = carry_out(planned.orders, memory, self.pixels[indices])
         bad, self.bad = tuple(self.bad), []
-        return planned.batch._replace(pixels=pixels, labels=labels, indices=indices, bad=bad)
+        return Batch(pixels, self.labels[indices], indices, planned.share.of(memory), planned.box.of(memory), bad)
 
     def _read(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return all pictures, and for each which one is shown in its place: itself, if it can be read."""
         source, preprocess = self.training.source, self.training.preprocess
         shape = (len(source), preprocess.channels, *preprocess.size)
-        if np.prod(shape, dtype=np.int64) > MOST_BYTES:
+        if _bytes(len(source), preprocess) > MOST_BYTES:
             raise ConfigError(
                 f"{len(source):,} pictures of {preprocess.size[0]}×{preprocess.size[1]} pixels are too many to live on "
                 f"the device; use data.on_device = false"
@@ -94,6 +131,34 @@ class Resident:
         if not there.any():
             raise DataError("none of the pictures can be read; look at them with vitrail check")
         return pixels, _next_readable(there)
+
+
+class Kept:
+    """A part that is measured again and again: read the first time, and from then on found on the device."""
+
+    def __init__(self, data: Evaluation, device: torch.device, workers: int) -> None:
+        self.data, self.device, self.workers = data, device, workers
+        self._kept: list[Batch] | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        """Give every batch, in order, and every time those that could not be read."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[Batch] = []
+        fits = _bytes(len(self.data.source), self.data.preprocess) <= MOST_BYTES
+        for batch in evaluation_batches(self.data, workers=self.workers, pin=self.device.type == "cuda"):
+            if fits:
+                # Copies: memory that a worker has shared takes a file descriptor for as long as it is used.
+                labels, indices, share, box = (tensor.clone() for tensor in batch.tensors[1:])
+                batch = Batch(batch.pixels.to(self.device, copy=True), labels, indices, share, box, batch.bad)
+                kept.append(batch)
+            yield batch
+        self._kept = kept if fits else None
+
+
+def _bytes(pictures: int, preprocess: Preprocess) -> int:
+    return pictures * preprocess.channels * math.prod(preprocess.size)
 
 
 def _next_readable(there: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The run: from a settled recipe to a measured bundle, stopping and going on at any step without a trace."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from vitrail.acceleration.training_pass import TrainingPass, can_hasten
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Batch, Evaluation, Training, evaluation_batches, training_batches
-from vitrail.data.resident import Resident
+from vitrail.data.resident import Kept, Resident
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts
 from vitrail.data.stream import Share, Stream
@@ -105,6 +105,10 @@ class _Run:
             watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
         self.records = Records(folder, self.state.progress.step, watcher.note) if team.is_main else None
         self.bad: set[str] = set(self.state.progress.bad_files or [])
+        self.measured_by = parts.val or parts.train
+        self.kept: Kept | None = None
+        if plan.recipe.data.on_device:
+            self.kept = Kept(self._evaluation(self.measured_by), where.device, where.workers)
 
     def _first_state(self) -> State:
         recipe, device = self.plan.recipe, self.where.device
@@ -149,8 +153,8 @@ class _Run:
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
         underway = _Underway()
-        with requests_to_stop() as asked:
-            for batch, waited in _timed(self._batches(progress.step)):
+        with requests_to_stop() as asked, closing(self._batches(progress.step)) as batches:
+            for batch, waited in _timed(batches):
                 self._note_bad(batch.bad)
                 underway.waited(waited)
                 rate = self._rate(progress.step)
@@ -201,7 +205,7 @@ class _Run:
             model = TrainingPass(model)
         return torch.compile(self.team.wrapped(model))  # type: ignore[return-value]
 
-    def _batches(self, first: int) -> Iterator[Batch]:
+    def _batches(self, first: int) -> Generator[Batch, None, None]:
         """Give the batches from a step on."""
         steps, workers = self.plan.steps, self.where.workers
         if self.plan.recipe.data.on_device:
@@ -243,9 +247,9 @@ class _Run:
 
     def _measure(self) -> bool:
         """Measure the val part, keep the model if it is the best, and say whether the run should end early."""
-        progress, source = self.state.progress, self.parts.val or self.parts.train
+        progress = self.state.progress
         with self._averaged():
-            answers = self._predict(self.state.model, source)
+            answers = self._predict(self.state.model, self.measured_by)
             top1 = float((answers.probabilities.argmax(axis=1) == answers.labels).mean())
             loss = float(log_losses(answers.probabilities, answers.labels).mean())
             score = top1 - 1e-6 * loss  # the loss decides between equals
@@ -263,11 +267,13 @@ class _Run:
 
     def _predict(self, model: nn.Module, source: Source) -> Predictions:
         """Ask a model about every picture; each process asks about its share, and all get all answers."""
-        pictures = self.plan.batch // (self.team.processes.size * self.plan.recipe.micro_batches)
-        data = Evaluation(source, self.plan.preprocess, evaluation_batch(pictures), self._share(), bad_files="skip")
-        batches = evaluation_batches(data, workers=self.where.workers, pin=self._on_cuda())
         own = predict_all(
-            model, batches, self.plan.preprocess, self.where.device, self.where.precision, name=source.name
+            model,
+            self._every_picture(source),
+            self.plan.preprocess,
+            self.where.device,
+            self.where.precision,
+            name=source.name,
         )
         shares = self.team.gathered(own)
         bad = tuple(row for share in shares for row in share.bad)
@@ -282,6 +288,16 @@ class _Run:
             np.concatenate([share.indices for share in answered]),
             bad,
         )
+
+    def _every_picture(self, source: Source) -> Iterator[Batch]:
+        """Give this process's share of a part; where pictures live on the device, the part measured by stays there."""
+        if self.kept is not None and source is self.measured_by:
+            return self.kept.batches()
+        return evaluation_batches(self._evaluation(source), workers=self.where.workers, pin=self._on_cuda())
+
+    def _evaluation(self, source: Source) -> Evaluation:
+        pictures = self.plan.batch // (self.team.processes.size * self.plan.recipe.micro_batches)
+        return Evaluation(source, self.plan.preprocess, evaluation_batch(pictures), self._share(), bad_files="skip")
 
     def _share(self) -> Share:
         return Share(self.team.processes.rank, self.team.processes.size)

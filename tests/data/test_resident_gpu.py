@@ -1,0 +1,51 @@
+"""Batches that a GPU makes beside its work are those that a processor makes."""
+
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.mixing import Mixing
+from vitrail.data.augmentation.randaugment import RandAugment
+from vitrail.data.batches import Training
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.resident import Resident
+from vitrail.data.sources.opening import open_source
+from vitrail.data.stream import Stream
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture
+def training() -> Training:
+    source = open_source("digits")
+    augmentation = Augmentation(crop="padded", randaugment=RandAugment(layers=2, magnitude=9), erasing=0.3)
+    preprocess, mixing = Preprocess(size=(32, 32)), Mixing(mixup=0.5, cutmix=1.0)
+    return Training(source, Stream(len(source), 256, 7), preprocess, augmentation, mixing)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_batches_while_the_device_is_busy(training: Training, workers: int) -> None:
+    expected = list(Resident(training, torch.device("cpu"), workers).batches(5, 25))
+    busy = torch.randn(4096, 4096, device="cuda")
+    with closing(Resident(training, torch.device("cuda"), workers).batches(5, 25)) as batches:
+        found = []
+        for batch in batches:
+            busy = (busy @ busy).clamp(-1, 1)
+            # Copies that this stream makes late: the memory of a batch must not be given away until then.
+            found.append([tensor.clone() for tensor in batch.tensors])
+            del batch
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one, other.tensors, strict=True):
+            assert torch.equal(mine.cpu(), theirs)
+
+
+def test_leaving_early(training: Training) -> None:
+    with closing(Resident(training, torch.device("cuda"), 2).batches(0, 1000)) as batches:
+        assert next(batches).pixels.is_cuda
+    assert [thread for thread in threading.enumerate() if thread.name == "ahead"] == []
