@@ -21,8 +21,6 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 
 Kind = Literal["torch", "onnx", "openvino"]
-FAST_ON_CUDA = False
-"""Whether bf16 on a CUDA device takes the fast encoder. Off until its speed has been measured (docs/lab/gpu.md)."""
 
 
 class Engine(Protocol):
@@ -94,7 +92,7 @@ def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
 def made_ready(model: ViT, precision: Precision) -> nn.Module:
     """Return a model that answers under autocast as this one does, sooner."""
     kind = next(model.parameters()).device.type
-    if precision == "bf16" and FAST_ON_CUDA and kind == "cuda" and can_fold(model.config):
+    if precision == "bf16" and kind == "cuda" and can_fold(model.config):
         return FastModel(model, Numbers())
     if precision == "bf16" and kind == "cpu" and can_pack(model, torch.bfloat16):
         return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
