@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.acceleration.cuda.encoder import Numbers, can_fold
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadPicture, Evaluation, evaluation_batches
 from vitrail.data.sources.source import Source
@@ -65,9 +65,7 @@ class Wanted:
 
     def ready(self, model: ViT, precision: Precision) -> ViT | FastModel:
         """Return what computes these features soonest: in bf16 on a CUDA device the fast encoder, where it can."""
-        if precision != "bf16" or next(model.parameters()).device.type != "cuda" or not can_fold(model.config):
-            return model
-        return self.folded(model, Numbers())
+        return self.folded(model, Numbers()) if precision == "bf16" and runs_fast(model) else model
 
     def folded(self, model: ViT, numbers: Numbers) -> FastModel:
         """Return the fast encoder of the layers that these features need, and of all tokens but where one is pooled."""

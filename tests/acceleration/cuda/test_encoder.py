@@ -12,7 +12,7 @@ from torch import Tensor
 from vitrail.acceleration.cuda.calibration import MARGIN, calibrate
 from vitrail.acceleration.cuda.encoder import LOW, PRODUCTS, FastBlock, Numbers, can_fold, can_quantise
 from vitrail.acceleration.cuda.folding import Affine
-from vitrail.acceleration.cuda.graphs import Replayed
+from vitrail.acceleration.cuda.graphs import SIZES, Replayed
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.cuda.passes import FP8_MAX, to_fp8
 from vitrail.acceleration.cuda.products import Fp8Product, Product
@@ -182,8 +182,19 @@ def test_pictures_that_do_not_fit_are_refused_in_the_models_words() -> None:
         answers(FastModel(model, Numbers()), pictures[..., :16])
 
 
-def test_on_a_cpu_a_replayed_function_is_just_called() -> None:
-    assert torch.equal(Replayed(lambda x: x + 1)(torch.zeros(2)), torch.ones(2))
+@pytest.mark.parametrize("sizes", [(), SIZES])
+def test_on_a_cpu_a_replayed_function_is_just_called(sizes: tuple[int, ...]) -> None:
+    replayed = Replayed(lambda x: x + 1, torch.device("cpu"), sizes=sizes)
+    for count in (0, 2, 65):
+        assert torch.equal(replayed(torch.zeros(count)), torch.ones(count))
+    assert not replayed.recorded
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (33, 64), (64, 64), (65, None), (0, None)])
+def test_few_pictures_are_filled_up_and_many_are_not_recorded(count: int, rows: int | None) -> None:
+    cpu = torch.device("cpu")
+    assert Replayed(torch.relu, cpu, sizes=SIZES)._rows(count) == rows
+    assert Replayed(torch.relu, cpu)._rows(count) == (count or None)
 
 
 # ── fp8 ──

@@ -8,10 +8,17 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices
 from vitrail.acceleration.cuda.attention import preferred_attention
-from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers
+from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers, can_fold
 from vitrail.acceleration.cuda.folding import affine
+from vitrail.acceleration.cuda.passes import kernels_run
 from vitrail.models.checks import check_pictures
 from vitrail.models.vit import Features, ViT
+
+
+def runs_fast(model: ViT) -> bool:
+    """Say whether `FastModel` stands for a model where that is: on a CUDA device that runs the kernels."""
+    device = next(model.parameters()).device
+    return device.type == "cuda" and can_fold(model.config) and kernels_run(device)
 
 
 class FastModel(nn.Module):

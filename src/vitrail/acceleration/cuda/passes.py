@@ -4,6 +4,7 @@ On a CUDA device these are Triton kernels (`kernels.py`); elsewhere the plain to
 kernels are checked against. Rows are (M, D), in the stream's dtype or, where a scale is given, in fp8.
 """
 
+import functools
 from typing import Literal
 
 import torch
@@ -15,6 +16,18 @@ Form = Literal["none", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest number of that kind of fp8."""
+
+
+@functools.cache
+def kernels_run(device: torch.device) -> bool:
+    """Say whether the kernels run on a CUDA device: Triton may be missing, or the C compiler that it needs."""
+    try:
+        from vitrail.acceleration.cuda.kernels import norm as fused
+
+        fused(torch.zeros(1, 16, device=device, dtype=torch.bfloat16), 1e-6)
+    except Exception:  # whatever Triton stumbles over, the model can be computed without it
+        return False
+    return True
 
 
 def norm(
