@@ -148,7 +148,7 @@ def predict(config: ViTConfig, batch: int, copied: float, numbers: Numbers) -> f
     first = 2 + (4 if "fc2" in low else 0) + (1 if "qkv" in low else 2)
     second = 2 + (4 if "proj" in low else 0) + (1 if "fc1" in low else 2)
     moved = M * D * (first + second + (3 if "proj" in low else 0))
-    if numbers.fused:
+    if numbers.fused or (low and numbers.fused is None):
         pass
     elif low:
         moved += M * H * (3 if "fc2" in low else 4)
@@ -350,7 +350,7 @@ def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterato
         "bf16 exact": Numbers(exact=True),
         "bf16 exact, fused": Numbers(exact=True, fused=True),
         "fp8": Numbers(scales=scales),
-        "fp8, fused": Numbers(scales=scales, fused=True),
+        "fp8, unfused": Numbers(scales=scales, fused=False),
         "fp8 with proj": Numbers(scales=scales, low=frozenset(PRODUCTS)),
         "fp8 by row": Numbers(scales=scales, weight_scales="row"),
     }

@@ -32,8 +32,15 @@ class Accelerated:
 
     @torch.inference_mode()
     def __call__(self, pictures: Tensor) -> Tensor:
-        """Return for normalised pictures (B, C, H, W) what the model returns, in float32."""
-        return self._answer(pictures)
+        """Return for normalised pictures (B, C, H, W), of any float dtype, what the model returns, in float32."""
+        return self._answer(_castable(pictures))
+
+
+def _castable(pictures: Tensor) -> Tensor:
+    """Return pictures in a dtype that autocast lowers; it leaves float64 alone, and stumbles over it."""
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    other = isinstance(pictures, Tensor) and pictures.is_floating_point() and pictures.dtype not in known
+    return pictures.float() if other else pictures  # what is no picture at all is refused by the model
 
 
 def _computed(model: nn.Module, device: torch.device, pictures: Tensor) -> Tensor:

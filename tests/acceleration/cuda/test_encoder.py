@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,7 @@ def test_calibration_finds_the_largest_numbers() -> None:
         assert scales[name] * FP8_MAX / MARGIN == pytest.approx(seen[name], rel=1e-4)
     for name in ("2.proj", "2.fc2"):
         assert scales[name] * FP8_MAX / MARGIN <= seen[name] * 1.0001
+    assert calibrate(model, pictures.double()) == pytest.approx(scales, rel=1e-5)
     # Several batches are one larger one.
     assert calibrate(model, list(pictures.split(1))) == pytest.approx(scales, rel=1e-5)
 
@@ -287,6 +289,32 @@ def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
     assert isinstance(last.q, Fp8Product)
     assert isinstance(last.kv, Fp8Product)
     assert [type(part) for part in (last.proj, last.fc1, last.fc2)] == [Product] * 3
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "in_bf16", "in_fp8"), [(None, False, True), (False, False, False), (True, True, True)]
+)
+def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
+    low: bool, exact: bool, fused: bool | None, in_bf16: bool, in_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked of the products is seen here; on a CPU it changes nothing."""
+    model, pictures = low_model()
+    asked: list[tuple[str, bool]] = []
+    for product in (Product, Fp8Product):
+        plain = product.activated
+
+        def noted(self: Any, *given: Any, fused: bool = False, plain: Any = plain) -> Any:
+            asked.append((type(self).__name__, fused))
+            return plain(self, *given, fused=fused)
+
+        monkeypatch.setattr(product, "activated", noted)
+    scales = calibrate(model, pictures) if low else None
+    asked.clear()
+    answers(FastModel(model, Numbers(torch.float32, exact=exact, scales=scales, fused=fused)), pictures)
+    first = ("Fp8Product", in_fp8) if low else ("Product", in_bf16 and exact)
+    assert asked == [first, first, ("Product", in_bf16 and exact)]  # behind the token that is read nothing is in fp8
 
 
 def test_numbers_cannot_be_changed() -> None:

@@ -79,8 +79,8 @@ def test_graphs_give_the_same_bits(batch: int) -> None:
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])
 @pytest.mark.parametrize("low", [("qkv", "fc1", "fc2"), PRODUCTS], ids=len)
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool | None) -> None:
     """On the GPU as by plain torch on the CPU, but for the order of sums and the rounding of bf16."""
     model, pictures, exact = given(pool=pool)
     scales = calibrate(model, pictures)
@@ -138,3 +138,12 @@ def test_features(wanted: Wanted, pool: str) -> None:
     found = gather(named(pool=pool), noise(), wanted, Computing("cuda", precision="bf16", workers=0)).features
     assert found.shape == exact.shape
     assert error(torch.from_numpy(found), torch.from_numpy(exact).double()) < 0.03
+
+
+@pytest.mark.parametrize("stem", ["conv", "linear_norm"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_pictures_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
+    model, pictures, exact = given(stem=stem)
+    fast = vitrail.accelerate(model, precision, calibration=pictures.double())
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        assert error(fast(pictures.to(dtype)), exact) < (0.05 if precision == "bf16" else 0.2)

@@ -43,8 +43,9 @@ class Numbers:
     low: frozenset[str] = LOW
     """Which of a block's products are in fp8."""
     weight_scales: WeightScales = "tensor"
-    fused: bool = False
-    """Let Triton multiply where an activation could not be part of the product otherwise, on a CUDA device."""
+    fused: bool | None = None
+    """Let Triton multiply where an activation could not be part of the product otherwise, on a CUDA device. None: where
+    that was found to be faster, which is in fp8 and not in bf16."""
 
 
 def can_fold(config: ViTConfig) -> bool:
@@ -162,11 +163,11 @@ class FastBlock(nn.Module):
     def _activated(self, h: Tensor) -> Tensor:
         scale, fused = _scale(self.fc2), self.numbers.fused
         if isinstance(self.fc1, Fp8Product):
-            return self.fc1.activated(h, self.form, scale, fused=fused)
+            return self.fc1.activated(h, self.form, scale, fused=fused is not False)
         if scale is not None:
             return activate(self.fc1(h), self.form, scale=scale)
         tanh = self.form == "gelu" and not self.numbers.exact
-        return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=fused and self.numbers.exact)
+        return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=fused is True and self.numbers.exact)
 
     def _product(self, name: str, folded: Affine) -> Product | Fp8Product:
         """Make a product. Behind the one token that is read there are too few rows for fp8 to pay."""

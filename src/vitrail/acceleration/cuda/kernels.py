@@ -163,12 +163,15 @@ def _shapes() -> list[Any]:
     ]  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ABOUT"])
 def _multiply(
-    x_at, weight_at, bias_at, out_at, M, N, K, sum_scale, inverse_scale, PROGRAMS,
+    x_at, weight_at, bias_at, out_at, M, N, K, sum_scale, inverse_scale, PROGRAMS, ABOUT,  # noqa: ARG001
     FORM: tl.constexpr, LOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute active(x · weightᵀ · sum_scale + bias) · inverse_scale, tile after tile, each program some of them."""
+    """Compute active(x · weightᵀ · sum_scale + bias) · inverse_scale, tile after tile, each program some of them.
+
+    ABOUT is the size of M to a power of two, and only there for tilings to be chosen by.
+    """
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
         # Neighbouring programs share rows of tiles, so that what they read is still in the cache.
@@ -203,18 +206,19 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Return active(x · weightᵀ · sum_scale + bias): in the bias's dtype, or with `scale` in fp8.
 
-    x (M, K) and weight (N, K) are both bf16 or both fp8. Without a `tiling`, some are timed at the first call.
+    x (M, K) and weight (N, K) are both bf16 or both fp8. Without a `tiling`, some are timed at the first call, and
+    again where M is of another size, by powers of two.
     """
     global _tuned
     (M, K), N = x.shape, weight.shape[0]
     out = x.new_empty(M, N, dtype=bias.dtype if scale is None else FP8)
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    given = (x, weight, bias, out, M, N, K, sum_scale, 1.0 / (scale or 1.0), programs)
+    given = (x, weight, bias, out, M, N, K, sum_scale, 1.0 / (scale or 1.0), programs, M.bit_length())
     with torch.cuda.device_of(x):
         if tiling is not None:
             _multiply[(programs,)](*given, FORM=_FORMS[form], LOW=scale is not None, **tiling)
             return out
         if _tuned is None:  # made when first asked for: an import must not do anything
-            _tuned = triton.autotune(_shapes(), key=["M", "N", "K", "FORM", "LOW"])(_multiply)
+            _tuned = triton.autotune(_shapes(), key=["ABOUT", "N", "K", "FORM", "LOW"])(_multiply)
         _tuned[(programs,)](*given, FORM=_FORMS[form], LOW=scale is not None)
     return out
