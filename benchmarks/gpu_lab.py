@@ -312,6 +312,10 @@ def stems(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candi
     yield Candidate("stem, the model's own", usual, moved=2.0 * pictures.numel() + 10 * tokens)
     # Pictures are read and written as patches, patches read, tokens written, read and written.
     yield Candidate("stem, one product", ours, moved=6.0 * pictures.numel() + 6 * tokens)
+    cut = partial(passes.cut_patches, pictures, config.patch_size, BF16, before=config.layout.patches.start)
+    yield Candidate("stem, patches cut", cut, moved=4.0 * pictures.numel())
+    placed = random(batch, config.tokens, config.width, device=device)
+    yield Candidate("stem, positions added", lambda: passes.add_table(placed, stem.common), moved=4 * tokens)
 
 
 def copies(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:

@@ -149,6 +149,74 @@ def activate(x: Tensor, form: Form, *, scale: float | None = None) -> Tensor:
     return out
 
 
+# ── pictures and tokens ──
+
+
+@triton.jit
+def _cut_rows(
+    x_at, out_at, M, stride_b, stride_c, stride_h, stride_w,
+    T: tl.constexpr, BEFORE: tl.constexpr, PATCHES: tl.constexpr, COLUMNS: tl.constexpr,
+    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Write each patch as one row, channel by channel and line by line, and zeros in the rows of other tokens.
+
+    What a thread writes lies side by side, and so does what it reads, within a line of a patch.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    numbers = tl.arange(0, WIDE)
+    patch = rows % T - BEFORE
+    is_patch = (rows < M) & (patch >= 0) & (patch < PATCHES)
+    top, left = patch // COLUMNS * PH, patch % COLUMNS * PW
+    channel, y, x = numbers // (PH * PW), numbers // PW % PH, numbers % PW
+    first = (rows // T).to(tl.int64) * stride_b + top * stride_h + left * stride_w
+    inside = channel * stride_c + y * stride_h + x * stride_w
+    there = numbers[None, :] < C * PH * PW
+    found = tl.load(x_at + first[:, None] + inside[None, :], mask=is_patch[:, None] & there, other=0.0)
+    places = rows[:, None].to(tl.int64) * (C * PH * PW) + numbers[None, :]
+    tl.store(out_at + places, found.to(tl.float32).to(out_at.dtype.element_ty), mask=(rows[:, None] < M) & there)
+
+
+@triton.jit
+def _add_table(x_at, table_at, count, BLOCK: tl.constexpr):
+    """Add a table to each of several pieces of memory of its size."""
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    x_at += tl.program_id(0).to(tl.int64) * count
+    x = tl.load(x_at + places, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(table_at + places, mask=inside, other=0.0)
+    tl.store(x_at + places, x.to(x_at.dtype.element_ty), mask=inside)
+
+
+def cut_patches(
+    pictures: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
+) -> Tensor:
+    """Do what `passes.cut_patches` says."""
+    (B, C, H, W), (h, w) = pictures.shape, patch
+    columns = W // w
+    patches, width = H // h * columns, C * h * w
+    T = before + patches + after
+    out = pictures.new_empty(B, T, width, dtype=dtype)
+    wide = triton.next_power_of_2(width)
+    rows = max(1, min(8, 4096 // wide))
+    with torch.cuda.device_of(pictures):
+        _cut_rows[(triton.cdiv(B * T, rows),)](
+            pictures, out, B * T, *pictures.stride(),
+            T=T, BEFORE=before, PATCHES=patches, COLUMNS=columns, C=C, PH=h, PW=w, ROWS=rows, WIDE=wide,
+            num_warps=4 if rows * wide <= 2048 else 8,
+        )  # fmt: skip
+    return out
+
+
+def add_table(tokens: Tensor, table: Tensor) -> Tensor:
+    """Do what `passes.add_table` says."""
+    block = 4096
+    with torch.cuda.device_of(tokens):
+        _add_table[(len(tokens), triton.cdiv(table.numel(), block))](
+            tokens, table, table.numel(), BLOCK=block, num_warps=8
+        )
+    return tokens
+
+
 # ── a product with its activation ──
 
 

@@ -10,7 +10,7 @@ from vitrail.acceleration.casting import cast_matrices
 from vitrail.acceleration.cuda.attention import preferred_attention
 from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers, can_fold
 from vitrail.acceleration.cuda.folding import affine
-from vitrail.acceleration.cuda.passes import kernels_run
+from vitrail.acceleration.cuda.passes import add_table, cut_patches, kernels_run
 from vitrail.models.checks import check_pictures
 from vitrail.models.vit import Features, ViT
 
@@ -71,7 +71,10 @@ class FastModel(nn.Module):
 
 
 class PatchStem(nn.Module):
-    """Patches cut and projected by one product; tokens and positions, the same for all pictures, are added at once."""
+    """Patches cut and projected by one product; tokens and positions, the same for all pictures, are added at once.
+
+    The other tokens go through the product as rows of zeros, so that all come out in their places.
+    """
 
     weight: Tensor
     common: Tensor
@@ -87,17 +90,10 @@ class PatchStem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, T, D)."""
-        B, C, (rows, columns), (h, w) = x.shape[0], x.shape[1], self.config.grid, self.config.patch_size
-        cut = x.reshape(B, C, rows, h, columns, w).permute(0, 2, 4, 1, 3, 5)
-        # Cut and cast in one pass.
-        patches = torch.empty(cut.shape, dtype=self.dtype, device=x.device).copy_(cut)
-        projected = patches.view(B * rows * columns, C * h * w) @ self.weight.t()
-        tokens = projected.new_empty(B, *self.common.shape)
         where = self.config.layout.patches
-        torch.add(projected.unflatten(0, (B, rows * columns)), self.common[where], out=tokens[:, where])
-        tokens[:, : where.start] = self.common[: where.start]
-        tokens[:, where.stop :] = self.common[where.stop :]
-        return tokens
+        after = self.config.tokens - where.stop
+        rows = cut_patches(x, self.config.patch_size, self.dtype, before=where.start, after=after)
+        return add_table(rows @ self.weight.t(), self.common)
 
 
 def _without_blocks(model: ViT) -> ViT:
