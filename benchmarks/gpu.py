@@ -125,9 +125,7 @@ Maker = Callable[[Row], Ready]
 def ours(row: Row, weights: ViT | None) -> ViT:
     """Return our model with the row's weights: those given, or random ones, the same every time."""
     if weights is not None:
-        given = copy.deepcopy(weights)
-        given.resize(row.config.image_size)
-        return given
+        return copy.deepcopy(weights)
     model = ViT(row.config)
     scramble(model)
     return model
@@ -260,7 +258,7 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail bf16 graphs": lambda row: fast(row, ours(row, weights), Numbers(), graphs=True),
         "vitrail fp8 graphs": lambda row: fast(row, model := ours(row, weights), low(row, model), graphs=True),
         "vitrail fp8 all": lambda row: fast(row, model := ours(row, weights), low(row, model, low=frozenset(PRODUCTS))),
-        "vitrail fp8 fused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=True)),
+        "vitrail fp8 unfused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=False)),
         "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), Numbers(exact=True, fused=True)),
         "vitrail fp8 rows": lambda row: fast(row, model := ours(row, weights), low(row, model, weight_scales="row")),
         "vitrail compile": lambda row: answering(row, ours(row, weights)),
@@ -469,12 +467,16 @@ def curve(row: Row, steps: int) -> list[dict[str, float]]:
 # ── the run ──
 
 
+def config_of(size: str) -> ViTConfig:
+    """Return the config of a size, such as B/16 or B/16@384."""
+    name, _, pixels = size.partition("@")
+    config = variant_config(name)
+    return config.replace(image_size=(int(pixels), int(pixels))) if pixels else config
+
+
 def make_row(task: str, size: str, options: argparse.Namespace) -> Row:
     """Return pictures and labels for a size, the same every time."""
-    name, _, pixels = size.partition("@")
-    config = options.weights_model.config if options.weights_model is not None else variant_config(name)
-    if pixels:
-        config = config.replace(image_size=(int(pixels), int(pixels)))
+    config = options.weights_model.config if options.weights_model is not None else config_of(size)
     batch = options.batch or BATCH[task] // SMALLER.get(size, 1)
     generator = torch.Generator().manual_seed(0)
     if options.pictures is not None:
@@ -518,7 +520,7 @@ def unpack(folder: Path) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare our speed on a GPU with the other libraries'.")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help="such as B/16 or B/16@384")
+    parser.add_argument("--sizes", nargs="+", help=f"such as B/16 or B/16@384 (default: {' '.join(SIZES)})")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--only", nargs="+", default=[], help="rows, such as inference:B/16")
     parser.add_argument("--contestants", nargs="+", default=[""], help="parts of names, such as timm 'vitrail bf16'")
@@ -541,8 +543,12 @@ def parse() -> argparse.Namespace:
     options.deadline = time.perf_counter() + options.limit
     options.weights_model = options.preprocess = None
     if options.weights:
+        if options.sizes or options.only or options.profile:
+            parser.error("--weights are of one size, which --sizes, --only and --profile cannot change; leave them out")
         bundle = vitrail.load(options.weights)
         options.weights_model, options.preprocess = bundle.model.eval(), bundle.preprocess
+        options.sizes = ["given"]
+    options.sizes = options.sizes or list(SIZES)
     return options
 
 
@@ -559,7 +565,7 @@ def main() -> None:
     makers = contestants(options, options.weights_model)
     if options.lab:
         batch = options.batch or BATCH["inference"]
-        config = variant_config(options.sizes[0].partition("@")[0])
+        config = options.weights_model.config if options.weights else config_of(options.sizes[0])
         for entry in run_lab(config, batch, options.device, rates):
             record.setdefault("lab", []).append(entry)
             write(record, options.json)

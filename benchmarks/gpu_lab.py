@@ -148,7 +148,7 @@ def predict(config: ViTConfig, batch: int, copied: float, numbers: Numbers) -> f
     first = 2 + (4 if "fc2" in low else 0) + (1 if "qkv" in low else 2)
     second = 2 + (4 if "proj" in low else 0) + (1 if "fc1" in low else 2)
     moved = M * D * (first + second + (3 if "proj" in low else 0))
-    if numbers.fused:
+    if numbers.fused or (low and numbers.fused is None):
         pass
     elif low:
         moved += M * H * (3 if "fc2" in low else 4)
@@ -312,6 +312,10 @@ def stems(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candi
     yield Candidate("stem, the model's own", usual, moved=2.0 * pictures.numel() + 10 * tokens)
     # Pictures are read and written as patches, patches read, tokens written, read and written.
     yield Candidate("stem, one product", ours, moved=6.0 * pictures.numel() + 6 * tokens)
+    cut = partial(passes.cut_patches, pictures, config.patch_size, BF16, before=config.layout.patches.start)
+    yield Candidate("stem, patches cut", cut, moved=4.0 * pictures.numel())
+    placed = random(batch, config.tokens, config.width, device=device)
+    yield Candidate("stem, positions added", lambda: passes.add_table(placed, stem.common), moved=4 * tokens)
 
 
 def copies(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
@@ -350,7 +354,7 @@ def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterato
         "bf16 exact": Numbers(exact=True),
         "bf16 exact, fused": Numbers(exact=True, fused=True),
         "fp8": Numbers(scales=scales),
-        "fp8, fused": Numbers(scales=scales, fused=True),
+        "fp8, unfused": Numbers(scales=scales, fused=False),
         "fp8 with proj": Numbers(scales=scales, low=frozenset(PRODUCTS)),
         "fp8 by row": Numbers(scales=scales, weight_scales="row"),
     }

@@ -1,5 +1,7 @@
 """One call makes a model faster where it is, or says why not."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.acceleration.tiny import CPU, KINDS, bundle, pixels
@@ -10,7 +12,7 @@ import vitrail
 from vitrail import Bundle
 from vitrail.acceleration.accelerate import accelerate
 from vitrail.acceleration.engine import made_ready
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, InputError
 from vitrail.runtime import autocast
 
 
@@ -49,6 +51,24 @@ def test_a_model_that_is_not_in_float32(kind: str, dtype: torch.dtype) -> None:
     found = accelerate(made.model.to(dtype))(pictures)
     assert {parameter.dtype for parameter in made.model.parameters()} == {dtype}
     assert torch.equal(found, accelerate(made.model.float())(pictures))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pictures_of_any_floating_point_dtype(kind: str, dtype: torch.dtype) -> None:
+    made, pictures = given(kind)
+    fast = accelerate(made.model)
+    found = fast(pictures.to(dtype))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, fast(pictures)) or dtype in (torch.float16, torch.bfloat16)
+    assert relative_error(found, fast(pictures)) < 0.05
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 3, 16, 32, dtype=torch.uint8), [[0.0]]])
+def test_what_is_no_picture_is_refused(wrong: Any) -> None:
+    made, _ = given("plain")
+    with pytest.raises(InputError, match="expected"):
+        accelerate(made.model)(wrong)
 
 
 def test_graphs_mean_nothing_on_a_cpu() -> None:

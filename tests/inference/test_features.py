@@ -1,7 +1,7 @@
 """Features beside timm's and transformers', on the same weights; and beside the model's own trace."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import torch
 from tests.models.test_peers import SMALL, timm_vit
 from tests.peers import import_peer, relative_error, scramble
 
+from vitrail.acceleration.cuda.encoder import Numbers
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.preprocess import Preprocess
@@ -18,6 +19,7 @@ from vitrail.errors import ConfigError, DataError, Diverged, InputError
 from vitrail.inference.features import KINDS, Computing, Kind, Wanted, feature_batches, gather
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+from vitrail.runtime import Precision
 
 TOLERANCE = 1e-5
 HERE = Computing("cpu", workers=0)
@@ -196,3 +198,32 @@ def test_numbers_that_are_not_finite() -> None:
         model.model.norm.weight.fill_(float("nan"))
     with pytest.raises(Diverged, match="picture 0 is not a finite number"):
         features(model, "patches")
+
+
+ASKED = [
+    Wanted(kind, layer, normalise, raw)
+    for kind in get_args(Kind)
+    for layer in (None, 0, -2)
+    for normalise, raw in ((False, False), (True, False), (False, True))
+    if not (raw and kind == "pooled")
+]
+
+
+@pytest.mark.parametrize("class_token", ["first", "last"])
+@pytest.mark.parametrize("pool", ["cls", "mean", "map"])
+def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -> None:
+    """Also where a head would read one token only, and features are of others."""
+    model = bundle(class_token=class_token, pool=pool, registers=2).model.eval().double()
+    x = normalised(pictures()).double()
+    for wanted in ASKED:
+        with torch.inference_mode():
+            expected = wanted.take(model, x)
+            found = wanted.take(wanted.folded(model, Numbers(torch.float64, exact=True)), x)
+        assert found.shape == expected.shape == (len(x), *wanted.shape(model.config))
+        assert relative_error(found, expected) <= 1e-6, wanted
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_on_a_cpu_the_model_itself_makes_features(precision: Precision) -> None:
+    model = bundle().model
+    assert Wanted().ready(model, precision) is model

@@ -2,15 +2,17 @@
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.calibration import calibrate
-from vitrail.acceleration.cuda.encoder import Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.encoder import Numbers, can_quantise
 from vitrail.acceleration.cuda.graphs import Replayed
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.model import FastModel, runs_fast
+from vitrail.acceleration.cuda.passes import kernels_run
 from vitrail.acceleration.engine import made_ready
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT
@@ -24,17 +26,27 @@ class Accelerated:
 
     def __init__(self, model: nn.Module, device: torch.device, *, graphs: bool) -> None:
         self.model, self.device = model, device
-        self._answer = Replayed(self._compute) if graphs else self._compute
+        # Not a method, which would hold on to this.
+        compute = partial(_computed, model, device)
+        self._answer = Replayed(compute, device) if graphs else compute
 
     @torch.inference_mode()
     def __call__(self, pictures: Tensor) -> Tensor:
-        """Return for normalised pictures (B, C, H, W) what the model returns, in float32."""
-        return self._answer(pictures)
+        """Return for normalised pictures (B, C, H, W), of any float dtype, what the model returns, in float32."""
+        return self._answer(_castable(pictures))
 
-    def _compute(self, pictures: Tensor) -> Tensor:
-        with autocast(self.device, "bf16"):
-            answer: Tensor = self.model(pictures)
-        return answer.float()
+
+def _castable(pictures: Tensor) -> Tensor:
+    """Return pictures in a dtype that autocast lowers; it leaves float64 alone, and stumbles over it."""
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    other = isinstance(pictures, Tensor) and pictures.is_floating_point() and pictures.dtype not in known
+    return pictures.float() if other else pictures  # what is no picture at all is refused by the model
+
+
+def _computed(model: nn.Module, device: torch.device, pictures: Tensor) -> Tensor:
+    with autocast(device, "bf16"):
+        answer: Tensor = model(pictures)
+    return answer.float()
 
 
 def accelerate(
@@ -49,8 +61,8 @@ def accelerate(
 
     `calibration`: normalised pictures (B, C, H, W), or batches of them, like those to be answered later; `fp8` needs
     them. `exact`: on a CUDA device, compute GELU in its exact form, rather than in the tanh form, which costs nothing
-    there. `graphs`: on a CUDA device, record the work of each batch size once and replay it, for small batches;
-    what is recorded has memory of its own, so only one thread may ask at a time.
+    there. `graphs`: on a CUDA device, record the work of each of the first few batch sizes once and replay it, for
+    small batches, which wait for the processor otherwise.
     A model that the fast encoder does not know is computed under autocast, as it would be anyway.
     """
     like = next(model.parameters())
@@ -59,7 +71,7 @@ def accelerate(
         model = copy.deepcopy(model).float()
     match precision:
         case "bf16":
-            if device.type == "cuda" and can_fold(model.config):
+            if runs_fast(model):
                 return Accelerated(FastModel(model, Numbers(exact=exact)), device, graphs=graphs)
             return Accelerated(made_ready(model, "bf16").eval(), device, graphs=graphs)
         case "fp8":
@@ -82,6 +94,10 @@ def _check_fp8(model: ViT, device: torch.device) -> None:
     if torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(
             f"{torch.cuda.get_device_name(device)} has no units for fp8, which came with Ada and Hopper; use bf16"
+        )
+    if not kernels_run(device):
+        raise ConfigError(
+            "fp8 needs Triton, which comes with torch's CUDA builds for Linux, and a C compiler; use bf16"
         )
     if not can_quantise(model.config):
         raise ConfigError(

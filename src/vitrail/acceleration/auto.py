@@ -129,8 +129,9 @@ def settle_precision(
     if not len(first):
         return exact, "float32: there are no pictures to try bf16 on"
     chunks = first[:PICTURES].split(CHUNK)
-    for engine in (trying.exact, trying.quick):
-        engine(chunks[0])  # the first call prepares memory and kernels
+    for chunk in {len(chunk): chunk for chunk in chunks}.values():
+        for engine in (trying.exact, trying.quick):
+            engine(chunk)  # the first call of a size prepares memory and kernels
     for chunk in chunks:
         trying.ask(chunk)
     return trying.settled()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices, cast_once
-from vitrail.acceleration.cuda.encoder import Numbers, can_fold
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.graphs import SIZES, Replayed
+from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.acceleration.lanes import Lanes
 from vitrail.acceleration.packed import can_pack, pack
 from vitrail.data.preprocess import Preprocess
@@ -21,8 +22,8 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 
 Kind = Literal["torch", "onnx", "openvino"]
-FAST_ON_CUDA = False
-"""Whether bf16 on a CUDA device takes the fast encoder. Off until its speed has been measured (docs/lab/gpu.md)."""
+PART = 256
+"""Pictures of a large batch that are computed on a GPU while the next ones are on their way."""
 
 
 class Engine(Protocol):
@@ -41,14 +42,22 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """The model as it is, in torch."""
+    """The model as it is, in torch.
+
+    On a GPU, small batches are filled up to one of a few sizes and replayed as a graph: what a picture's answer is
+    depends on how many others are asked about, as it does anyway, by the rounding of the precision and no more.
+    """
 
     kind: Kind = "torch"
 
     def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
-        self.model = made_ready(model.to(device).eval(), precision)
-        self.preprocess, self.device, self.precision = preprocess, device, precision
+        self.device, self.precision = device, precision
+        self.compute = FromPixels(made_ready(model.to(device).eval(), precision), preprocess, device, precision)
         self.lanes = Lanes() if device.type == "cpu" else None
+        self.replayed: Replayed | None = None
+        if device.type == "cuda":
+            self.replayed = Replayed(self.compute, device, sizes=SIZES, kept=self.compute.weights())
+            self.sending = torch.cuda.Stream(device)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits for pictures."""
@@ -56,10 +65,48 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _answer(self, pixels: Tensor) -> Tensor:
-        pixels = self.preprocess.normalise(pixels.to(self.device, non_blocking=True))
+        if self.replayed is None:
+            return self.compute(pixels.to(self.device)).cpu()
+        return (self.replayed(pixels) if len(pixels) <= PART else self._in_parts(pixels)).cpu()
+
+    def _in_parts(self, pixels: Tensor) -> Tensor:
+        """Send some pictures to a CUDA device while those before them are computed."""
+        sending, computing = self.sending, torch.cuda.current_stream(self.device)
+        answers = []
+        for part in pixels.chunk(-(-len(pixels) // PART)):
+            ready = part if part.is_pinned() or part.is_cuda else part.pin_memory()
+            with torch.cuda.stream(sending):
+                there = ready.to(self.device, non_blocking=True)
+            computing.wait_stream(sending)
+            there.record_stream(computing)
+            answers.append(self.compute(there))
+        return torch.cat(answers)
+
+
+class FromPixels:
+    """A model behind its normalising, which is that of `Preprocess`, bit for bit, with its constants on the device.
+
+    To send these there for every batch would be to wait for the device.
+    """
+
+    def __init__(self, model: nn.Module, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
+        self.model, self.device, self.precision = model, device, precision
+        factor = [1 / (255 * std) for std in preprocess.std]
+        shift = [-mean / std for mean, std in zip(preprocess.mean, preprocess.std, strict=True)]
+        self.factor, self.shift = (
+            torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None] for numbers in (factor, shift)
+        )
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return logits for pixels 0…255 (B, C, H, W) on the device, in float32, without waiting for the device."""
+        normalised = torch.addcmul(self.shift, pixels, self.factor)
         with autocast(self.device, self.precision):
-            logits: Tensor = self.model(pixels)
-        return logits.float().cpu()
+            logits: Tensor = self.model(normalised)
+        return logits.float()
+
+    def weights(self) -> list[Tensor]:
+        """Return all that a recording of this reads besides the pixels."""
+        return [self.factor, self.shift, *self.model.parameters(), *self.model.buffers()]
 
 
 def open_engine(
@@ -94,7 +141,7 @@ def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
 def made_ready(model: ViT, precision: Precision) -> nn.Module:
     """Return a model that answers under autocast as this one does, sooner."""
     kind = next(model.parameters()).device.type
-    if precision == "bf16" and FAST_ON_CUDA and kind == "cuda" and can_fold(model.config):
+    if precision == "bf16" and runs_fast(model):
         return FastModel(model, Numbers())
     if precision == "bf16" and kind == "cpu" and can_pack(model, torch.bfloat16):
         return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)

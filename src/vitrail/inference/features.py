@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadPicture, Evaluation, evaluation_batches
 from vitrail.data.sources.source import Source
@@ -61,17 +63,26 @@ class Wanted:
             "registers": (config.registers, config.width),
         }[self.tokens]
 
-    def take(self, model: ViT, x: Tensor) -> Tensor:
+    def ready(self, model: ViT, precision: Precision) -> ViT | FastModel:
+        """Return what computes these features soonest: in bf16 on a CUDA device the fast encoder, where it can."""
+        return self.folded(model, Numbers()) if precision == "bf16" and runs_fast(model) else model
+
+    def folded(self, model: ViT, numbers: Numbers) -> FastModel:
+        """Return the fast encoder of the layers that these features need, and of all tokens but where one is pooled."""
+        layers = None if self.layer is None else read_layer(self.layer, model.config.depth) + 1
+        return FastModel(model, numbers, layers=layers, whole=self.tokens != "pooled")
+
+    def take(self, model: ViT | FastModel, x: Tensor) -> Tensor:
         """Return the features of pictures that are ready for the model, in float32."""
         found = self._tokens(model, x).float()
         return F.normalize(found, dim=-1) if self.normalise else found
 
-    def _tokens(self, model: ViT, x: Tensor) -> Tensor:
+    def _tokens(self, model: ViT | FastModel, x: Tensor) -> Tensor:
         if self.raw:
             layer = -1 if self.layer is None else self.layer
-            tokens = model.trace(x, tokens=(layer,)).tokens[layer]
+            tokens = model.encode(x) if isinstance(model, FastModel) else model.trace(x, tokens=(layer,)).tokens[layer]
         else:
-            features = model.features(x, layer=self.layer)
+            features = model.features(x) if isinstance(model, FastModel) else model.features(x, layer=self.layer)
             if self.tokens == "pooled":
                 return features.pooled
             tokens = features.tokens
@@ -134,7 +145,7 @@ def feature_batches(
     """Give the features of every picture once, in order; the bundle's model goes to the device."""
     wanted.check(bundle.model.config)
     place = how.check()
-    model, done = bundle.model.to(place), 0
+    model, done = wanted.ready(bundle.model.to(place), how.precision), 0
     data = Evaluation(source, bundle.preprocess, how.batch, bad_files="skip")
     with in_use(model):
         for pictures in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):

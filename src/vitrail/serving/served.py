@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vitrail.acceleration.auto import SettlingEngine
+from vitrail.acceleration.cuda.graphs import SIZES
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
@@ -86,7 +87,9 @@ class Served:
     def _answer_blanks(self) -> None:
         height, width = self.bundle.preprocess.size
         blank = np.zeros((height, width, self.bundle.preprocess.channels), np.uint8)
-        for pictures in sorted({1, min(self.batcher.batch, WARM_BATCH)}):
+        # On a GPU every size of a small batch is recorded when it first comes, and that takes a while.
+        sizes = SIZES if self.device.type == "cuda" else (1, WARM_BATCH)
+        for pictures in sorted({min(self.batcher.batch, size) for size in sizes}):
             for answer in self.answer(Predict(top=1), [blank] * pictures):
                 if isinstance(answer, Exception):
                     raise answer

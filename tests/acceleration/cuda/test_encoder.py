@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from vitrail.acceleration.cuda.calibration import MARGIN, calibrate
 from vitrail.acceleration.cuda.encoder import LOW, PRODUCTS, FastBlock, Numbers, can_fold, can_quantise
 from vitrail.acceleration.cuda.folding import Affine
-from vitrail.acceleration.cuda.graphs import Replayed
+from vitrail.acceleration.cuda.graphs import SIZES, Replayed
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.cuda.passes import FP8_MAX, to_fp8
 from vitrail.acceleration.cuda.products import Fp8Product, Product
@@ -182,8 +183,19 @@ def test_pictures_that_do_not_fit_are_refused_in_the_models_words() -> None:
         answers(FastModel(model, Numbers()), pictures[..., :16])
 
 
-def test_on_a_cpu_a_replayed_function_is_just_called() -> None:
-    assert torch.equal(Replayed(lambda x: x + 1)(torch.zeros(2)), torch.ones(2))
+@pytest.mark.parametrize("sizes", [(), SIZES])
+def test_on_a_cpu_a_replayed_function_is_just_called(sizes: tuple[int, ...]) -> None:
+    replayed = Replayed(lambda x: x + 1, torch.device("cpu"), sizes=sizes)
+    for count in (0, 2, 65):
+        assert torch.equal(replayed(torch.zeros(count)), torch.ones(count))
+    assert not replayed.recorded
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (33, 64), (64, 64), (65, None), (0, None)])
+def test_few_pictures_are_filled_up_and_many_are_not_recorded(count: int, rows: int | None) -> None:
+    cpu = torch.device("cpu")
+    assert Replayed(torch.relu, cpu, sizes=SIZES)._rows(count) == rows
+    assert Replayed(torch.relu, cpu)._rows(count) == (count or None)
 
 
 # ── fp8 ──
@@ -212,6 +224,7 @@ def test_calibration_finds_the_largest_numbers() -> None:
         assert scales[name] * FP8_MAX / MARGIN == pytest.approx(seen[name], rel=1e-4)
     for name in ("2.proj", "2.fc2"):
         assert scales[name] * FP8_MAX / MARGIN <= seen[name] * 1.0001
+    assert calibrate(model, pictures.double()) == pytest.approx(scales, rel=1e-5)
     # Several batches are one larger one.
     assert calibrate(model, list(pictures.split(1))) == pytest.approx(scales, rel=1e-5)
 
@@ -276,6 +289,32 @@ def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
     assert isinstance(last.q, Fp8Product)
     assert isinstance(last.kv, Fp8Product)
     assert [type(part) for part in (last.proj, last.fc1, last.fc2)] == [Product] * 3
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "in_bf16", "in_fp8"), [(None, False, True), (False, False, False), (True, True, True)]
+)
+def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
+    low: bool, exact: bool, fused: bool | None, in_bf16: bool, in_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked of the products is seen here; on a CPU it changes nothing."""
+    model, pictures = low_model()
+    asked: list[tuple[str, bool]] = []
+    for product in (Product, Fp8Product):
+        plain = product.activated
+
+        def noted(self: Any, *given: Any, fused: bool = False, plain: Any = plain) -> Any:
+            asked.append((type(self).__name__, fused))
+            return plain(self, *given, fused=fused)
+
+        monkeypatch.setattr(product, "activated", noted)
+    scales = calibrate(model, pictures) if low else None
+    asked.clear()
+    answers(FastModel(model, Numbers(torch.float32, exact=exact, scales=scales, fused=fused)), pictures)
+    first = ("Fp8Product", in_fp8) if low else ("Product", in_bf16 and exact)
+    assert asked == [first, first, ("Product", in_bf16 and exact)]  # behind the token that is read nothing is in fp8
 
 
 def test_numbers_cannot_be_changed() -> None:

@@ -2,17 +2,22 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.peers import scramble
 from torch import Tensor
 
 import vitrail
-from vitrail import ViT, ViTConfig
+from vitrail import Bundle, Preprocess, ViT, ViTConfig
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers
 from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.engine import made_ready
 from vitrail.acceleration.training_pass import TrainingPass
+from vitrail.data.sources.source import Arrays
+from vitrail.evaluation import evaluate_bundle
+from vitrail.inference.features import Computing, Wanted, gather
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,8 +79,8 @@ def test_graphs_give_the_same_bits(batch: int) -> None:
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])
 @pytest.mark.parametrize("low", [("qkv", "fc1", "fc2"), PRODUCTS], ids=len)
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool) -> None:
+@pytest.mark.parametrize("fused", [None, False, True])
+def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool | None) -> None:
     """On the GPU as by plain torch on the CPU, but for the order of sums and the rounding of bf16."""
     model, pictures, exact = given(pool=pool)
     scales = calibrate(model, pictures)
@@ -96,3 +101,49 @@ def test_the_training_pass() -> None:
     logits.float().square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert error(logits.detach(), exact) < 3 * plain_error(model, pictures, exact)
+
+
+# ── where the fast encoder is used ──
+
+
+def test_engines_take_the_fast_encoder() -> None:
+    model, _, _ = given()
+    assert isinstance(made_ready(model, "bf16"), FastModel)
+    assert made_ready(model, "float32") is model
+    assert not isinstance(made_ready(model, "fp16"), FastModel)
+    assert not isinstance(made_ready(ViT(ViTConfig(**SMALL, position="rope_2d")).cuda(), "bf16"), FastModel)
+
+
+def named(**changes: Any) -> Bundle:
+    model = ViT(ViTConfig(**{**SMALL, **changes}))
+    scramble(model)
+    return Bundle(model, Preprocess(size=(64, 64)), tuple("0123456789"))
+
+
+def noise(count: int = 70) -> Arrays:
+    pixels = np.random.default_rng(0).integers(0, 256, (count, 64, 64, 3), np.uint8)
+    return Arrays(pixels, np.arange(count) % 10, tuple("0123456789"))
+
+
+def test_evaluation() -> None:
+    exact = evaluate_bundle(named(), noise(), device="cuda", workers=0)
+    found = evaluate_bundle(named(), noise(), device="cuda", precision="bf16", workers=0)
+    assert found.loss == pytest.approx(exact.loss, rel=0.02)
+
+
+@pytest.mark.parametrize("wanted", [Wanted(), Wanted("class"), Wanted("patches", layer=1), Wanted("patches", raw=True)])
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_features(wanted: Wanted, pool: str) -> None:
+    exact = gather(named(pool=pool), noise(), wanted, Computing("cuda", workers=0)).features
+    found = gather(named(pool=pool), noise(), wanted, Computing("cuda", precision="bf16", workers=0)).features
+    assert found.shape == exact.shape
+    assert error(torch.from_numpy(found), torch.from_numpy(exact).double()) < 0.03
+
+
+@pytest.mark.parametrize("stem", ["conv", "linear_norm"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_pictures_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
+    model, pictures, exact = given(stem=stem)
+    fast = vitrail.accelerate(model, precision, calibration=pictures.double())
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        assert error(fast(pictures.to(dtype)), exact) < (0.05 if precision == "bf16" else 0.2)

@@ -11,7 +11,7 @@ from tests.acceleration.tiny import bundle, pixels
 from tests.peers import relative_error
 from torch import Tensor
 
-from vitrail.acceleration.cuda import encoder, gradients, passes, products
+from vitrail.acceleration.cuda import encoder, gradients, model, passes, products
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import Numbers
 from vitrail.acceleration.cuda.model import FastModel
@@ -23,7 +23,7 @@ if not ON_GPU:
     # Read when a kernel is defined, so before the import.
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds only")
-from vitrail.acceleration.cuda import kernels  # noqa: E402
+from vitrail.acceleration.cuda import gradient_kernels, kernels  # noqa: E402
 
 # Where a number is too large for exp, the kernels count on infinity; NumPy, which interprets them, remarks on it.
 pytestmark = [
@@ -113,6 +113,55 @@ def test_activate_to_fp8(form: Form) -> None:
     assert same_but_for_one_step(found, passes.activate(x, form, scale=0.05))
 
 
+def pictures_of(layout: str, channels: int, size: tuple[int, int]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, channels, *size, generator=generator)
+    match layout:
+        case "channels last":
+            return x.contiguous(memory_format=torch.channels_last)
+        case "a part":
+            return torch.randn(5, channels + 1, size[0] + 1, size[1] + 3, generator=generator)[1:4, 1:, 1:, 3:]
+        case "one for all":
+            return x[:1].expand(3, -1, -1, -1)
+    return x
+
+
+@pytest.mark.parametrize("layout", ["usual", "channels last", "a part", "one for all"])
+@pytest.mark.parametrize(
+    ("patch", "channels", "size"), [((4, 4), 3, (16, 24)), ((3, 5), 1, (12, 10)), ((8, 16), 4, (8, 32))], ids=str
+)
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (0, 3), (5, 2)])
+def test_cut_patches(
+    layout: str, patch: tuple[int, int], channels: int, size: tuple[int, int], before: int, after: int
+) -> None:
+    x = pictures_of(layout, channels, size)
+    expected = passes.cut_patches(x, patch, torch.float32, before=before, after=after)
+    found = kernels.cut_patches(x.to(DEVICE), patch, torch.float32, before=before, after=after)
+    assert torch.equal(found.cpu(), expected)
+    assert not expected[:, :before].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", TOLERANCE, ids=str)
+def test_patches_are_cast_as_they_are_cut(dtype: torch.dtype, wanted: torch.dtype) -> None:
+    x = pictures_of("usual", 3, (16, 16)).to(dtype)
+    expected = passes.cut_patches(x, (8, 8), wanted, before=1)
+    found = kernels.cut_patches(x.to(DEVICE), (8, 8), wanted, before=1)
+    assert found.dtype == expected.dtype == wanted
+    assert relative_error(found.cpu().float(), expected.float()) <= TOLERANCE[wanted]
+
+
+@pytest.mark.parametrize("size", [(1, 1, 16), (3, 5, 24), (2, 65, 192)], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_add_table(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    tokens, table = rows(size[0] * size[1], size[2], dtype).view(size), rows(*size[1:], seed=1)
+    given = tokens.clone().to(DEVICE)
+    found = kernels.add_table(given, table.to(DEVICE))
+    assert found.data_ptr() == given.data_ptr()
+    expected = passes.add_table(tokens, table)
+    assert relative_error(found.cpu().float(), expected.float()) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("form", ["none", "gelu"])
 @pytest.mark.parametrize("size", [(70, 48, 40), (32, 96, 64), (3, 16, 16)], ids=str)
 def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
@@ -141,6 +190,8 @@ def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypat
         for module in (encoder, products):
             monkeypatch.setattr(module, "activate", kernels.activate)
         monkeypatch.setattr(encoder, "norm", kernels.norm)
+        monkeypatch.setattr(model, "cut_patches", kernels.cut_patches)
+        monkeypatch.setattr(model, "add_table", kernels.add_table)
         found = fast(pictures)
     # In fp8 the interpreter loses half of every number that is rounded up to a power of two.
     assert relative_error(found, expected) < (0.3 if low else 1e-5)
@@ -163,7 +214,7 @@ def test_multiply_fp8() -> None:
 def test_gradient_of_gelu_and_its_sum(size: tuple[int, int]) -> None:
     gradient, x = rows(*size, seed=1), rows(*size)
     wanted, wanted_sum = gradients.gelu_gradient(gradient, x)
-    found, found_sum = kernels.gelu_gradient(gradient.to(DEVICE), x.to(DEVICE))
+    found, found_sum = gradient_kernels.gelu_gradient(gradient.to(DEVICE), x.to(DEVICE))
     assert torch.allclose(found.cpu(), wanted, rtol=1e-5, atol=1e-5)
     assert torch.allclose(found_sum.cpu(), wanted_sum, rtol=1e-4, atol=1e-3)
 
@@ -172,6 +223,6 @@ def test_gradient_of_gelu_and_its_sum(size: tuple[int, int]) -> None:
 def test_gradients_side_by_side(size: tuple[int, int]) -> None:
     parts = [rows(*size, seed=number) for number in range(3)]
     wanted, wanted_sum = gradients.joined_gradient(*parts)
-    found, found_sum = kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
+    found, found_sum = gradient_kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
     assert torch.equal(found.cpu(), wanted)
     assert torch.allclose(found_sum.cpu(), wanted_sum, rtol=1e-5, atol=1e-3)

@@ -21,13 +21,13 @@ def calibrate(model: ViT, pictures: Tensor | Iterable[Tensor], *, margin: float 
 
     `pictures` is a normalised batch (B, C, H, W), or several; they should look like those to be answered later.
     """
-    on_cuda = next(model.parameters()).is_cuda
-    watched = FastModel(model, Numbers(torch.bfloat16 if on_cuda else next(model.parameters()).dtype, exact=True))
+    like = next(model.parameters())
+    watched = FastModel(model, Numbers(torch.bfloat16 if like.is_cuda else like.dtype, exact=True))
     record: dict[str, Tensor] = {}
     watched.encoder.watch(record)
     for batch in (pictures,) if isinstance(pictures, Tensor) else pictures:
         if len(batch):
-            watched(batch)
+            watched(batch.to(like.dtype) if batch.is_floating_point() else batch)  # others are refused by the model
     if not record:
         raise InputError("there are no pictures to calibrate fp8 with; give a batch of normalised pictures")
     largest = {name: float(value) for name, value in record.items()}

@@ -5,7 +5,7 @@
 Per block four products and four passes. In bf16 the residual is added by the product that makes the branch, which then
 cannot add its bias as well: these biases are summed up over the blocks, known before the first picture, and added
 where a norm reads the stream. In fp8 the product makes the branch, and the norm that follows adds it to the stream.
-Where the head reads one token only, the last block computes that token only.
+Where one token only is read behind it, the last block computes that token only.
 """
 
 from collections.abc import Mapping
@@ -43,8 +43,9 @@ class Numbers:
     low: frozenset[str] = LOW
     """Which of a block's products are in fp8."""
     weight_scales: WeightScales = "tensor"
-    fused: bool = False
-    """Let Triton multiply where an activation could not be part of the product otherwise, on a CUDA device."""
+    fused: bool | None = None
+    """Let Triton multiply where an activation could not be part of the product otherwise, on a CUDA device. None: where
+    that was found to be faster, which is in fp8 and not in bf16."""
 
 
 def can_fold(config: ViTConfig) -> bool:
@@ -59,22 +60,27 @@ def can_quantise(config: ViTConfig) -> bool:
 
 
 class FastEncoder(nn.Module):
-    """All blocks of a model."""
+    """The blocks of a model: all, or the first `layers`.
+
+    With `whole` every token leaves the last one, also where the model's head reads one only.
+    """
 
     shift: Tensor
 
-    def __init__(self, model: ViT, numbers: Numbers) -> None:
+    def __init__(self, model: ViT, numbers: Numbers, *, layers: int | None = None, whole: bool = False) -> None:
         super().__init__()
         if not can_fold(model.config):  # it would be computed all the same, and wrongly
             raise ConfigError(
                 "the fast encoder takes plain pre-norm blocks and positions added at the stem, which this model does "
                 "not have; vitrail.accelerate computes it another way"
             )
-        self.dtype, self.read = numbers.dtype, token_read(model.config)
+        self.dtype, self.read = numbers.dtype, None if whole else token_read(model.config)
         shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)
         self.blocks = nn.ModuleList()
-        for index, block in enumerate(model.blocks):
-            made = FastBlock(cast("Block", block), numbers, index, shift, last=index == len(model.blocks) - 1)
+        blocks = list(model.blocks)[:layers]
+        for index, block in enumerate(blocks):
+            read = self.read if index == len(blocks) - 1 else None
+            made = FastBlock(cast("Block", block), numbers, index, shift, read)
             self.blocks.append(made)
             shift = made.shift_behind
         self.register_buffer("shift", shift.to(_wide(self.dtype)), persistent=False)
@@ -100,12 +106,12 @@ class FastBlock(nn.Module):
     shift1: Tensor
     shift2: Tensor
 
-    def __init__(self, block: Block, numbers: Numbers, index: int, shift: Tensor, *, last: bool) -> None:
+    def __init__(self, block: Block, numbers: Numbers, index: int, shift: Tensor, read: int | None) -> None:
         super().__init__()
         config, folded = block.config, fold(block)
         self.index, self.numbers, self.eps = index, numbers, config.norm_eps
         self.heads, self.head_width = config.heads, config.head_width
-        self.read = token_read(config) if last else None
+        self.read = read
         self.form = cast("Form", config.activation)
         self.record: dict[str, Tensor] | None = None
 
@@ -157,11 +163,11 @@ class FastBlock(nn.Module):
     def _activated(self, h: Tensor) -> Tensor:
         scale, fused = _scale(self.fc2), self.numbers.fused
         if isinstance(self.fc1, Fp8Product):
-            return self.fc1.activated(h, self.form, scale, fused=fused)
+            return self.fc1.activated(h, self.form, scale, fused=fused is not False)
         if scale is not None:
             return activate(self.fc1(h), self.form, scale=scale)
         tanh = self.form == "gelu" and not self.numbers.exact
-        return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=fused and self.numbers.exact)
+        return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=fused is True and self.numbers.exact)
 
     def _product(self, name: str, folded: Affine) -> Product | Fp8Product:
         """Make a product. Behind the one token that is read there are too few rows for fp8 to pay."""

@@ -35,7 +35,7 @@ def gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     Both are (M, N). The slope is within 2e-4 of GELU's.
     """
     if x.is_cuda:
-        from vitrail.acceleration.cuda.kernels import gelu_gradient as fused
+        from vitrail.acceleration.cuda.gradient_kernels import gelu_gradient as fused
 
         return fused(gradient, x)
     before = (gradient.float() * _half_and(x.float(), SLOPE)).to(x.dtype)
@@ -51,7 +51,7 @@ def _(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def joined_gradient(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries, keys and values (M, N) side by side, (M, 3N), and their sum over the rows."""
     if query.is_cuda:
-        from vitrail.acceleration.cuda.kernels import joined_gradient as fused
+        from vitrail.acceleration.cuda.gradient_kernels import joined_gradient as fused
 
         return fused(query, key, value)
     joined = torch.cat([query, key, value], dim=1)

@@ -149,105 +149,72 @@ def activate(x: Tensor, form: Form, *, scale: float | None = None) -> Tensor:
     return out
 
 
-# ── gradients, and their sums over rows ──
+# ── pictures and tokens ──
 
 
 @triton.jit
-def _slope(x):
-    """Compute the slope of GELU to within 2e-4, as `gradients.SLOPE` says."""
-    near = tl.minimum(tl.maximum(x, -4.25), 4.25)
-    square = near * near
-    series = -3.42681235e-11
-    series = 3.55249778e-09 + square * series
-    series = -1.63492356e-07 + square * series
-    series = 4.43268768e-06 + square * series
-    series = -7.93630248e-05 + square * series
-    series = 0.000996549479 + square * series
-    series = -0.0090404636 + square * series
-    series = 0.0590925549 + square * series
-    series = -0.265392615 + square * series
-    series = 0.797756437 + square * series
-    return 0.5 + near * series
-
-
-@triton.jit
-def _gelu_gradient(
-    gradient_at, x_at, out_at, sums_at, M, N, ROUNDS, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def _cut_rows(
+    x_at, out_at, M, stride_b, stride_c, stride_h, stride_w,
+    T: tl.constexpr, BEFORE: tl.constexpr, PATCHES: tl.constexpr, COLUMNS: tl.constexpr,
+    C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Go down a stripe of rows: multiply the gradient by GELU's slope, write it, and sum it up."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(1) * ROUNDS * ROWS
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for turn in range(ROUNDS):
-        rows = first + turn * ROWS + tl.arange(0, ROWS)
-        inside = (rows[:, None] < M) & (columns[None, :] < N)
-        places = rows[:, None].to(tl.int64) * N + columns[None, :]
-        x = tl.load(x_at + places, mask=inside, other=0.0).to(tl.float32)
-        made = (tl.load(gradient_at + places, mask=inside, other=0.0).to(tl.float32) * _slope(x)).to(
-            out_at.dtype.element_ty
-        )
-        tl.store(out_at + places, made, mask=inside)
-        total += made.to(tl.float32)
-    tl.store(sums_at + tl.program_id(1) * N + columns, tl.sum(total, axis=0), mask=columns < N)
+    """Write each patch as one row, channel by channel and line by line, and zeros in the rows of other tokens.
+
+    What a thread writes lies side by side, and so does what it reads, within a line of a patch.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    numbers = tl.arange(0, WIDE)
+    patch = rows % T - BEFORE
+    is_patch = (rows < M) & (patch >= 0) & (patch < PATCHES)
+    top, left = patch // COLUMNS * PH, patch % COLUMNS * PW
+    channel, y, x = numbers // (PH * PW), numbers // PW % PH, numbers % PW
+    first = (rows // T).to(tl.int64) * stride_b + top * stride_h + left * stride_w
+    inside = channel * stride_c + y * stride_h + x * stride_w
+    there = numbers[None, :] < C * PH * PW
+    found = tl.load(x_at + first[:, None] + inside[None, :], mask=is_patch[:, None] & there, other=0.0)
+    places = rows[:, None].to(tl.int64) * (C * PH * PW) + numbers[None, :]
+    tl.store(out_at + places, found.to(tl.float32).to(out_at.dtype.element_ty), mask=(rows[:, None] < M) & there)
 
 
 @triton.jit
-def _joined_gradient(
-    query_at, key_at, value_at, out_at, sums_at, M, N, ROUNDS, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Go down a stripe of rows of one of three gradients: write it beside the others, and sum it up."""
-    which = tl.program_id(2)
-    from_at = query_at
-    if which == 1:
-        from_at = key_at
-    if which == 2:
-        from_at = value_at
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(1) * ROUNDS * ROWS
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for turn in range(ROUNDS):
-        rows = first + turn * ROWS + tl.arange(0, ROWS)
-        inside = (rows[:, None] < M) & (columns[None, :] < N)
-        x = tl.load(from_at + rows[:, None].to(tl.int64) * N + columns[None, :], mask=inside, other=0.0)
-        tl.store(out_at + rows[:, None].to(tl.int64) * (3 * N) + which * N + columns[None, :], x, mask=inside)
-        total += x.to(tl.float32)
-    tl.store(sums_at + tl.program_id(1) * (3 * N) + which * N + columns, tl.sum(total, axis=0), mask=columns < N)
+def _add_table(x_at, table_at, count, BLOCK: tl.constexpr):
+    """Add a table to each of several pieces of memory of its size."""
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    x_at += tl.program_id(0).to(tl.int64) * count
+    x = tl.load(x_at + places, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(table_at + places, mask=inside, other=0.0)
+    tl.store(x_at + places, x.to(x_at.dtype.element_ty), mask=inside)
 
 
-_STRIPE_ROWS, _STRIPE_COLUMNS, _STRIPES = 16, 256, 96
-"""Rows and columns that a program has in hand at once, and into how many stripes all rows are cut: each makes a sum."""
+def cut_patches(
+    pictures: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
+) -> Tensor:
+    """Do what `passes.cut_patches` says."""
+    (B, C, H, W), (h, w) = pictures.shape, patch
+    columns = W // w
+    patches, width = H // h * columns, C * h * w
+    T = before + patches + after
+    out = pictures.new_empty(B, T, width, dtype=dtype)
+    wide = triton.next_power_of_2(width)
+    rows = max(1, min(8, 4096 // wide))
+    with torch.cuda.device_of(pictures):
+        _cut_rows[(triton.cdiv(B * T, rows),)](
+            pictures, out, B * T, *pictures.stride(),
+            T=T, BEFORE=before, PATCHES=patches, COLUMNS=columns, C=C, PH=h, PW=w, ROWS=rows, WIDE=wide,
+            num_warps=4 if rows * wide <= 2048 else 8,
+        )  # fmt: skip
+    return out
 
 
-def gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `gradients.gelu_gradient` says."""
-    M, N = x.shape
-    gradient, x = gradient.contiguous(), x.contiguous()
-    out, (stripes, rounds) = torch.empty_like(x), _stripes(M)
-    sums = x.new_empty(stripes, N, dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        _gelu_gradient[(triton.cdiv(N, _STRIPE_COLUMNS), stripes)](
-            gradient, x, out, sums, M, N, rounds, ROWS=_STRIPE_ROWS, COLUMNS=_STRIPE_COLUMNS, num_warps=4
+def add_table(tokens: Tensor, table: Tensor) -> Tensor:
+    """Do what `passes.add_table` says."""
+    block = 4096
+    with torch.cuda.device_of(tokens):
+        _add_table[(len(tokens), triton.cdiv(table.numel(), block))](
+            tokens, table, table.numel(), BLOCK=block, num_warps=8
         )
-    return out, sums.sum(dim=0)
-
-
-def joined_gradient(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `gradients.joined_gradient` says."""
-    M, N = query.shape
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    out, (stripes, rounds) = query.new_empty(M, 3 * N), _stripes(M)
-    sums = query.new_empty(stripes, 3 * N, dtype=torch.float32)
-    with torch.cuda.device_of(query):
-        _joined_gradient[(triton.cdiv(N, _STRIPE_COLUMNS), stripes, 3)](
-            query, key, value, out, sums, M, N, rounds, ROWS=_STRIPE_ROWS, COLUMNS=_STRIPE_COLUMNS, num_warps=4
-        )
-    return out, sums.sum(dim=0)
-
-
-def _stripes(rows: int) -> tuple[int, int]:
-    """Return into how many stripes so many rows are cut, and how often a program turns to reach the end of one."""
-    rounds = max(1, triton.cdiv(rows, _STRIPES * _STRIPE_ROWS))
-    return triton.cdiv(rows, rounds * _STRIPE_ROWS), rounds
+    return tokens
 
 
 # ── a product with its activation ──
@@ -264,12 +231,15 @@ def _shapes() -> list[Any]:
     ]  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ABOUT"])
 def _multiply(
-    x_at, weight_at, bias_at, out_at, M, N, K, sum_scale, inverse_scale, PROGRAMS,
+    x_at, weight_at, bias_at, out_at, M, N, K, sum_scale, inverse_scale, PROGRAMS, ABOUT,  # noqa: ARG001
     FORM: tl.constexpr, LOW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute active(x · weightᵀ · sum_scale + bias) · inverse_scale, tile after tile, each program some of them."""
+    """Compute active(x · weightᵀ · sum_scale + bias) · inverse_scale, tile after tile, each program some of them.
+
+    ABOUT is the size of M to a power of two, and only there for tilings to be chosen by.
+    """
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS):
         # Neighbouring programs share rows of tiles, so that what they read is still in the cache.
@@ -304,18 +274,19 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Return active(x · weightᵀ · sum_scale + bias): in the bias's dtype, or with `scale` in fp8.
 
-    x (M, K) and weight (N, K) are both bf16 or both fp8. Without a `tiling`, some are timed at the first call.
+    x (M, K) and weight (N, K) are both bf16 or both fp8. Without a `tiling`, some are timed at the first call, and
+    again where M is of another size, by powers of two.
     """
     global _tuned
     (M, K), N = x.shape, weight.shape[0]
     out = x.new_empty(M, N, dtype=bias.dtype if scale is None else FP8)
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    given = (x, weight, bias, out, M, N, K, sum_scale, 1.0 / (scale or 1.0), programs)
+    given = (x, weight, bias, out, M, N, K, sum_scale, 1.0 / (scale or 1.0), programs, M.bit_length())
     with torch.cuda.device_of(x):
         if tiling is not None:
             _multiply[(programs,)](*given, FORM=_FORMS[form], LOW=scale is not None, **tiling)
             return out
         if _tuned is None:  # made when first asked for: an import must not do anything
-            _tuned = triton.autotune(_shapes(), key=["M", "N", "K", "FORM", "LOW"])(_multiply)
+            _tuned = triton.autotune(_shapes(), key=["ABOUT", "N", "K", "FORM", "LOW"])(_multiply)
         _tuned[(programs,)](*given, FORM=_FORMS[form], LOW=scale is not None)
     return out

@@ -8,19 +8,30 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices
 from vitrail.acceleration.cuda.attention import preferred_attention
-from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers
+from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers, can_fold
 from vitrail.acceleration.cuda.folding import affine
+from vitrail.acceleration.cuda.passes import add_table, cut_patches, kernels_run
 from vitrail.models.checks import check_pictures
-from vitrail.models.vit import ViT
+from vitrail.models.vit import Features, ViT
+
+
+def runs_fast(model: ViT) -> bool:
+    """Say whether `FastModel` stands for a model where that is: on a CUDA device that runs the kernels."""
+    device = next(model.parameters()).device
+    return device.type == "cuda" and can_fold(model.config) and kernels_run(device)
 
 
 class FastModel(nn.Module):
-    """A model to answer with, not to train or to save: pictures (B, C, H, W), normalised, to what the model returns."""
+    """A model to answer with, not to train or to save: pictures (B, C, H, W), normalised, to what the model returns.
 
-    def __init__(self, model: ViT, numbers: Numbers) -> None:
+    `layers` and `whole` are for `encode` and `features`: the model as if it ended after so many layers, and with every
+    token, where the head reads one only.
+    """
+
+    def __init__(self, model: ViT, numbers: Numbers, *, layers: int | None = None, whole: bool = False) -> None:
         super().__init__()
         self.config, self.dtype = model.config, numbers.dtype
-        self.encoder = FastEncoder(model, numbers)
+        self.encoder = FastEncoder(model, numbers, layers=layers, whole=whole)
         around = _without_blocks(model)
         self.stem = PatchStem(around, numbers.dtype) if self.config.stem in ("conv", "linear") else None
         low = numbers.dtype in (torch.bfloat16, torch.float16)
@@ -29,15 +40,28 @@ class FastModel(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Return what the model itself would."""
-        kind, low = pictures.device.type, self.dtype in (torch.bfloat16, torch.float16)
-        with torch.autocast(kind, self.dtype, enabled=low):
-            tokens = self._tokens(pictures)
-        # Whoever calls may have autocast on, which would change what the encoder sums in.
-        with torch.autocast(kind, enabled=False), preferred_attention(kind):
-            tokens = self.encoder(tokens)
-        with torch.autocast(kind, self.dtype, enabled=low):
+        tokens = self.encode(pictures)
+        with self._casting(pictures):
             # Not `classify`, which also makes the weights of the pool `map`, in a way of its own.
             return self.around._classify(tokens)
+
+    def features(self, pictures: Tensor) -> Features:
+        """Return what `ViT.features` does for the layers that are here; of the tokens only those that are."""
+        tokens = self.encode(pictures)
+        with self._casting(pictures):
+            tokens = self.around.norm(tokens)
+            return Features(self.around._pool(tokens), tokens)
+
+    def encode(self, pictures: Tensor) -> Tensor:
+        """Return the tokens as they leave the last block: all, (B, T, D), or the one that is read, (B, 1, D)."""
+        with self._casting(pictures):
+            tokens = self._tokens(pictures)
+        # Whoever calls may have autocast on, which would change what the encoder sums in.
+        with torch.autocast(pictures.device.type, enabled=False), preferred_attention(pictures.device.type):
+            return cast("Tensor", self.encoder(tokens))
+
+    def _casting(self, pictures: Tensor) -> torch.autocast:
+        return torch.autocast(pictures.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
 
     def _tokens(self, pictures: Tensor) -> Tensor:
         if self.stem is None:
@@ -47,7 +71,10 @@ class FastModel(nn.Module):
 
 
 class PatchStem(nn.Module):
-    """Patches cut and projected by one product; tokens and positions, the same for all pictures, are added at once."""
+    """Patches cut and projected by one product; tokens and positions, the same for all pictures, are added at once.
+
+    The other tokens go through the product as rows of zeros, so that all come out in their places.
+    """
 
     weight: Tensor
     common: Tensor
@@ -63,17 +90,10 @@ class PatchStem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, T, D)."""
-        B, C, (rows, columns), (h, w) = x.shape[0], x.shape[1], self.config.grid, self.config.patch_size
-        cut = x.reshape(B, C, rows, h, columns, w).permute(0, 2, 4, 1, 3, 5)
-        # Cut and cast in one pass.
-        patches = torch.empty(cut.shape, dtype=self.dtype, device=x.device).copy_(cut)
-        projected = patches.view(B * rows * columns, C * h * w) @ self.weight.t()
-        tokens = projected.new_empty(B, *self.common.shape)
         where = self.config.layout.patches
-        torch.add(projected.unflatten(0, (B, rows * columns)), self.common[where], out=tokens[:, where])
-        tokens[:, : where.start] = self.common[: where.start]
-        tokens[:, where.stop :] = self.common[where.stop :]
-        return tokens
+        after = self.config.tokens - where.stop
+        rows = cut_patches(x, self.config.patch_size, self.dtype, before=where.start, after=after)
+        return add_table(rows @ self.weight.t(), self.common)
 
 
 def _without_blocks(model: ViT) -> ViT:

@@ -1,20 +1,35 @@
-"""What happens to rows of numbers between two matrix products, each in one pass over memory.
+"""What happens to rows of numbers before and between matrix products, each in one pass over memory.
 
 On a CUDA device these are Triton kernels (`kernels.py`); elsewhere the plain torch below, which is also what the
 kernels are checked against. Rows are (M, D), in the stream's dtype or, where a scale is given, in fp8.
 """
 
+import functools
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.models.patches import cut
+
 Form = Literal["none", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 """The activations that one pass can apply."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest number of that kind of fp8."""
+
+
+@functools.cache
+def kernels_run(device: torch.device) -> bool:
+    """Say whether the kernels run on a CUDA device: Triton may be missing, or the C compiler that it needs."""
+    try:
+        from vitrail.acceleration.cuda.kernels import norm as fused
+
+        fused(torch.zeros(1, 16, device=device, dtype=torch.bfloat16), 1e-6)
+    except Exception:  # whatever Triton stumbles over, the model can be computed without it
+        return False
+    return True
 
 
 def norm(
@@ -51,6 +66,26 @@ def activate(x: Tensor, form: Form, *, scale: float | None = None) -> Tensor:
 def quantise(x: Tensor, scale: float) -> Tensor:
     """Return x in fp8, standing for `scale` times itself."""
     return activate(x, "none", scale=scale)
+
+
+def cut_patches(
+    pictures: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
+) -> Tensor:
+    """Cut pictures (B, C, H, W) into rows (B, T, C·h·w) of a dtype: patches, and rows of zeros around them."""
+    if pictures.is_cuda:
+        from vitrail.acceleration.cuda.kernels import cut_patches as fused
+
+        return fused(pictures, patch, dtype, before=before, after=after)
+    return F.pad(cut(pictures, patch).to(dtype), (0, 0, before, after))
+
+
+def add_table(tokens: Tensor, table: Tensor) -> Tensor:
+    """Add the same table (T, D) to every picture's tokens (B, T, D), in their memory."""
+    if tokens.is_cuda:
+        from vitrail.acceleration.cuda.kernels import add_table as fused
+
+        return fused(tokens, table)
+    return tokens.add_(table)
 
 
 def to_fp8(x: Tensor, scale: Tensor | float) -> Tensor:

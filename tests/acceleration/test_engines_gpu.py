@@ -1,0 +1,120 @@
+"""The engine torch on a CUDA device: graphs, parts of batches, threads. By hand with `make test-gpu`."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tests.acceleration.tiny import CPU, KINDS, bundle, pixels
+from tests.peers import relative_error
+from torch import Tensor
+
+from vitrail.acceleration.cuda.graphs import SIZES
+from vitrail.acceleration.engine import PART, TorchEngine
+from vitrail.runtime import Precision
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+CUDA = torch.device("cuda")
+ROUNDING: dict[Precision, float] = {"float32": 2e-3, "bf16": 0.1, "fp16": 0.02}
+"""How far the answers of a tiny random model may lie off; float32 allows for TF32."""
+
+
+def engine(kind: str = "plain", precision: Precision = "bf16", **changes: object) -> TorchEngine:
+    made = bundle(kind, **changes)
+    return TorchEngine(made.model, made.preprocess, CUDA, precision)
+
+
+def expected(kind: str, pictures: Tensor) -> Tensor:
+    made = bundle(kind)
+    return TorchEngine(made.model, made.preprocess, CPU, "float32")(pictures)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ROUNDING)
+def test_every_kind_of_model_can_be_recorded(kind: str, precision: Precision) -> None:
+    made, wanted = engine(kind, precision), bundle(kind)
+    for count in (3, 1, 4):
+        pictures = pixels(count, wanted.preprocess.channels, seed=count)
+        found = made(pictures)
+        assert (found.dtype, found.device) == (torch.float32, CPU)
+        assert relative_error(found, expected(kind, pictures)) < ROUNDING[precision]
+    assert made.replayed is not None
+    assert sorted(key.shape[0] for key in made.replayed.recorded) == [1, 4]
+
+
+@pytest.mark.parametrize("precision", ROUNDING)
+def test_a_picture_gets_the_same_answer_whatever_lies_beside_it(precision: Precision) -> None:
+    made, pictures = engine(precision=precision), pixels(8)
+    alone = made(pictures[:5])  # filled up to eight with zeros
+    assert torch.equal(made(pictures)[:5], alone)
+    assert torch.equal(made(pictures[:5]), alone)  # filled up with what was there before
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 65, PART, PART + 1, 3 * PART + 5])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_batches_of_every_size(count: int, pinned: bool) -> None:
+    made, pictures = engine(), pixels(count)
+    given = pictures.pin_memory() if pinned and count else pictures
+    found = made(given)
+    assert found.shape == (count, 5)
+    if count:
+        assert relative_error(found, expected("plain", pictures)) < ROUNDING["bf16"]
+        assert torch.equal(made(given), found)
+
+
+def test_the_layout_of_pictures_changes_no_bit() -> None:
+    made, pictures = engine(), pixels(4)
+    assert torch.equal(made(pictures.contiguous()), made(pictures))
+
+
+def test_all_recordings_share_their_memory() -> None:
+    made = engine()
+    pictures = pixels(64)
+    answers = {size: made(pictures[:size]) for size in SIZES}
+    assert made.replayed is not None
+    assert len(made.replayed.recorded) == len(SIZES)
+    for size in (64, 1, 16, 2, 32, 8, 4):
+        assert torch.equal(made(pictures[:size]), answers[size])
+
+
+def test_several_threads_may_ask() -> None:
+    made = engine(depth=6)
+    batches = [pixels(1 + number % 9, seed=number) for number in range(64)]
+    wanted = [made(batch) for batch in batches]
+
+    def ask(number: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return all(torch.equal(made(batches[i]), wanted[i]) for i in range(number, 64, 4))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(4)))
+
+
+def test_two_models_may_be_recorded_at_once() -> None:
+    def answer(seed: int) -> Tensor:
+        return engine(depth=4)(pixels(3, seed=seed))
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(answer, [1] * 8))
+    assert all(torch.equal(other, found[0]) for other in found)
+
+
+def test_a_model_that_moves_away_leaves_its_weights() -> None:
+    made = bundle()
+    ready = TorchEngine(made.model, made.preprocess, CUDA, "float32")
+    wanted = ready(pixels(2))
+    made.model.cpu()
+    taken = [torch.full((1000, 1000), float("nan"), device="cuda") for _ in range(8)]
+    assert torch.equal(ready(pixels(2)), wanted)
+    del taken
+
+
+def test_an_engine_ends_with_its_last_user() -> None:
+    """Not when the collector comes by: its memory is needed by the next one."""
+    ready = engine(width=384, heads=6, depth=6)
+    ready(pixels(2))
+    with_it = torch.cuda.memory_allocated()
+    del ready
+    assert torch.cuda.memory_allocated() < with_it - 2**20
