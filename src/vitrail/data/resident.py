@@ -28,6 +28,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 
 READ_AT_ONCE = 256
+MOST_DRAWING = 4
+"""How many workers draw: one draws tens of thousands of pictures a second, and more only take memory."""
 MOST_BYTES = 32 * 2**30
 """More than this is not a small data set; a GPU has better use for its memory."""
 
@@ -77,11 +79,12 @@ class Resident:
     def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Give the batches of steps [start, stop), on the device; a GPU makes the next ones beside its work."""
         steps = range(start, stop)
-        with closing(made_ahead(Planning(self.training), steps, workers=min(self.workers, len(steps)))) as planned:
+        workers = min(self.workers, MOST_DRAWING, len(steps))
+        with closing(made_ahead(Planning(self.training), steps, workers=workers)) as planned:
             if self.device.type == "cuda":
                 yield from self._made_beside(planned)
             else:
-                yield from map(self._made, planned)
+                yield from map(self.make, planned)
 
     def _made_beside(self, planned: Iterator[Planned]) -> Generator[Batch, None, None]:
         """Make batches by a thread and on a stream of their own, while the caller's stream computes."""
@@ -90,7 +93,7 @@ class Resident:
 
         def made(one: Planned) -> tuple[Batch, torch.cuda.Event]:
             with torch.cuda.stream(side):
-                return self._made(one), side.record_event()
+                return self.make(one), side.record_event()
 
         # The first one here, as it starts the workers: one thread should not fork while another one works.
         first = [made(one) for one in islice(planned, 1)]
@@ -102,7 +105,8 @@ class Resident:
                     tensor.record_stream(here)  # so that its memory is not given away while it is used here
                 yield batch
 
-    def _made(self, planned: Planned) -> Batch:
+    def make(self, planned: Planned) -> Batch:
+        """Make a batch that was drawn."""
         memory = planned.memory
         if self.device.type == "cuda":
             memory = memory.pin_memory()  # from which it is sent without waiting

@@ -48,7 +48,7 @@ def carry_out(orders: Orders, memory: Tensor, pixels: Tensor) -> Tensor:
     Nothing here asks the device for a number, so nobody waits for it.
     """
     places = orders.rows.of(memory)[:, :, None].long() + orders.columns.of(memory)[:, None, :]
-    pixels = _taken(pixels, places.flatten(1), orders.fill)
+    pixels = _taken(pixels, places.flatten(1).clamp_(max=pixels.shape[2] * pixels.shape[3]), orders.fill)
     if orders.warps is not None:
         _warp(orders.warps, memory, pixels, orders.fill)
     for layer in orders.layers:
@@ -70,10 +70,10 @@ def carry_out(orders: Orders, memory: Tensor, pixels: Tensor) -> Tensor:
 
 
 def _taken(pixels: Tensor, places: Tensor, fill: int) -> Tensor:
-    """Take each pixel from a place (B, H·W); one from H·W on lies outside, and is filled."""
+    """Take each pixel from a place (B, H·W); H·W itself lies outside, and is filled."""
     B, C, H, W = pixels.shape
     with_outside = F.pad(pixels.flatten(2), (0, 1), value=fill)
-    return with_outside.gather(2, places.clamp(max=H * W)[:, None].expand(B, C, H * W)).view(B, C, H, W)
+    return with_outside.gather(2, places[:, None].expand(B, C, H * W)).view(B, C, H, W)
 
 
 def _move(moves: Moves, memory: Tensor, pixels: Tensor, fill: int) -> None:

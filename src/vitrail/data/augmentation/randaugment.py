@@ -4,6 +4,7 @@ What is drawn are plain values (`Operation`); what they do is in `perform`. The 
 results were made with: the usual one is torchvision's, the other big_vision's.
 """
 
+from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
@@ -64,6 +65,7 @@ def draw(settings: RandAugment, size: tuple[int, int], generator: Generator) -> 
     )
 
 
+@lru_cache(maxsize=256)  # a recipe asks for the same few, once for every picture
 def usual_magnitude(name: str, step: int, size: tuple[int, int]) -> float:
     """Return what a step of the magnitude means for one of the usual operations, before its sign is drawn."""
     match name:

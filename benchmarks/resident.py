@@ -1,0 +1,156 @@
+"""How fast training pictures that live on the device are made (`data.on_device = true`).
+
+    python benchmarks/resident.py --device cuda --workers 4
+
+Random pictures of 32×32, batches of 1,024, padded crops, flips, RandAugment (2 operations of magnitude 9), mixup and
+CutMix. It says how many pictures a second one core draws and packs; how many the device makes of what was drawn before;
+for how long this process is busy with a batch (on a GPU with Python and launches, on a CPU also with the pixels), and
+with how many operations of torch; how many pictures come out when workers draw; and, on a GPU, how long a caller waits
+for a batch between steps that keep the device busy for `--step` milliseconds.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vitrail.data.augmentation.augment import Augmentation
+from vitrail.data.augmentation.mixing import Mixing
+from vitrail.data.augmentation.randaugment import RandAugment
+from vitrail.data.batches import Training, default_workers
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.resident import Planned, Planning, Resident
+from vitrail.data.sources.source import Arrays
+from vitrail.data.stream import Stream
+
+SIDE, BATCH, PICTURES, CLASSES = 32, 1024, 8192, tuple("abcdefghij")
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute something: all but views and empty memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        view = any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
+        self.count += not view and "empty" not in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def training(operations: Literal["usual", "big_vision"]) -> Training:
+    augmentation = Augmentation(crop="padded", randaugment=RandAugment(layers=2, magnitude=9, operations=operations))
+    noise = np.random.default_rng(0).integers(0, 256, (PICTURES, SIDE, SIDE, 3), np.uint8)
+    source = Arrays(noise, np.arange(PICTURES) % len(CLASSES), CLASSES)
+    mixing = Mixing(mixup=0.8, cutmix=1.0)
+    return Training(source, Stream(PICTURES, BATCH), Preprocess(size=(SIDE, SIDE)), augmentation, mixing)
+
+
+def seconds(work: Callable[[int], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the median of how long `work` takes, after two times that do not count."""
+    taken = []
+    for number in range(repeats + 2):
+        start = clock()
+        work(number)
+        taken.append(clock() - start)
+    return statistics.median(taken[2:])
+
+
+def finished(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def by_workers(resident: Resident, batches: int) -> float:
+    """Return the seconds a batch, where nobody does anything with it; the first ones, made ahead, do not count."""
+    first = 2 * resident.workers + 4
+    with closing(resident.batches(0, first + batches)) as coming:
+        for _ in range(first):
+            next(coming)
+        finished(resident.device)
+        start = time.perf_counter()
+        for _ in range(batches):
+            next(coming)
+        finished(resident.device)
+        return (time.perf_counter() - start) / batches
+
+
+def waits(resident: Resident, batches: int, step: float) -> tuple[float, float]:
+    """Return for how long a caller waits for a batch beside a busy device, and the whole time from step to step."""
+    left, right = torch.randn(2, 4096, 4096, device=resident.device, dtype=torch.bfloat16).unbind()
+
+    def compute(products: int) -> None:
+        for _ in range(products):
+            torch.mm(left, right)
+        finished(resident.device)
+
+    products = max(1, round(50 * step / seconds(lambda _: compute(50), 5)))
+    waited, whole = [], []
+    with closing(resident.batches(0, batches)) as coming:
+        for _ in range(batches):
+            start = time.perf_counter()
+            next(coming)
+            waited.append(time.perf_counter() - start)
+            compute(products)
+            whole.append(time.perf_counter() - start)
+    later = batches // 5
+    return statistics.median(waited[later:]), statistics.median(whole[later:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=default_workers())
+    parser.add_argument("--operations", default="usual", choices=["usual", "big_vision"])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--step", type=float, default=20, help="milliseconds")
+    given = parser.parse_args()
+    device, repeats = torch.device(given.device), given.repeats
+    data = training(given.operations)
+
+    drawing = Planning(data)
+    core = seconds(drawing.__getitem__, repeats, time.process_time)
+    print(f"drawing and packing, one core: {BATCH / core:,.0f} pictures/s ({1e3 * core:.1f} ms a batch)", flush=True)
+
+    resident = Resident(data, device, given.workers)
+    planned: list[Planned] = [drawing[step] for step in range(4)]
+
+    def made(number: int) -> None:
+        resident.make(planned[number % 4])
+        finished(device)
+
+    whole = seconds(made, repeats)
+    print(
+        f"making on {device}, drawn before: {BATCH / whole:,.0f} pictures/s ({1e3 * whole:.2f} ms a batch)", flush=True
+    )
+
+    with Launches() as launches:
+        resident.make(planned[0])
+    taken = []
+    for number in range(repeats):
+        finished(device)
+        start = time.thread_time()
+        resident.make(planned[number % 4])
+        taken.append(time.thread_time() - start)
+    busy = 1e3 * statistics.median(taken)
+    print(f"this process, for a batch: {busy:.2f} ms, {launches.count} operations of torch", flush=True)
+
+    rate = by_workers(resident, max(20, 4 * repeats))
+    print(f"all together, {given.workers} workers: {BATCH / rate:,.0f} pictures/s", flush=True)
+    if device.type == "cuda":
+        waited, step = waits(resident, max(20, 4 * repeats), given.step / 1e3)
+        print(
+            f"beside steps of {given.step:.0f} ms: {1e3 * waited:.2f} ms of waiting for a batch, "
+            f"{1e3 * step:.2f} ms from step to step"
+        )
+
+
+if __name__ == "__main__":
+    main()
