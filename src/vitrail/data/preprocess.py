@@ -91,9 +91,9 @@ class Preprocess(Frozen):
     def normalise(self, pixels: Tensor) -> Tensor:
         """Turn pixels 0…255 (…, channels, height, width) into normalised float32, on whatever device they are."""
         # One pass: pixels · 1 / (255 · std) - mean / std.
-        factor = pixels.new_tensor([1 / (255 * s) for s in self.std], dtype=torch.float32)[:, None, None]
-        shift = pixels.new_tensor([-m / s for m, s in zip(self.mean, self.std, strict=True)], dtype=torch.float32)
-        return torch.addcmul(shift[:, None, None], pixels, factor)
+        factor = _by_channel([1 / (255 * s) for s in self.std], pixels)
+        shift = _by_channel([-m / s for m, s in zip(self.mean, self.std, strict=True)], pixels)
+        return torch.addcmul(shift, pixels, factor)
 
     def _coloured(self, picture: Image.Image) -> Image.Image:
         if self.channels not in (1, 3):
@@ -144,3 +144,12 @@ def resized_size(
     choose = min if mode == "cover" else max
     ratio = choose(height / box[0], width / box[1])
     return max(1, round(width / ratio)), max(1, round(height / ratio))
+
+
+def _by_channel(numbers: list[float], pixels: Tensor) -> Tensor:
+    """Return one number for each channel, (channels, 1, 1) in float32, where the pixels are."""
+    if not pixels.is_cuda:
+        return pixels.new_tensor(numbers, dtype=torch.float32)[:, None, None]
+    # Made there: sending them would wait until the device is done with all it has.
+    made = [torch.full((1, 1), number, dtype=torch.float32, device=pixels.device) for number in numbers]
+    return torch.stack(made)
