@@ -174,3 +174,13 @@ def test_merged_tokens_in_a_graph() -> None:
     plain, replayed = vitrail.accelerate(model, merge=2), vitrail.accelerate(model, merge=2, graphs=True)
     for given_pictures in (pictures, pictures.flip(0)):
         assert torch.equal(replayed(given_pictures), plain(given_pictures))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_graphs_give_the_same_bits_in_fp8(batch: int) -> None:
+    model, pictures, _ = given(batch)
+    plain, replayed = (
+        vitrail.accelerate(model, "fp8", calibration=pictures, graphs=graphs) for graphs in (False, True)
+    )
+    for given_pictures in (pictures, pictures.flip(0)):
+        assert torch.equal(replayed(given_pictures), plain(given_pictures))

@@ -64,11 +64,12 @@ def merge(
     places = torch.arange(T, device=x.device).repeat(len(x), 1)
     places[:, before : T - after] = before + target
     places[:, T - after :] -= count
-    # As a product: each row of the matrix makes one new token. Scattered sums would come in another order every time.
+    merged = sizes.new_zeros(len(x), T - count).scatter_add_(1, places, sizes)
+    share = (sizes / merged.gather(1, places)).to(x.dtype)
+    # As a product: each row of the matrix makes one new token. Scattered sums would come in another order every time,
+    # which does no harm to sizes, being whole numbers.
     goes = places[:, None, :] == torch.arange(T - count, device=x.device)[None, :, None]
-    weights = goes * sizes[:, None, :]
-    merged = weights.sum(dim=2)
-    return (weights / merged[:, :, None]).to(x.dtype) @ x, merged
+    return (goes * share[:, None, :]) @ x, merged
 
 
 def log_sizes(sizes: Tensor | None, dtype: torch.dtype) -> Tensor | None:
