@@ -53,6 +53,7 @@ import vitrail
 from vitrail.acceleration.accelerate import Accelerated
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.training_pass import TrainingPass, can_hasten
 from vitrail.models.config import ViTConfig
@@ -201,9 +202,9 @@ def answering(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
     return Ready(lambda: logits(row.pictures), logits, held(model))
 
 
-def fast(row: Row, model: ViT, numbers: Numbers, *, graphs: bool = False) -> Ready:
+def fast(row: Row, model: ViT, numbers: Numbers, *, graphs: bool = False, merge: int | Merging = 0) -> Ready:
     """Make what `vitrail.accelerate` makes on a CUDA device, on any."""
-    call = Accelerated(FastModel(model.to(row.device), numbers), row.device, graphs=graphs)
+    call = Accelerated(FastModel(model.to(row.device), numbers, merge=merge), row.device, graphs=graphs)
     return Ready(lambda: call(row.pictures), call, held(call.model), replayed=graphs)
 
 
@@ -261,6 +262,12 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail fp8 unfused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=False)),
         "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), Numbers(exact=True, fused=True)),
         "vitrail fp8 rows": lambda row: fast(row, model := ours(row, weights), low(row, model, weight_scales="row")),
+        "vitrail bf16 merge 8": lambda row: fast(row, ours(row, weights), Numbers(), merge=8),
+        "vitrail bf16 merge 16": lambda row: fast(row, ours(row, weights), Numbers(), merge=16),
+        "vitrail bf16 merge 8 unbiased": lambda row: fast(
+            row, ours(row, weights), Numbers(), merge=Merging(8, proportional=False)
+        ),
+        "vitrail fp8 merge 8": lambda row: fast(row, model := ours(row, weights), low(row, model), merge=8),
         "vitrail compile": lambda row: answering(row, ours(row, weights)),
         "torchvision compile": peer("torchvision"),
         "transformers compile": peer("transformers"),
@@ -372,7 +379,7 @@ def synchronise(device: torch.device) -> None:
 # ── what is printed ──
 
 HEADER = (
-    f"{'task':9} {'size':8} {'batch':>5} {'contestant':21} {'img/s':>8} {'to timm':>7} {'of card':>7} {'peak':>7}"
+    f"{'task':9} {'size':8} {'batch':>5} {'contestant':29} {'img/s':>8} {'to timm':>7} {'of card':>7} {'peak':>7}"
     f" {'first':>6} {'error':>7} {'top-1':>6}"
 )
 
@@ -389,7 +396,7 @@ def line(result: Result, results: list[Result]) -> str:
     ]
     ratio = result.images_per_second / max(timm) if timm else None
     return (
-        f"{result.task:9} {result.size:8} {result.batch:5} {result.name:21} {result.images_per_second:8,.0f}"
+        f"{result.task:9} {result.size:8} {result.batch:5} {result.name:29} {result.images_per_second:8,.0f}"
         f" {show(ratio, '.2f'):>7} {result.share_of_card:7.2f} {show(result.peak_mib, ',.0f'):>7}"
         f" {result.first_seconds:6.1f} {show(result.error, '.1e'):>7} {show(result.same_top1, '.3f'):>6}"
     )

@@ -1,7 +1,6 @@
 """Pictures that live on the device are those of the stream."""
 
 import multiprocessing
-import threading
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -11,12 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from vitrail.data.ahead import ahead
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
-from vitrail.data.batches import Evaluation, Training, evaluation_batches, made_ahead, training_batches
+from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.resident import Kept, Planning, Resident
+from vitrail.data.resident import Kept, Resident
 from vitrail.data.sources.opening import open_source
 from vitrail.data.stream import Share, Stream
 from vitrail.errors import ConfigError, DataError
@@ -55,17 +53,12 @@ def test_batches_are_those_made_from_files(folder: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize("stop", [9, 10_000])
-def test_a_thread_makes_the_same_batches(folder: Path, stop: int) -> None:
-    """As beside a GPU's work; the end may come early."""
+def test_workers_draw_the_same_batches(folder: Path, stop: int) -> None:
+    """The end may come early."""
     data = training(folder)
-    resident = Resident(data, CPU, 0)
-    with (
-        closing(made_ahead(Planning(data), range(3, stop), workers=2)) as planned,
-        closing(ahead(map(resident.make, planned))) as made,
-    ):
+    with closing(Resident(data, CPU, 2).batches(3, stop)) as made:
         for one, other in zip(islice(made, 6), training_batches(data, 3, 9, workers=0), strict=True):
             assert all(map(torch.equal, one.tensors, other.tensors))
-    assert [thread for thread in threading.enumerate() if thread.name == "ahead"] == []
     assert multiprocessing.active_children() == []
 
 

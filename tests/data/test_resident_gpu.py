@@ -1,6 +1,5 @@
 """Batches that a GPU makes beside its work are those that a processor makes."""
 
-import threading
 from contextlib import closing
 
 import pytest
@@ -43,9 +42,3 @@ def test_the_same_batches_while_the_device_is_busy(training: Training, workers: 
     for one, other in zip(found, expected, strict=True):
         for mine, theirs in zip(one, other.tensors, strict=True):
             assert torch.equal(mine.cpu(), theirs)
-
-
-def test_leaving_early(training: Training) -> None:
-    with closing(Resident(training, torch.device("cuda"), 2).batches(0, 1000)) as batches:
-        assert next(batches).pixels.is_cuda
-    assert [thread for thread in threading.enumerate() if thread.name == "ahead"] == []

@@ -1,5 +1,6 @@
 """The forecast of memory against what CUDA's allocator counted. Run by hand with `make test-gpu`; CI has no GPU."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_batch_is_found_that_fits_and_no_larger_one_is_taken(tmp_path: Path) -
     planned = job(device="cuda", precision="bf16", model={"name": "S/16"}, batch="auto")
     usual = planned._replace(plan=planned.plan._replace(batch=64))
     total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()  # what other tests have left
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(forecast(usual).total / 3 / total)
     try:

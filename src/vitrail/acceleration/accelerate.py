@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.calibration import calibrate
-from vitrail.acceleration.cuda.encoder import Numbers, can_quantise
+from vitrail.acceleration.cuda.encoder import Numbers, can_fold, can_quantise
 from vitrail.acceleration.cuda.graphs import Replayed
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.acceleration.cuda.passes import kernels_run
@@ -56,13 +56,15 @@ def accelerate(
     calibration: Tensor | Iterable[Tensor] | None = None,
     exact: bool = False,
     graphs: bool = False,
+    merge: int = 0,
 ) -> Accelerated:
     """Return something that answers as a model does, within the rounding of a lower precision, and sooner.
 
     `calibration`: normalised pictures (B, C, H, W), or batches of them, like those to be answered later; `fp8` needs
     them. `exact`: on a CUDA device, compute GELU in its exact form, rather than in the tanh form, which costs nothing
     there. `graphs`: on a CUDA device, record the work of each of the first few batch sizes once and replay it, for
-    small batches, which wait for the processor otherwise.
+    small batches, which wait for the processor otherwise. `merge`: in each block, let so many tokens become part of the
+    ones that they resemble (token merging); fewer are computed, and the answers are others, so measure them.
     A model that the fast encoder does not know is computed under autocast, as it would be anyway.
     """
     like = next(model.parameters())
@@ -71,8 +73,9 @@ def accelerate(
         model = copy.deepcopy(model).float()
     match precision:
         case "bf16":
-            if runs_fast(model):
-                return Accelerated(FastModel(model, Numbers(exact=exact)), device, graphs=graphs)
+            # A CPU merges by the same encoder, by plain torch, so that its answers can be seen anywhere.
+            if runs_fast(model) or (merge and _can_merge(model, device)):
+                return Accelerated(FastModel(model, Numbers(exact=exact), merge=merge), device, graphs=graphs)
             return Accelerated(made_ready(model, "bf16").eval(), device, graphs=graphs)
         case "fp8":
             _check_fp8(model, device)
@@ -81,10 +84,22 @@ def accelerate(
                     "fp8 needs pictures to find the size of a model's numbers; give a batch as calibration, or use bf16"
                 )
             numbers = Numbers(exact=exact, scales=calibrate(model, calibration))
-            return Accelerated(FastModel(model, numbers), device, graphs=graphs)
+            return Accelerated(FastModel(model, numbers, merge=merge), device, graphs=graphs)
         case _:
             known = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"
             raise ConfigError(f"no model is accelerated in {precision!r}{known}")
+
+
+def _can_merge(model: ViT, device: torch.device) -> bool:
+    """Refuse to merge tokens where the fast encoder does not know the model, or its kernels do not run."""
+    if not can_fold(model.config):
+        raise ConfigError(
+            "tokens are merged in plain pre-norm blocks with positions added at the stem, which this model does not "
+            "have; leave merge out"
+        )
+    if device.type == "cuda":
+        raise ConfigError("to merge tokens on a GPU takes Triton and a C compiler, which are not here; leave merge out")
+    return True
 
 
 def _check_fp8(model: ViT, device: torch.device) -> None:

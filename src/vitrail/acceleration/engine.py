@@ -74,7 +74,7 @@ class TorchEngine:
         sending, computing = self.sending, torch.cuda.current_stream(self.device)
         answers = []
         for part in pixels.chunk(-(-len(pixels) // PART)):
-            ready = part if part.is_pinned() or part.is_cuda else part.pin_memory()
+            ready = part if part.is_cuda or part.is_pinned() else part.pin_memory()
             with torch.cuda.stream(sending):
                 there = ready.to(self.device, non_blocking=True)
             computing.wait_stream(sending)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitrail.data.ahead import ahead
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import draw_mix
@@ -77,7 +75,7 @@ class Resident:
         self.labels = torch.from_numpy(training.source.labels.astype(np.int64)).to(device)
 
     def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
-        """Give the batches of steps [start, stop), on the device; a GPU makes the next ones beside its work."""
+        """Give the batches of steps [start, stop), on the device; a GPU makes them beside its work."""
         steps = range(start, stop)
         workers = min(self.workers, MOST_DRAWING, len(steps))
         with closing(made_ahead(Planning(self.training), steps, workers=workers)) as planned:
@@ -87,23 +85,19 @@ class Resident:
                 yield from map(self.make, planned)
 
     def _made_beside(self, planned: Iterator[Planned]) -> Generator[Batch, None, None]:
-        """Make batches by a thread and on a stream of their own, while the caller's stream computes."""
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))  # on which the pictures are still being sent
+        """Make each batch on a stream of its own, beside what the caller's stream is still busy with.
 
-        def made(one: Planned) -> tuple[Batch, torch.cuda.Event]:
+        Not by a thread: it would take Python from the caller, who has more to do for a step than this for a batch.
+        """
+        side, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        side.wait_stream(here)  # on which the pictures are still being sent
+        for one in planned:
             with torch.cuda.stream(side):
-                return self.make(one), side.record_event()
-
-        # The first one here, as it starts the workers: one thread should not fork while another one works.
-        first = [made(one) for one in islice(planned, 1)]
-        with closing(ahead(chain(first, map(made, planned)))) as coming:
-            for batch, done in coming:
-                here = torch.cuda.current_stream(self.device)
-                here.wait_event(done)
-                for tensor in batch.tensors:
-                    tensor.record_stream(here)  # so that its memory is not given away while it is used here
-                yield batch
+                batch, done = self.make(one), side.record_event()
+            here.wait_event(done)
+            for tensor in batch.tensors:
+                tensor.record_stream(here)  # so that its memory is not given away while it is used here
+            yield batch
 
     def make(self, planned: Planned) -> Batch:
         """Make a batch that was drawn."""

@@ -142,10 +142,12 @@ def test_which_models_are_folded() -> None:
 def test_the_last_block_computes_what_the_head_reads(kind: str, count: int) -> None:
     model, pictures = given(kind, torch.float32)
     fast = FastModel(model, Numbers(torch.float32, exact=True))
+    with torch.inference_mode():
+        assert fast.encode(pictures).shape[1] == count
     seen: list[int] = []
-    fast.encoder.register_forward_hook(lambda _, __, tokens: seen.append(tokens.shape[1]))
+    fast.encoder.blocks[-1].register_forward_hook(lambda _, __, found: seen.append(len(found[0])))
     answers(fast, pictures)
-    assert seen == [count]
+    assert seen == [count * len(pictures)]
 
 
 def test_biases_are_kept_back_until_a_norm_reads_the_stream() -> None:

@@ -12,6 +12,7 @@ import vitrail
 from vitrail import Bundle, Preprocess, ViT, ViTConfig
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers
+from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.engine import made_ready
 from vitrail.acceleration.training_pass import TrainingPass
@@ -147,3 +148,39 @@ def test_pictures_of_any_floating_point_dtype(stem: str, precision: Any) -> None
     fast = vitrail.accelerate(model, precision, calibration=pictures.double())
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         assert error(fast(pictures.to(dtype)), exact) < (0.05 if precision == "bf16" else 0.2)
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize("merging", [Merging(2), Merging(2, proportional=False)], ids=str)
+def test_merged_tokens(pool: str, merging: Merging) -> None:
+    """On the GPU as on the CPU, with patches of two kinds: among such bf16 changes no pair to one that is unlike."""
+    model, pictures, _ = given(pool=pool, position="none")
+    pictures = pictures[..., :16, :16].repeat(1, 1, 4, 4)
+    pictures[..., 32:, :] *= -1
+    with torch.inference_mode():
+        exact = FastModel(model.cpu().double(), Numbers(torch.float64, exact=True), merge=merging)(
+            pictures.cpu().double()
+        )
+        fast = FastModel(model.float().cuda(), Numbers(), merge=merging)
+        found = fast(pictures)
+        assert torch.equal(fast(pictures), found)
+    assert found.isfinite().all()
+    if merging.proportional:  # else it matters which of two equal pairs is merged
+        assert error(found, exact) < 0.05
+
+
+def test_merged_tokens_in_a_graph() -> None:
+    model, pictures, _ = given()
+    plain, replayed = vitrail.accelerate(model, merge=2), vitrail.accelerate(model, merge=2, graphs=True)
+    for given_pictures in (pictures, pictures.flip(0)):
+        assert torch.equal(replayed(given_pictures), plain(given_pictures))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_graphs_give_the_same_bits_in_fp8(batch: int) -> None:
+    model, pictures, _ = given(batch)
+    plain, replayed = (
+        vitrail.accelerate(model, "fp8", calibration=pictures, graphs=graphs) for graphs in (False, True)
+    )
+    for given_pictures in (pictures, pictures.flip(0)):
+        assert torch.equal(replayed(given_pictures), plain(given_pictures))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.folding import Affine, fold
+from vitrail.acceleration.cuda.merging import Merging, log_sizes, merge, read_merging
 from vitrail.acceleration.cuda.passes import FP8, Form, activate, norm, quantise
 from vitrail.acceleration.cuda.products import Fp8Product, Product, WeightScales, can_take_fp8
 from vitrail.acceleration.packed import token_read
@@ -62,12 +63,15 @@ def can_quantise(config: ViTConfig) -> bool:
 class FastEncoder(nn.Module):
     """The blocks of a model: all, or the first `layers`.
 
-    With `whole` every token leaves the last one, also where the model's head reads one only.
+    With `whole` every token leaves the last one, also where the model's head reads one only. With `merge` each block
+    but one behind which a single token is read has so many tokens fewer behind it (`merging.py`).
     """
 
     shift: Tensor
 
-    def __init__(self, model: ViT, numbers: Numbers, *, layers: int | None = None, whole: bool = False) -> None:
+    def __init__(
+        self, model: ViT, numbers: Numbers, *, layers: int | None = None, whole: bool = False, merge: int | Merging = 0
+    ) -> None:
         super().__init__()
         if not can_fold(model.config):  # it would be computed all the same, and wrongly
             raise ConfigError(
@@ -75,24 +79,40 @@ class FastEncoder(nn.Module):
                 "not have; vitrail.accelerate computes it another way"
             )
         self.dtype, self.read = numbers.dtype, None if whole else token_read(model.config)
+        if self.read is not None and model.config.class_token == "last":
+            self.read = -1  # wherever that is by then
         shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)
         self.blocks = nn.ModuleList()
         blocks = list(model.blocks)[:layers]
+        merging = self._read_merging(merge, model.config, len(blocks))
         for index, block in enumerate(blocks):
             read = self.read if index == len(blocks) - 1 else None
-            made = FastBlock(cast("Block", block), numbers, index, shift, read)
+            made = FastBlock(cast("Block", block), numbers, index, shift, read, merging)
             self.blocks.append(made)
             shift = made.shift_behind
         self.register_buffer("shift", shift.to(_wide(self.dtype)), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (B, T, D) to (B, T, D), or to (B, 1, D) where one token is read. The tokens' memory is written to."""
+        return self.merged(tokens)[0]
+
+    def merged(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Do so, and say how many patches each token stands for; None where they are as many as before."""
         B, T, D = tokens.shape
-        x, branch = tokens.to(self.dtype).reshape(-1, D), None
+        if not B:  # for which not every kernel of attention has an answer
+            left = T - sum(cast("FastBlock", block).merges for block in self.blocks)
+            return tokens.new_zeros(0, left if self.read is None else 1, D, dtype=_wide(self.dtype)), None
+        x, branch, sizes = tokens.to(self.dtype).reshape(-1, D), None, None
         for block in self.blocks:
-            x, branch = block(x, branch, B, T)
+            x, branch, sizes = block(x, branch, B, T, sizes)
+            T -= cast("FastBlock", block).merges
         wide = x.to(_wide(self.dtype)) + self.shift
-        return (wide if branch is None else wide + branch).view(B, T if self.read is None else 1, D)
+        return (wide if branch is None else wide + branch).view(B, T if self.read is None else 1, D), sizes
+
+    def _read_merging(self, merge: int | Merging, config: ViTConfig, blocks: int) -> Merging | None:
+        asked = merge.tokens if isinstance(merge, Merging) else merge
+        found = read_merging(asked, config, blocks if self.read is None else blocks - 1)
+        return merge if found is not None and isinstance(merge, Merging) else found
 
     def watch(self, record: dict[str, Tensor] | None) -> None:
         """Keep the largest number that goes into each product in `record`; None ends that."""
@@ -106,12 +126,18 @@ class FastBlock(nn.Module):
     shift1: Tensor
     shift2: Tensor
 
-    def __init__(self, block: Block, numbers: Numbers, index: int, shift: Tensor, read: int | None) -> None:
+    def __init__(
+        self, block: Block, numbers: Numbers, index: int, shift: Tensor, read: int | None, merging: Merging | None
+    ) -> None:
         super().__init__()
         config, folded = block.config, fold(block)
         self.index, self.numbers, self.eps = index, numbers, config.norm_eps
         self.heads, self.head_width = config.heads, config.head_width
         self.read = read
+        self.merges = 0 if merging is None or read is not None else merging.tokens
+        self.proportional = merging is not None and merging.proportional
+        patches = config.layout.patches
+        self.before, self.after = patches.start, config.tokens - patches.stop
         self.form = cast("Form", config.activation)
         self.record: dict[str, Tensor] | None = None
 
@@ -132,24 +158,34 @@ class FastBlock(nn.Module):
         self.shift_behind = shift + folded.fc2.bias if isinstance(self.fc2, Product) else shift
         """What is still to be added to the stream behind this block."""
 
-    def forward(self, x: Tensor, branch: Tensor | None, batch: int, tokens: int) -> tuple[Tensor, Tensor | None]:
-        """Map rows (batch·tokens, D), and a branch still to be added to them, to the same behind this block."""
+    def forward(
+        self, x: Tensor, branch: Tensor | None, batch: int, tokens: int, sizes: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Map rows (batch·tokens, D), and a branch still to be added to them, to the same behind this block.
+
+        `sizes` (batch, tokens) says how many patches each token stands for, where tokens are merged.
+        """
         first = self.qkv if self.read is None else self.kv
         h = norm(x, self.eps, shift=self.shift1, branch=branch, scale=_scale(first))
         self._note("qkv", h)
-        heads = self._attended(h, batch, tokens)
+        heads, keys = self._attended(h, batch, tokens, sizes)
         self._note("proj", heads)
         if self.read is not None:
             x = x.unflatten(0, (batch, tokens))[:, self.read].contiguous()
         branch = _joined(x, self.proj, heads)
+        if self.merges:
+            # What is kept back is the same for all tokens, so that it is in their mean, too.
+            x = (x if branch is None else x.add_(branch)).unflatten(0, (batch, tokens))
+            x, sizes = merge(x, sizes, keys, self.merges, before=self.before, after=self.after)
+            x, branch = x.flatten(0, 1), None
         h = norm(x, self.eps, shift=self.shift2, branch=branch, scale=_scale(self.fc1))
         self._note("fc1", h)
         hidden = self._activated(h)
         self._note("fc2", hidden)
-        return x, _joined(x, self.fc2, hidden)
+        return x, _joined(x, self.fc2, hidden), sizes
 
-    def _attended(self, h: Tensor, batch: int, tokens: int) -> Tensor:
-        """Return the heads side by side, (M, inner), of all tokens or of the one that is read."""
+    def _attended(self, h: Tensor, batch: int, tokens: int, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the heads side by side, (M, inner), of all tokens or of the one that is read; and the keys of all."""
         if self.read is None:
             # Views: no kernel of attention needs the three apart in memory.
             query, key, value = self.qkv(h).view(batch, tokens, 3, self.heads, self.head_width).unbind(2)
@@ -157,8 +193,10 @@ class FastBlock(nn.Module):
             asked = h.unflatten(0, (batch, tokens))[:, self.read].contiguous()
             query = self.q(asked).view(batch, 1, self.heads, self.head_width)
             key, value = self.kv(h).view(batch, tokens, 2, self.heads, self.head_width).unbind(2)
-        heads = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
-        return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width)
+        bias = log_sizes(sizes, query.dtype) if self.proportional else None
+        query, keys, value = (part.transpose(1, 2) for part in (query, key, value))
+        heads = F.scaled_dot_product_attention(query, keys, value, attn_mask=bias)
+        return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width), key
 
     def _activated(self, h: Tensor) -> Tensor:
         scale, fused = _scale(self.fc2), self.numbers.fused

@@ -10,6 +10,7 @@ from vitrail.acceleration.casting import cast_matrices
 from vitrail.acceleration.cuda.attention import preferred_attention
 from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers, can_fold
 from vitrail.acceleration.cuda.folding import affine
+from vitrail.acceleration.cuda.merging import Merging, weighted_mean
 from vitrail.acceleration.cuda.passes import add_table, cut_patches, kernels_run
 from vitrail.models.checks import check_pictures
 from vitrail.models.vit import Features, ViT
@@ -25,13 +26,15 @@ class FastModel(nn.Module):
     """A model to answer with, not to train or to save: pictures (B, C, H, W), normalised, to what the model returns.
 
     `layers` and `whole` are for `encode` and `features`: the model as if it ended after so many layers, and with every
-    token, where the head reads one only.
+    token, where the head reads one only. `merge` is how many tokens are merged in each block.
     """
 
-    def __init__(self, model: ViT, numbers: Numbers, *, layers: int | None = None, whole: bool = False) -> None:
+    def __init__(
+        self, model: ViT, numbers: Numbers, *, layers: int | None = None, whole: bool = False, merge: int | Merging = 0
+    ) -> None:
         super().__init__()
         self.config, self.dtype = model.config, numbers.dtype
-        self.encoder = FastEncoder(model, numbers, layers=layers, whole=whole)
+        self.encoder = FastEncoder(model, numbers, layers=layers, whole=whole, merge=merge)
         around = _without_blocks(model)
         self.stem = PatchStem(around, numbers.dtype) if self.config.stem in ("conv", "linear") else None
         low = numbers.dtype in (torch.bfloat16, torch.float16)
@@ -40,8 +43,10 @@ class FastModel(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Return what the model itself would."""
-        tokens = self.encode(pictures)
+        tokens, sizes = self._encode(pictures)
         with self._casting(pictures):
+            if sizes is not None and self.config.pool == "mean":
+                return self._classify_mean(tokens, sizes)
             # Not `classify`, which also makes the weights of the pool `map`, in a way of its own.
             return self.around._classify(tokens)
 
@@ -54,11 +59,20 @@ class FastModel(nn.Module):
 
     def encode(self, pictures: Tensor) -> Tensor:
         """Return the tokens as they leave the last block: all, (B, T, D), or the one that is read, (B, 1, D)."""
+        return self._encode(pictures)[0]
+
+    def _encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         with self._casting(pictures):
             tokens = self._tokens(pictures)
         # Whoever calls may have autocast on, which would change what the encoder sums in.
         with torch.autocast(pictures.device.type, enabled=False), preferred_attention(pictures.device.type):
-            return cast("Tensor", self.encoder(tokens))
+            return self.encoder.merged(tokens)
+
+    def _classify_mean(self, tokens: Tensor, sizes: Tensor) -> Tensor:
+        """Turn merged tokens into logits as the model does its own."""
+        around = self.around
+        pooled = weighted_mean(*(around._pooled_over(part) for part in (around.norm(tokens), sizes)))
+        return cast("Tensor", around.head(around.pre_logits(around.fc_norm(pooled))))
 
     def _casting(self, pictures: Tensor) -> torch.autocast:
         return torch.autocast(pictures.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))

@@ -71,7 +71,7 @@ def quantise(x: Tensor, scale: float) -> Tensor:
 def cut_patches(
     pictures: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
 ) -> Tensor:
-    """Cut pictures (B, C, H, W) into rows (B, T, C·h·w) of a dtype: patches, and rows of zeros around them."""
+    """Cut pictures (B, C, H, W) into rows (B, T, C·h·w) of a dtype: patches, zeros `before` and `after` them."""
     if pictures.is_cuda:
         from vitrail.acceleration.cuda.kernels import cut_patches as fused
 

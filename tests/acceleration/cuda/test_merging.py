@@ -1,0 +1,230 @@
+"""Tokens merged in every block: which ones, what becomes of them, and what is left alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.acceleration.tiny import bundle, pixels
+from tests.peers import relative_error
+from torch import Tensor
+
+import vitrail
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers
+from vitrail.acceleration.cuda.merging import Merging, merge, read_merging, weighted_mean
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.errors import ConfigError
+from vitrail.models.vit import ViT
+
+EXACT = Numbers(torch.float64, exact=True)
+MANY: dict[str, Any] = {"patch_size": (4, 4), "depth": 3}  # 4 × 8 patches
+
+
+def given(kind: str = "plain", **changes: Any) -> tuple[ViT, Tensor]:
+    made = bundle(kind, **{**MANY, **changes})
+    return made.model.double().eval(), made.preprocess.normalise(pixels(3, made.preprocess.channels)).double()
+
+
+@torch.inference_mode()
+def answers(model: torch.nn.Module, pictures: Tensor) -> Tensor:
+    found: Tensor = model(pictures)
+    return found
+
+
+def tokens(count: int, width: int = 6, seed: int = 0, batch: int = 2) -> Tensor:
+    return torch.randn(batch, count, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def keys_of(x: Tensor, heads: int = 2) -> Tensor:
+    keys: Tensor = x.unflatten(2, (heads, -1))
+    return keys
+
+
+# ── one merge ──
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 0), (0, 2), (3, 1)])
+def test_special_tokens_stay_and_nothing_is_lost(count: int, before: int, after: int) -> None:
+    x = tokens(before + 11 + after)
+    found, sizes = merge(x, None, keys_of(x), count, before=before, after=after)
+    assert found.shape == (2, before + 11 + after - count, 6)
+    assert torch.equal(found[:, :before], x[:, :before])
+    assert torch.equal(found[:, len(found[0]) - after :], x[:, len(x[0]) - after :])
+    special = torch.cat([sizes[:, :before], sizes[:, sizes.shape[1] - after :]], dim=1)
+    assert bool((special == 1).all())
+    assert sizes.sum(dim=1).tolist() == [before + 11 + after] * 2
+    assert torch.allclose(weighted_mean(found, sizes), x.mean(dim=1))
+    # What went nowhere is there bit for bit.
+    same = (found[:, :, None] == x[:, None]).all(dim=3).any(dim=2)
+    assert torch.equal(same, sizes == 1)
+
+
+def test_the_most_alike_are_merged() -> None:
+    x = torch.eye(6, dtype=torch.float64)[None].clone()
+    x[0, 3] = 2 * x[0, 4] + 0.1 * x[0, 3]  # 4 points where 3 does, nearly; keys' lengths do not count
+    x[0, 0] = 0.5 * x[0, 1] + 0.8 * x[0, 0]
+    found, sizes = merge(x, None, keys_of(x, heads=1), 1, before=0, after=0)
+    # Of the first side 0 and 2 are left; then come 1, 3 and 5.
+    assert sizes.tolist() == [[1, 1, 1, 2, 1]]
+    assert torch.equal(found[0, [0, 1, 2, 4]], x[0, [0, 2, 1, 5]])
+    assert torch.allclose(found[0, 3], (x[0, 3] + x[0, 4]) / 2)
+    found, sizes = merge(x, None, keys_of(x, heads=1), 2, before=0, after=0)
+    assert sizes.tolist() == [[1, 2, 2, 1]]
+    assert torch.allclose(found[0, 1], (x[0, 0] + x[0, 1]) / 2)
+
+
+def test_a_mean_counts_what_was_merged_before() -> None:
+    x = tokens(2, batch=1)
+    sizes = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
+    found, merged = merge(x, sizes, keys_of(x), 1, before=0, after=0)
+    assert merged.tolist() == [[4.0]]
+    assert torch.allclose(found[0, 0], (3 * x[0, 0] + x[0, 1]) / 4)
+
+
+def test_pictures_are_merged_each_by_itself() -> None:
+    x = tokens(12, batch=3)
+    found, sizes = merge(x, None, keys_of(x), 4, before=1, after=0)
+    for number in range(3):
+        alone, alone_sizes = merge(x[number : number + 1], None, keys_of(x[number : number + 1]), 4, before=1, after=0)
+        assert torch.allclose(alone[0], found[number])
+        assert torch.equal(alone_sizes[0], sizes[number])
+
+
+def as_set(found: Tensor) -> Tensor:
+    """Return tokens (B, T, D) sorted by their first numbers, which differ."""
+    return torch.stack([picture[picture[:, 0].argsort()] for picture in found])
+
+
+def test_the_order_within_a_side_does_not_matter() -> None:
+    x = tokens(12)
+    shuffled = x.clone()
+    shuffled[:, ::2] = x[:, ::2][:, [3, 0, 5, 1, 4, 2]]
+    shuffled[:, 1::2] = x[:, 1::2][:, [2, 4, 0, 5, 3, 1]]
+    found, expected = (merge(given, None, keys_of(given), 4, before=0, after=0)[0] for given in (shuffled, x))
+    assert torch.allclose(as_set(found), as_set(expected))
+
+
+# ── a whole model ──
+
+
+@pytest.mark.parametrize("kind", ["plain", "mean_of_all", "distilled"])
+@pytest.mark.parametrize("numbers", [EXACT, Numbers()], ids=["float64", "bf16"])
+def test_nothing_merged_is_the_same_bit_for_bit(kind: str, numbers: Numbers) -> None:
+    model, pictures = given(kind)
+    if numbers.dtype != torch.float64:
+        model, pictures = model.float(), pictures.float()
+    assert torch.equal(
+        answers(FastModel(model, numbers, merge=0), pictures), answers(FastModel(model, numbers), pictures)
+    )
+
+
+@pytest.mark.parametrize(("pool", "merges"), [("cls", 2), ("mean", 3)])
+@pytest.mark.parametrize("class_token", ["first", "last"])
+def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -> None:
+    """But for the last one, where it computes one token anyway."""
+    model, pictures = given(pool=pool, class_token=class_token, registers=2)
+    fast = FastModel(model, EXACT, merge=4)
+    seen: list[int] = []
+    for block in fast.encoder.blocks:
+        block.register_forward_hook(lambda _, __, found: seen.append(len(found[0]) // 3))
+    assert answers(fast, pictures).shape == (3, 5)
+    total = model.config.tokens
+    assert seen == [total - 4, total - 8, total - 12 if merges == 3 else 1]
+    whole, sizes = FastEncoder(model, EXACT, whole=True, merge=4).merged(tokens(total, 24))
+    assert whole.shape[1] == total - model.config.depth * 4
+    assert sizes is not None
+    assert sizes.sum(dim=1).tolist() == [total] * 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"class_token": "last", "registers": 2},
+        {"pool": "mean"},
+        {"pool": "mean", "pool_over": "all", "registers": 1},
+        {"pool": "mean", "final_norm": "after_pool", "class_token": "none"},
+        {"distillation_token": True},
+        {"norm_before_blocks": True, "representation": 7},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [1, 5])
+def test_equal_patches_may_be_merged(changes: dict[str, Any], count: int) -> None:
+    """Where all patches are the same, a token of many looked at as often as they are changes nothing."""
+    model, pictures = given(**changes, position="none")
+    pictures = pictures[..., :4, :4].repeat(1, 1, 4, 8)
+    found = answers(FastModel(model, EXACT, merge=count), pictures)
+    assert relative_error(found, answers(model, pictures)) < 1e-10
+    if changes.get("pool") != "mean":
+        unbiased = answers(FastModel(model, EXACT, merge=Merging(count, proportional=False)), pictures)
+        assert relative_error(unbiased, answers(model, pictures)) > 1e-6
+
+
+def test_other_patches_give_other_answers_and_not_by_much() -> None:
+    model, pictures = given()
+    assert 1e-6 < relative_error(answers(FastModel(model, EXACT, merge=1), pictures), answers(model, pictures)) < 0.5
+
+
+def test_in_fp8_too() -> None:
+    model, pictures = given(width=32, heads=2, pool="mean")
+    model, pictures = model.float(), pictures.float()
+    scales = calibrate(model, pictures)
+    wanted = answers(FastModel(model, Numbers(torch.float32, exact=True), merge=4), pictures)
+    for low in ({"qkv", "fc1", "fc2"}, {"qkv", "proj", "fc1", "fc2"}):
+        numbers = Numbers(torch.float32, scales=scales, low=frozenset(low))
+        assert relative_error(answers(FastModel(model, numbers, merge=4), pictures), wanted) < 0.3
+
+
+@pytest.mark.parametrize("merge", [0, 4])
+def test_no_pictures(merge: int) -> None:
+    model, pictures = given(pool="mean")
+    assert answers(FastModel(model, EXACT, merge=merge), pictures[:0]).shape == (0, 5)
+
+
+def test_by_one_call() -> None:
+    made = bundle("plain", **MANY)
+    pictures = made.preprocess.normalise(pixels(3))
+    fast = vitrail.accelerate(made.model, merge=4)
+    found = fast(pictures)
+    assert isinstance(fast.model, FastModel)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, fast(pictures))
+    assert not torch.equal(found, vitrail.accelerate(made.model)(pictures))
+
+
+# ── what cannot be ──
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "message"),
+    [
+        ({}, -1, "merge is -1; give the number of tokens that each block merges, 0 or more"),
+        ({}, 1.5, "merge is 1.5; give the number of tokens that each block merges, 0 or more"),
+        ({}, True, "merge is True; give the number of tokens that each block merges, 0 or more"),
+        ({}, 11, "merge is 11, which 32 patches are too few for in 2 blocks; choose up to 10"),
+        ({"pool": "mean"}, 9, "merge is 9, which 32 patches are too few for in 3 blocks; choose up to 8"),
+        ({"pool": "map"}, 1, "tokens are merged only where the head reads the class token, or the mean of all; leave"),
+        ({"pool": "none"}, 1, "tokens are merged only where the head reads the class token, or the mean of all; leave"),
+        (
+            {"position": "rope_2d"},
+            1,
+            "tokens are merged in plain pre-norm blocks with positions added at the stem, whi",
+        ),
+    ],
+)
+def test_what_cannot_be_merged(changes: dict[str, Any], count: Any, message: str) -> None:
+    made = bundle("plain", **{**MANY, **changes})
+    with pytest.raises(ConfigError) as error:
+        vitrail.accelerate(made.model, merge=count)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("changes", [{}, {"pool": "mean"}])
+def test_as_many_as_may_be(changes: dict[str, Any]) -> None:
+    model, pictures = given(**changes)
+    merges = 2 if model.config.pool == "cls" else 3
+    most = model.config.patches // (merges + 1)
+    assert read_merging(most, model.config, merges) == Merging(most)
+    assert answers(FastModel(model, EXACT, merge=most), pictures).isfinite().all()
