@@ -29,6 +29,7 @@ import dataclasses
 import gc
 import json
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -282,7 +283,7 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
     }
     chosen = {"inference": inference, "training": training}
     return {
-        task: {name: maker for name, maker in makers.items() if any(part in name for part in options.contestants)}
+        task: {name: made for name, made in makers.items() if any(re.search(asked, name) for asked in options.contestants)}
         for task, makers in chosen.items()
     }
 
@@ -530,7 +531,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", help=f"such as B/16 or B/16@384 (default: {' '.join(SIZES)})")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--only", nargs="+", default=[], help="rows, such as inference:B/16")
-    parser.add_argument("--contestants", nargs="+", default=[""], help="parts of names, such as timm 'vitrail bf16'")
+    parser.add_argument("--contestants", nargs="+", default=[""], help="parts of names, such as timm 'vitrail bf16$'")
     parser.add_argument("--batch", type=int, help=f"pictures a step (default: {BATCH}, fewer for large models)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of timing for each contestant of a row")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further contestant is made")
