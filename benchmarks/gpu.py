@@ -282,9 +282,9 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "transformers compile": lambda row: learning_plainly(row, of_transformers(row, weights)),
     }
     chosen = {"inference": inference, "training": training}
+    asked = re.compile("|".join(f"(?:{pattern})" for pattern in options.contestants))
     return {
-        task: {name: made for name, made in makers.items() if any(re.search(asked, name) for asked in options.contestants)}
-        for task, makers in chosen.items()
+        task: {name: make for name, make in makers.items() if asked.search(name)} for task, makers in chosen.items()
     }
 
 

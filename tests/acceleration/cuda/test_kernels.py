@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from tests.acceleration.tiny import bundle, pixels
+from tests.acceleration.tiny import KINDS, bundle, pixels
 from tests.peers import relative_error
 from torch import Tensor
 
@@ -174,6 +174,26 @@ def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
     assert relative_error(found.cpu().double(), expected) < TOLERANCE[dtype]
     low = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, scale=0.1, tiling=tiling)
     assert same_but_for_one_step(low, passes.to_fp8(expected.float(), 0.1))
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if encoder.can_fold(bundle(kind).model.config)])
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_kind_of_model_with_kernels_for_its_passes(
+    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, but for the products. What kernels read must lie as they take for granted that it does."""
+    made = bundle(kind)
+    pictures = made.preprocess.normalise(pixels(count, made.preprocess.channels))
+    fast = FastModel(made.model, Numbers(torch.float32, exact=True))
+    with torch.inference_mode():
+        expected = fast(pictures)
+        for module in (encoder, products):
+            monkeypatch.setattr(module, "activate", kernels.activate)
+        monkeypatch.setattr(encoder, "norm", kernels.norm)
+        monkeypatch.setattr(model, "cut_patches", kernels.cut_patches)
+        monkeypatch.setattr(model, "add_table", kernels.add_table)
+        assert relative_error(fast(pictures), expected) < 1e-5
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")

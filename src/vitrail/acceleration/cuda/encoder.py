@@ -102,7 +102,8 @@ class FastEncoder(nn.Module):
         if not B:  # for which not every kernel of attention has an answer
             left = T - sum(cast("FastBlock", block).merges for block in self.blocks)
             return tokens.new_zeros(0, left if self.read is None else 1, D, dtype=_wide(self.dtype)), None
-        x, branch, sizes = tokens.to(self.dtype).reshape(-1, D), None, None
+        # The kernels take rows that lie one behind the other, which a convolution's, of one picture, do not.
+        x, branch, sizes = tokens.to(self.dtype).reshape(-1, D).contiguous(), None, None
         for block in self.blocks:
             x, branch, sizes = block(x, branch, B, T, sizes)
             T -= cast("FastBlock", block).merges
@@ -177,7 +178,7 @@ class FastBlock(nn.Module):
             # What is kept back is the same for all tokens, so that it is in their mean, too.
             x = (x if branch is None else x.add_(branch)).unflatten(0, (batch, tokens))
             x, sizes = merge(x, sizes, keys, self.merges, before=self.before, after=self.after)
-            x, branch = x.flatten(0, 1), None
+            x, branch = x.flatten(0, 1).contiguous(), None
         h = norm(x, self.eps, shift=self.shift2, branch=branch, scale=_scale(self.fc1))
         self._note("fc1", h)
         hidden = self._activated(h)

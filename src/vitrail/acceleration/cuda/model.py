@@ -98,9 +98,10 @@ class PatchStem(nn.Module):
         self.config, self.dtype = around.config, dtype
         weight = affine(cast("nn.Conv2d", around.patch_embed.proj)).weight
         self.register_buffer("weight", weight.to(dtype).contiguous(), persistent=False)
-        self.register_buffer("common", _of_a_black_picture(around).to(weight.device), persistent=False)
-        if dtype != torch.float64:
-            self.common = self.common.float()
+        common = _of_a_black_picture(around).to(
+            weight.device, torch.float64 if dtype == torch.float64 else torch.float32
+        )
+        self.register_buffer("common", common.contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, T, D)."""
