@@ -68,6 +68,10 @@ class Batch(NamedTuple):
         """Send the tensors to a device, without waiting where memory is pinned."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def copied(self) -> Self:
+        """Return the same in memory of its own."""
+        return self._each(torch.clone)
+
     def micro(self, part: int, parts: int) -> Self:
         """Return one of several equal, contiguous parts."""
         size, rest = divmod(len(self.labels), parts)

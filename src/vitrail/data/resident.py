@@ -5,7 +5,7 @@ send nothing but numbers.
 """
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.draws import draws
+from vitrail.data.augmentation.filling import Rooms, filled, rooms_for
 from vitrail.data.augmentation.mixing import draw_mix
 from vitrail.data.augmentation.on_device import carry_out, check_on_device
 from vitrail.data.augmentation.orders import Orders, write_orders
@@ -26,20 +27,29 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 
 READ_AT_ONCE = 256
+LAYOUTS = 8
+"""How many layouts are remembered; most batches have the same one."""
 MOST_DRAWING = 4
 """How many workers draw: one draws tens of thousands of pictures a second, and more only take memory."""
 MOST_BYTES = 32 * 2**30
 """More than this is not a small data set; a GPU has better use for its memory."""
 
 
+class Layout(NamedTuple):
+    """Where in a batch's memory each number lies; the same for all batches that do the same number of each thing."""
+
+    orders: Orders
+    indices: Slot
+    """More than there are shares: what comes behind is made, but not seen."""
+    share: Slot
+    box: Slot
+
+
 class Planned(NamedTuple):
     """Everything random of a batch that has no pixels yet, as numbers in one piece of memory."""
 
     memory: Tensor
-    orders: Orders
-    indices: Slot
-    share: Slot
-    box: Slot
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class Planning(Dataset[Any]):
     """What a worker does: everything random of a step's pictures, drawn and written down for the device."""
 
     training: Training
+    rooms: Rooms | None = None
+    """Batches are filled up to these, so that a device can replay what it did before."""
 
     def __getitem__(self, step: int) -> Planned:
         """Draw for a step."""
@@ -57,10 +69,13 @@ class Planning(Dataset[Any]):
             augment.plan(data.augmentation, *size, size, draws(data.stream.seed, int(position)))
             for position in positions
         ]
+        plans = plans if self.rooms is None else filled(plans, self.rooms)
+        indices = data.stream.pictures_at(positions)
+        indices = np.concatenate([indices, np.repeat(indices[:1], len(plans) - len(indices))])
         parcel = Parcel()
         orders = write_orders(plans, size, parcel)
-        numbers = [parcel.put(array) for array in (data.stream.pictures_at(positions), mix.share, mix.box)]
-        return Planned(parcel.memory(), orders, *numbers)
+        layout = Layout(orders, *(parcel.put(array) for array in (indices, mix.share, mix.box)))
+        return Planned(parcel.memory(), layout)
 
 
 class Resident:
@@ -73,12 +88,13 @@ class Resident:
         self.pixels, stand_ins = self._read(device)
         self.stand_ins = stand_ins.to(device)
         self.labels = torch.from_numpy(training.source.labels.astype(np.int64)).to(device)
+        self.recorded: dict[Layout, _Recording | None] = {}
 
     def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """Give the batches of steps [start, stop), on the device; a GPU makes them beside its work."""
         steps = range(start, stop)
         workers = min(self.workers, MOST_DRAWING, len(steps))
-        with closing(made_ahead(Planning(self.training), steps, workers=workers)) as planned:
+        with closing(made_ahead(Planning(self.training, self._rooms()), steps, workers=workers)) as planned:
             if self.device.type == "cuda":
                 yield from self._made_beside(planned)
             else:
@@ -101,14 +117,34 @@ class Resident:
 
     def make(self, planned: Planned) -> Batch:
         """Make a batch that was drawn."""
-        memory = planned.memory
-        if self.device.type == "cuda":
-            memory = memory.pin_memory()  # from which it is sent without waiting
-        memory = memory.to(self.device, non_blocking=True)
-        indices = self.stand_ins[planned.indices.of(memory)]
-        pixels = carry_out(planned.orders, memory, self.pixels[indices])
         bad, self.bad = tuple(self.bad), []
-        return Batch(pixels, self.labels[indices], indices, planned.share.of(memory), planned.box.of(memory), bad)
+        if self.device.type != "cuda":
+            return self._computed(planned.layout, planned.memory.to(self.device))._replace(bad=bad)
+        memory = planned.memory.pin_memory()  # from which it is sent without waiting
+        recording = self.recorded.get(planned.layout)
+        if recording is not None:
+            return recording.replay(memory)._replace(bad=bad)
+        made = self._computed(planned.layout, memory.to(self.device, non_blocking=True))
+        if planned.layout in self.recorded:  # computed once already, so that nothing is done for the first time
+            self.recorded[planned.layout] = _Recording(self._computed, planned.layout, memory.to(self.device))
+        elif len(self.recorded) < LAYOUTS:
+            self.recorded[planned.layout] = None
+        return made._replace(bad=bad)
+
+    def _computed(self, layout: Layout, memory: Tensor) -> Batch:
+        """Make a batch of numbers that are on the device."""
+        indices = self.stand_ins[layout.indices.of(memory)]
+        share, box = layout.share.of(memory), layout.box.of(memory)
+        pixels = carry_out(layout.orders, memory, self.pixels[indices])
+        seen = slice(len(share))
+        return Batch(pixels[seen], self.labels[indices[seen]], indices[seen], share, box)
+
+    def _rooms(self) -> Rooms | None:
+        """Return to what batches are filled up; on a CPU nothing is replayed, so that nothing need be alike."""
+        data = self.training
+        if self.device.type != "cuda":
+            return None
+        return rooms_for(data.augmentation, data.preprocess.size, len(data.stream.positions(0, data.share)))
 
     def _read(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return all pictures, and for each which one is shown in its place: itself, if it can be read."""
@@ -129,6 +165,22 @@ class Resident:
         if not there.any():
             raise DataError("none of the pictures can be read; look at them with vitrail check")
         return pixels, _next_readable(there)
+
+
+class _Recording:
+    """What a CUDA device does for one batch, recorded: hundreds of small kernels that are launched as one."""
+
+    def __init__(self, compute: Callable[[Layout, Tensor], Batch], layout: Layout, memory: Tensor) -> None:
+        self.memory, self.graph = memory, torch.cuda.CUDAGraph()
+        # Only what this thread does is recorded; another one may be sending pictures.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.made = compute(layout, self.memory)
+
+    def replay(self, memory: Tensor) -> Batch:
+        """Do the same for other numbers; the batch is the caller's own."""
+        self.memory.copy_(memory, non_blocking=True)
+        self.graph.replay()
+        return self.made.copied()
 
 
 class Kept:

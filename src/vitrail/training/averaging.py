@@ -44,7 +44,8 @@ class Average:
     """The average itself: a plain dict of tensors, by the names of the model's state dict.
 
     It is kept in float32 at least, also where the weights are bf16, whose steps are too coarse for small changes.
-    BatchNorm's running statistics are averaged like weights; whole numbers (its count of batches) are copied.
+    BatchNorm's running statistics are averaged like weights; whole numbers (its count of batches) are copied. A model's
+    tensors are looked up once, so they must stay the same ones while it is averaged, whatever is written into them.
     """
 
     def __init__(self, model: nn.Module, averaging: Averaging) -> None:
@@ -52,14 +53,18 @@ class Average:
             raise ConfigError("averaging is 'none', so there is no average to keep")
         self.averaging = averaging
         self._tensors = {name: _precise(tensor).clone() for name, tensor in model.state_dict().items()}
+        self._model: nn.Module | None = None
+        self._live: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         """Take in the weights that the model has after `step` steps: 1 after the first, and so on, none left out."""
+        if self._model is not model:  # walking through a model at every step takes longer than the sums
+            self._model, self._live = model, model.state_dict()
         share = self.averaging.share(step)
         averages: list[Tensor] = []
         weights: list[Tensor] = []
-        for name, tensor in model.state_dict().items():
+        for name, tensor in self._live.items():
             if tensor.is_floating_point() and share < 1:
                 averages.append(self._tensors[name])
                 weights.append(_precise(tensor))

@@ -113,7 +113,8 @@ class Stepper(NamedTuple):
             corrects.append(correct)
         if state.scaler.is_enabled():
             state.scaler.unscale_(state.optimizer)
-        norm = clip_gradients([p for p in state.model.parameters() if p.requires_grad], self.recipe.optimizer.clip)
+        trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+        norm = clip_gradients(trained, self.recipe.optimizer.clip)
         # In fp16 a gradient that is too large is no accident: the step is left out, and the next one scaled by less.
         left_out = state.scaler.is_enabled() and state.scaler.get_scale() > 1
         return Taken(number, losses, corrects, norm, left_out, self.team)

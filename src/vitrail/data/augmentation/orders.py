@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from vitrail.data.augmentation.augment import Plan
 from vitrail.data.augmentation.colours import Matrix
+from vitrail.data.augmentation.randaugment import Operation
 from vitrail.data.parcel import Parcel, Slot
 
 Values = Sequence[tuple[float, ...]]
+WAYS = 16
+"""Ways to move a picture come in multiples of so many, so that most batches have as many as the one before."""
 RAMP = np.arange(256, dtype=np.uint8)
 """The table that changes nothing."""
 
@@ -99,6 +102,18 @@ def write_orders(plans: Sequence[Plan], size: tuple[int, int], parcel: Parcel) -
         _erased(plans, size, parcel),
         plans[0].fill,
     )
+
+
+def kind_of(operation: Operation) -> str | None:
+    """Return which of a layer's groups an operation belongs to: those of one are done together. None: to none."""
+    name = operation.name
+    if name == "identity":
+        return None
+    if name in MATRICES or name == "cutout":
+        return "moves"
+    if name in TABLES or (name == "contrast" and len(operation.values) > 1):
+        return "tables"
+    return "saturation" if name == "grey" else name
 
 
 def _layer(plans: Sequence[Plan], layer: int, size: tuple[int, int], parcel: Parcel) -> Layer:
@@ -183,6 +198,7 @@ def _moves(
             ways.append(known[name, numbers])
     if not moved:
         return None
+    places += places[:1] * (-len(places) % WAYS)
     return Moves(_numbers(moved, parcel), parcel.put(np.stack(places)), _numbers(ways, parcel))
 
 

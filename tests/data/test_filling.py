@@ -1,0 +1,111 @@
+"""Pictures that nobody sees change nothing of those that are seen, and make batches alike."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.data.augmentation import augment
+from vitrail.data.augmentation.augment import Affine, Augmentation, Jitter, Plan
+from vitrail.data.augmentation.draws import draws
+from vitrail.data.augmentation.filling import Rooms, filled, rooms_for
+from vitrail.data.augmentation.mixing import Mixing
+from vitrail.data.augmentation.on_device import apply_all
+from vitrail.data.augmentation.orders import kind_of
+from vitrail.data.augmentation.randaugment import Operation, RandAugment
+from vitrail.data.batches import Training
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.resident import Planning, Resident
+from vitrail.data.sources.source import Arrays
+from vitrail.data.stream import Stream
+
+SIZE = (12, 16)
+CPU = torch.device("cpu")
+AUGMENTATIONS = {
+    "none": Augmentation(crop="none", flip=0.0),
+    "usual": Augmentation(crop="padded", randaugment=RandAugment(layers=2, magnitude=9)),
+    "big_vision": Augmentation(randaugment=RandAugment(layers=3, magnitude=15, operations="big_vision"), crop="padded"),
+    "all": Augmentation(
+        crop="padded", rotation=9.0, affine=Affine(shear=5.0), grey=0.2, erasing=0.3,
+        jitter=Jitter(brightness=0.3, contrast=0.4, saturation=0.2), randaugment=RandAugment(layers=1, magnitude=5),
+    ),
+}  # fmt: skip
+
+
+def plans_of(augmentation: Augmentation, batch: int, first: int = 0) -> list[Plan]:
+    places = range(first, first + batch)
+    return [augment.plan(augmentation, *SIZE, SIZE, draws(3, place)) for place in places]
+
+
+def training(augmentation: Augmentation, batch: int) -> Training:
+    pixels = np.random.default_rng(0).integers(0, 256, (64, *SIZE, 3), np.uint8)
+    source = Arrays(pixels, np.arange(64) % 4, tuple("abcd"))
+    return Training(source, Stream(64, batch), Preprocess(size=SIZE), augmentation, Mixing(cutmix=1.0))
+
+
+@settings(deadline=None, max_examples=20)
+@given(name=st.sampled_from(sorted(AUGMENTATIONS)), batch=st.integers(1, 300), first=st.integers(0, 10_000))
+def test_what_is_seen_stays_as_it_is(name: str, batch: int, first: int) -> None:
+    augmentation = AUGMENTATIONS[name]
+    plans = plans_of(augmentation, batch, first)
+    more = filled(plans, rooms_for(augmentation, SIZE, batch))
+    assert more[:batch] == plans
+    some = torch.randint(0, 256, (batch, 3, *SIZE), dtype=torch.uint8)
+    unseen = some[:1].expand(len(more) - batch, -1, -1, -1)
+    assert torch.equal(apply_all(more, torch.cat([some, unseen]))[:batch], apply_all(plans, some))
+
+
+@pytest.mark.parametrize("name", ["usual", "big_vision"])
+def test_every_batch_does_the_same_number_of_each_thing(name: str) -> None:
+    rooms = rooms_for(AUGMENTATIONS[name], SIZE, 512)
+    assert 0 < rooms.added < 512
+    for first in range(0, 8 * 512, 512):
+        more = filled(plans_of(AUGMENTATIONS[name], 512, first), rooms)
+        assert len(more) == 512 + rooms.added
+        for layer, sizes in enumerate(rooms.layers):
+            found = Counter(kind_of(plan.operations[layer]) for plan in more)
+            del found[None]
+            assert found == sizes
+
+
+def test_batches_are_laid_out_alike() -> None:
+    """So that a recording of one does for all."""
+    data = training(AUGMENTATIONS["usual"], 512)
+    planning = Planning(data, rooms_for(data.augmentation, SIZE, 512))
+    assert len({planning[step].layout for step in range(12)}) == 1
+    assert len({Planning(data)[step].layout for step in range(12)}) == 12
+
+
+@pytest.mark.parametrize("name", sorted(AUGMENTATIONS))
+def test_a_device_makes_the_same_batches_of_them(name: str) -> None:
+    data = training(AUGMENTATIONS[name], 128)
+    resident = Resident(data, CPU, 0)
+    filling = Planning(data, rooms_for(data.augmentation, SIZE, 128))
+    for step in range(3):
+        found, expected = resident.make(filling[step]), resident.make(Planning(data)[step])
+        assert all(map(torch.equal, found.tensors, expected.tensors))
+        assert len(found.labels) == 128
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"operations": (Operation("solarize_add", (3.0,)), Operation("identity"))},
+        {"operations": (Operation("identity"),) * 3},
+    ],
+    ids=["a kind that never was", "more than ever"],
+)
+def test_what_does_not_fit_stays_as_it_is(change: dict[str, Any]) -> None:
+    rooms = Rooms(({"moves": 5}, {"moves": 5}), 9)
+    move = Operation("translate_x", (2.0,))
+    usual = plans_of(AUGMENTATIONS["none"], 4)
+    fits = [plan._replace(operations=(move, move)) for plan in usual]
+    assert len(filled(fits, rooms)) == 13
+    odd = [*fits[:3], fits[3]._replace(**change)]
+    assert filled(odd, rooms) == odd
+    assert filled(fits[:3] * 2, rooms) == fits[:3] * 2
+    assert filled(fits, Rooms(rooms.layers, 0)) == fits
