@@ -125,11 +125,17 @@ Maker = Callable[[Row], Ready]
 
 
 def ours(row: Row, weights: ViT | None) -> ViT:
-    """Return our model with the row's weights: those given, or random ones, the same every time."""
+    """Return our model with the row's weights: those given, or the same every time.
+
+    Training starts from weights as a fresh model has them, inference from random ones everywhere: how much power a
+    product takes, and so how fast the card may be, depends on its numbers.
+    """
     if weights is not None:
         return copy.deepcopy(weights)
+    torch.manual_seed(0)
     model = ViT(row.config)
-    scramble(model)
+    if row.task != "training":
+        scramble(model)
     return model
 
 
@@ -149,7 +155,7 @@ def of_torchvision(row: Row, _: ViT | None) -> nn.Module:
         image_size=config.image_size[0], patch_size=config.patch_size[0], num_layers=config.depth,
         num_heads=config.heads, hidden_dim=config.width, mlp_dim=config.mlp_hidden, num_classes=config.classes,
     )  # fmt: skip
-    return scramble(model)
+    return cast("nn.Module", model) if row.task == "training" else scramble(model)
 
 
 class LogitsOnly(nn.Module):
@@ -171,7 +177,8 @@ def of_transformers(row: Row, _: ViT | None) -> nn.Module:
         intermediate_size=config.mlp_hidden, image_size=config.image_size[0], patch_size=config.patch_size[0],
         num_labels=config.classes, layer_norm_eps=config.norm_eps, attn_implementation="sdpa",
     )  # fmt: skip
-    return LogitsOnly(scramble(peer.ViTForImageClassification(settings)))
+    model = peer.ViTForImageClassification(settings)
+    return LogitsOnly(model if row.task == "training" else scramble(model))
 
 
 PEERS: dict[str, Callable[[Row, ViT | None], nn.Module]] = {
