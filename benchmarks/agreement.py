@@ -1,0 +1,98 @@
+"""What a faster way of answering costs: accuracy, and how often the first answer stays the same, on labelled pictures.
+
+    python benchmarks/agreement.py runs/cifar10/best cifar10/test --calibration cifar10/train
+    python benchmarks/agreement.py runs/digits-scratch-small/best digits --device cpu
+
+Every way answers about the same pictures: the model in float32 and under autocast, `vitrail.accelerate` in bf16, with
+exact GELU, in fp8 with scales from the first pictures of `--calibration`, and with some tokens merged in every block.
+"Like bf16" compares with the fast encoder in bf16, "error" is the distance of the logits from float32's.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import vitrail
+from vitrail.data.batches import Evaluation, evaluation_batches
+from vitrail.data.sources.opening import open_source
+from vitrail.data.sources.source import Source
+from vitrail.errors import ConfigError
+from vitrail.runtime import autocast
+
+Way = Callable[[Tensor], Tensor]
+CALIBRATION = 1024
+"""Pictures from which scales for fp8 are found."""
+
+
+def pictures(
+    source: Source, bundle: vitrail.Bundle, device: torch.device, batch: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give normalised pictures on the device, and their labels."""
+    for found in evaluation_batches(Evaluation(source, bundle.preprocess, batch)):
+        yield bundle.preprocess.normalise(found.pixels.to(device)), found.labels
+
+
+def ways(
+    bundle: vitrail.Bundle, device: torch.device, calibration: Tensor, merges: list[int]
+) -> Iterator[tuple[str, Way]]:
+    """Give every way of answering that there is for this model, here."""
+    model = bundle.model.to(device).eval()
+    yield "float32", model
+
+    def cast(x: Tensor) -> Tensor:
+        with autocast(device, "bf16"):
+            answer: Tensor = model(x)
+        return answer
+
+    yield "autocast", cast
+    yield "bf16", vitrail.accelerate(model)
+    yield "bf16, exact GELU", vitrail.accelerate(model, exact=True)
+    wanted: list[tuple[str, dict[str, Any]]] = [("fp8", {"precision": "fp8", "calibration": calibration})]
+    wanted += [(f"bf16, merge {tokens}", {"merge": tokens}) for tokens in merges]
+    for name, options in wanted:
+        try:
+            yield name, vitrail.accelerate(model, **options)
+        except ConfigError as error:
+            print(f"{name}: left out, {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a faster way of answering costs.")
+    parser.add_argument("model", help="anything that vitrail.load opens")
+    parser.add_argument("data", help="labelled pictures: a folder, a manifest, shards, digits")
+    parser.add_argument("--calibration", help="pictures to scale fp8 by (default: the same)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=500)
+    parser.add_argument("--merge", type=int, nargs="*", default=[1, 2, 4], help="tokens merged in every block")
+    options = parser.parse_args()
+    device, bundle = torch.device(options.device), vitrail.load(options.model)
+    source = open_source(options.data)
+    like = open_source(options.calibration) if options.calibration else source
+    calibration, _ = next(pictures(like, bundle, device, CALIBRATION))
+    names = [source.classes.index(name) for name in bundle.classes or source.classes]
+    exact = fast = None
+    print(
+        f"{'way':18} {'accuracy':>8} {'like float32':>12} {'like bf16':>10} {'error':>8}   ({len(source):,} pictures)"
+    )
+    for name, way in ways(bundle, device, calibration, options.merge):
+        answers, labels = [], []
+        with torch.inference_mode():
+            for batch, found in pictures(source, bundle, device, options.batch):
+                answers.append(way(batch).float().cpu())
+                labels.append(found)
+        logits, first = torch.cat(answers), np.array(names)[torch.cat(answers).argmax(dim=1)]
+        exact = logits if name == "float32" else exact
+        fast = first if name == "bf16" else fast
+        error = float((logits - exact).norm() / exact.norm()) if exact is not None else 0.0
+        same = np.array(names)[exact.argmax(dim=1)] == first if exact is not None else np.ones(1)
+        alike = "-" if fast is None else f"{(fast == first).mean():.4f}"
+        right = (first == torch.cat(labels).numpy()).mean()
+        print(f"{name:18} {right:8.4f} {same.mean():12.4f} {alike:>10} {error:8.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
