@@ -287,8 +287,8 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 
 LIMITED = """
 import resource, sys
-# What is drawn at the end of a run needs room of its own, which is no matter of the batch.
-sys.modules.update(dict.fromkeys(("matplotlib", "tensorboard", "pyarrow")))
+# What is drawn at the end of a run, and a compiler that torch looks for, need room of their own, whatever the batch.
+sys.modules.update(dict.fromkeys(("matplotlib", "tensorboard", "pyarrow", "triton")))
 import vitrail.training.train
 from vitrail.__main__ import main
 used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize"))
