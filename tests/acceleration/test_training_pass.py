@@ -194,3 +194,16 @@ def test_the_operators_keep_to_what_torch_asks_of_them() -> None:
     x = torch.randn(6, 4, dtype=torch.bfloat16)
     torch.library.opcheck(gelu_gradient, (x, x.flip(0)))
     torch.library.opcheck(joined_gradient, (x, x.flip(0), x.flip(1)))
+
+
+@pytest.mark.parametrize("turned", [0, 1])
+def test_gradients_lie_in_rows_however_they_came(turned: int) -> None:
+    """As the kernels write them: compiled code is told so before anything is computed."""
+    given = [torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(6, 4, dtype=torch.bfloat16)]
+    expected = gelu_gradient(*given)
+    given[turned] = given[turned].t().contiguous().t()
+    found = gelu_gradient(*given)
+    assert found[0].is_contiguous()
+    assert all(map(torch.equal, found, expected))
+    torch.library.opcheck(gelu_gradient, tuple(given))
+    assert joined_gradient(*[given[turned]] * 3)[0].is_contiguous()
