@@ -45,7 +45,8 @@ def gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 @gelu_gradient.register_fake
 def _(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     # Rows one behind the other, as the kernel writes them, however the gradient lies: compiled code relies on it.
-    return x.new_empty(x.shape), x.new_empty(x.shape[1], dtype=torch.float32)
+    rows = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    return rows, x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 @torch.library.custom_op("vitrail::joined_gradient", mutates_args=())
