@@ -240,6 +240,14 @@ def test_gradients_side_by_side() -> None:
     assert torch.allclose(summed, joined.sum(dim=0))
 
 
+def test_sums_over_many_tokens_are_made_in_float32() -> None:
+    """In bf16 a sum of thousands would lose what is added last."""
+    x = torch.rand(5000, 4).bfloat16()
+    for rows, summed in (gelu_gradient(x, x), joined_gradient(x, x, x)):
+        assert summed.dtype == torch.float32
+        assert torch.allclose(summed.double(), rows.double().sum(dim=0), rtol=1e-5)
+
+
 def test_the_operators_keep_to_what_torch_asks_of_them() -> None:
     x = torch.randn(6, 4, dtype=torch.bfloat16)
     torch.library.opcheck(gelu_gradient, (x, x.flip(0)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged
-from vitrail.runtime import Processes
+from vitrail.runtime import Precision, Processes
 from vitrail.training.folder import Journal
 from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
@@ -118,14 +118,32 @@ def test_a_loss_that_explodes_is_explained_as_if_it_had_been_waited_for(
     assert said[0] == said[1]
 
 
+def begin(precision: Precision = "float32", *, fused: bool = True) -> tuple[Stepper, State]:
+    model, recipe = tiny(), Recipe(optimizer=Optimizer(kind="adamw", lr=0.01))
+    state = State(model, make_optimizer(model, recipe.optimizer, fused=fused), None, Progress())
+    exact, cpu = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3), torch.device("cpu")
+    return Stepper(recipe, exact, cpu, precision, None, Team(Processes(), cpu)), state
+
+
+@pytest.mark.usefixtures("ahead")
+def test_where_a_step_cannot_be_left_out_it_is_waited_for() -> None:
+    (batch,) = batches(1)
+    stepper, state = begin("fp16")
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+    assert stepper.take(state, state.model, batch, 0.01).ready is None
+    assert (same(state.model.state_dict(), before), state.scaler.get_scale()) == (True, 2.0**126)
+    stepper, state = begin(fused=False)
+    assert stepper.take(state, state.model, batch, 0.01).ready is None
+    stepper, state = begin()
+    assert stepper.take(state, state.model, batch, 0.01).ready is not None
+
+
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(where: str) -> None:
-    model, recipe = tiny(), Recipe(optimizer=Optimizer(kind="adamw", lr=0.01))
-    state = State(model, make_optimizer(model, recipe.optimizer), None, Progress())
-    exact = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
-    stepper = Stepper(recipe, exact, torch.device("cpu"), "float32", None, Team(Processes(), torch.device("cpu")))
-    first, second = batches(2)
+    stepper, state = begin()
+    model, (first, second) = state.model, batches(2)
     stepper.take(state, model, first, 0.01).read()
     if where == "gradient":
         model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
