@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from tests.acceleration.tiny import KINDS, bundle, pixels
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitrail.acceleration.cuda.attention import for_training
 from vitrail.acceleration.cuda.gradients import gelu, gelu_gradient, joined_gradient
 from vitrail.acceleration.training_pass import TrainingPass, can_hasten
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
 HASTENED = [kind for kind in KINDS if can_hasten(bundle(kind).model.config) and bundle(kind).model.config.classes]
@@ -85,27 +87,42 @@ def test_what_would_be_computed_wrongly_is_refused(kind: str) -> None:
         TrainingPass(made.model)
 
 
+def test_pictures_of_another_size_are_refused() -> None:
+    model, pictures, _ = given("plain")
+    with pytest.raises(InputError) as wanted:
+        model(pictures[:, :, :8])
+    with pytest.raises(InputError) as found:
+        TrainingPass(model)(pictures[:, :, :8])
+    assert str(found.value) == str(wanted.value)
+
+
 def test_with_gradient_checkpointing() -> None:
     model, pictures, labels = given("plain", stochastic_depth=0.4, depth=3)
     expected = gradients(model, TrainingPass(model), pictures, labels)
     model.gradient_checkpointing = True
+    computed: list[int] = []
+    for number, block in enumerate(model.blocks):
+        block.mlp.fc2.register_forward_pre_hook(lambda *_, number=number: computed.append(number))
     found = gradients(model, TrainingPass(model), pictures, labels)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert computed == [0, 1, 2, 2, 1, 0]  # again on the way back
 
 
-@pytest.mark.parametrize("kind", ["plain", "mean_of_all", "swiglu"])
-def test_under_autocast(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "activation"), [("plain", "gelu"), ("mean_of_all", "gelu"), ("plain", "swiglu"), ("plain", "relu")]
+)
+def test_under_autocast(kind: str, activation: str) -> None:
     """The stream is bf16, gradients of trained numbers are float32, and as near to the exact ones as autocast's."""
-    changes = {"activation": "swiglu"} if kind == "swiglu" else {}
-    model, pictures, labels = given("plain" if kind == "swiglu" else kind, layer_scale=0.5, depth=3, **changes)
+    model, pictures, labels = given(kind, layer_scale=0.5, depth=3, activation=activation)
     exact = gradients(model.double(), model, pictures.double(), labels)
     model.float()
-    seen: set[torch.dtype] = set()
-    model.blocks[-1].mlp.fc2.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         usual = gradients(model, model, pictures, labels)
+        streams: list[torch.dtype] = []
+        behind = model.norm if kind == "plain" else model.fc_norm  # which sees the stream as it leaves the blocks
+        behind.register_forward_hook(lambda _, inputs, __: streams.append(inputs[0].dtype))
         found = gradients(model, TrainingPass(model), pictures, labels)
-    assert seen == {torch.bfloat16}
+    assert streams == [torch.bfloat16]
     assert set(found) == set(exact)
     for name, value in exact.items():
         assert name == "logits" or found[name].dtype == torch.float32
@@ -167,6 +184,39 @@ def test_which_models_are_hastened() -> None:
     assert {"rope", "relative", "conv_stem"} == {kind for kind in KINDS if not can_hasten(bundle(kind).model.config)}
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "trusted"),
+    [(197, 197, True), (65, 65, True), (64, 64, False), (192, 192, False), (128, 128, False), (1, 197, False)],
+)
+def test_cudnn_is_kept_from_the_lengths_it_is_wrong_for(queries: int, keys: int, trusted: bool) -> None:
+    found = for_training(queries, keys)
+    assert (SDPBackend.CUDNN_ATTENTION in found) == trusted
+    assert {SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH} <= set(found)
+
+
+def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the caller has chosen: the choice is part of what is compiled."""
+    asked: list[tuple[int, int]] = []
+    inside: list[bool] = []
+
+    def chosen(queries: int, keys: int) -> list[SDPBackend]:
+        asked.append((queries, keys))
+        return [SDPBackend.MATH]
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        inside.append(torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled())
+        return attention(*args, **options)
+
+    attention = F.scaled_dot_product_attention
+    monkeypatch.setattr("vitrail.acceleration.training_pass.for_training", chosen)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    model, pictures, _ = given("plain", depth=3)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        TrainingPass(model)(pictures)
+    assert asked == [(9, 9), (9, 9), (1, 9)]
+    assert inside == [True] * 3
+
+
 # ── the layers with a gradient of their own ──
 
 
@@ -190,7 +240,28 @@ def test_gradients_side_by_side() -> None:
     assert torch.allclose(summed, joined.sum(dim=0))
 
 
+def test_sums_over_many_tokens_are_made_in_float32() -> None:
+    """In bf16 a sum of thousands would lose what is added last."""
+    x = torch.rand(5000, 4).bfloat16()
+    for rows, summed in (gelu_gradient(x, x), joined_gradient(x, x, x)):
+        assert summed.dtype == torch.float32
+        assert torch.allclose(summed.double(), rows.double().sum(dim=0), rtol=1e-5)
+
+
 def test_the_operators_keep_to_what_torch_asks_of_them() -> None:
     x = torch.randn(6, 4, dtype=torch.bfloat16)
     torch.library.opcheck(gelu_gradient, (x, x.flip(0)))
     torch.library.opcheck(joined_gradient, (x, x.flip(0), x.flip(1)))
+
+
+@pytest.mark.parametrize("turned", [0, 1])
+def test_gradients_lie_in_rows_however_they_came(turned: int) -> None:
+    """As the kernels write them: compiled code is told so before anything is computed."""
+    given = [torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(6, 4, dtype=torch.bfloat16)]
+    expected = gelu_gradient(*given)
+    given[turned] = given[turned].t().contiguous().t()
+    found = gelu_gradient(*given)
+    assert found[0].is_contiguous()
+    assert all(map(torch.equal, found, expected))
+    torch.library.opcheck(gelu_gradient, tuple(given))
+    assert joined_gradient(*[given[turned]] * 3)[0].is_contiguous()

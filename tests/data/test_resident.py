@@ -68,8 +68,9 @@ def test_a_part_of_several_processes(folder: Path) -> None:
     assert torch.equal(torch.cat([part.pixels for part in parts]), whole.pixels)
 
 
-def test_bad_files_are_replaced_and_told_once(folder: Path) -> None:
-    (folder / "a" / "1.png").write_text("no picture")
+@pytest.mark.parametrize("bad", ["a/1.png", "a/4.png", "b/4.png"], ids=["", "before another class", "the last"])
+def test_bad_files_are_replaced_and_told_once(folder: Path, bad: str) -> None:
+    (folder / bad).write_text("no picture")
     data = training(folder)
     found = list(Resident(data, CPU, 0).batches(0, 10))
     expected = list(training_batches(data, 0, 10, workers=0))
@@ -78,7 +79,7 @@ def test_bad_files_are_replaced_and_told_once(folder: Path) -> None:
         assert torch.equal(one.indices, other.indices)
         assert torch.equal(one.labels, other.labels)
     assert [len(batch.bad) for batch in found] == [1] + [0] * 9
-    with pytest.raises(DataError, match=r"1\.png"):
+    with pytest.raises(DataError, match=bad[2:]):
         Resident(training(folder, bad_files="refuse"), CPU, 0)
 
 

@@ -162,9 +162,9 @@ class _Run:
                 # The step before is asked for its numbers when this one is on its way, so that the device never waits.
                 self._settle(underway)
                 underway.put(taken, batch, rate, waited)
-                stop = self.team.largest(asked())
-                late = time.monotonic() - saved > 60 * plan.recipe.save_minutes
-                if self._on_cuda() and not (late or stop or progress.step in evaluate_at):
+                # Of one mind, also about the time: a process that reads its numbers sooner would diverge sooner.
+                stop, late = self.team.largest(asked(), time.monotonic() - saved > 60 * plan.recipe.save_minutes)
+                if taken.ready is not None and not (late or stop or progress.step in evaluate_at):
                     continue
                 self._settle(underway)
                 ended = progress.step in evaluate_at and self._measure()

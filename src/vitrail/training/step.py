@@ -39,23 +39,26 @@ class Taken(NamedTuple):
     """A step that the device may still be busy with: its numbers are there once they are asked for."""
 
     number: int
-    losses: list[Tensor]
-    corrects: list[Tensor]
-    norm: Tensor
+    numbers: Tensor
+    """The losses of its parts, their numbers of right answers, both added up over all processes, and the norm of the
+    gradient. Of a GPU's this is a copy that is on its way to here."""
+    ready: torch.cuda.Event | None
+    """When that copy is here; None where there is nothing to wait for. To ask the device for a number instead would be
+    to wait until it is done with all it has, which is the step after this one, too."""
+    processes: int
     left_out: bool
     """Whether a step that does not count has changed nothing: fp16's too large gradients, which are no accident."""
-    team: Team
 
     def read(self) -> Stepped:
-        """Wait for the device, and say what the step came to."""
-        loss = sum(float(part) for part in self.losses) / len(self.losses)
-        total, right = self.team.sums(loss, sum(int(part) for part in self.corrects))
-        stepped = Stepped(total / self.team.processes.size, round(right), float(self.norm))
-        if not (math.isfinite(stepped.loss) and (math.isfinite(stepped.gradient_norm) or self.left_out)):
-            raise Diverged(
-                f"step {self.number}: the loss is {stepped.loss}, the norm of the gradient {stepped.gradient_norm}"
-            )
-        return stepped
+        """Wait for this step, and say what it came to; no other process is asked."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        *parts, norm = self.numbers.tolist()
+        micros = len(parts) // 2
+        loss, correct = sum(parts[:micros]) / micros / self.processes, round(sum(parts[micros:]))
+        if not (math.isfinite(loss) and (math.isfinite(norm) or self.left_out)):
+            raise Diverged(f"step {self.number}: the loss is {loss}, the norm of the gradient {norm}")
+        return Stepped(loss, correct, norm)
 
 
 class Stepper(NamedTuple):
@@ -79,12 +82,17 @@ class Stepper(NamedTuple):
         On a GPU nothing here waits for it, so that the next step can be on its way before this one is done. Where that
         is not possible, a step that diverged is known here.
         """
-        taken = self._gradients(state, forward, batch)
+        number = state.progress.step
+        numbers = self._gradients(state, forward, batch)
         set_learning_rate(state.optimizer, rate)
-        if self.device.type == "cuda" and can_leave_out(state.optimizer) and not state.scaler.is_enabled():
-            finite = torch.stack([number.isfinite() for number in (taken.norm, *taken.losses)]).all()
-            step_unless(~finite, state.optimizer)
+        if self.runs_ahead and can_leave_out(state.optimizer) and not state.scaler.is_enabled():
+            # Sent before the update, so that it is here as soon as it is known.
+            taken = Taken(number, *_on_its_way(numbers), self.team.processes.size, left_out=False)
+            step_unless(~numbers.isfinite().all(), state.optimizer)
         else:
+            # In fp16 a too large gradient is no accident: the step is left out, and the next one scaled by less.
+            left_out = state.scaler.is_enabled() and state.scaler.get_scale() > 1
+            taken = Taken(number, numbers.cpu(), None, self.team.processes.size, left_out)
             taken.read()
             state.scaler.step(state.optimizer)
             state.scaler.update()
@@ -94,8 +102,8 @@ class Stepper(NamedTuple):
             state.average.update(state.model, state.progress.step)
         return taken
 
-    def _gradients(self, state: State, forward: nn.Module, batch: Batch) -> Taken:
-        """Compute the gradients of a batch, part by part, and clip them."""
+    def _gradients(self, state: State, forward: nn.Module, batch: Batch) -> Tensor:
+        """Compute the gradients of a batch, part by part, and clip them; return what `Taken.numbers` says."""
         number, micros = state.progress.step, self.recipe.micro_batches
         state.optimizer.zero_grad(set_to_none=True)
         attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
@@ -115,9 +123,15 @@ class Stepper(NamedTuple):
             state.scaler.unscale_(state.optimizer)
         trained = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
         norm = clip_gradients(trained, self.recipe.optimizer.clip)
-        # In fp16 a gradient that is too large is no accident: the step is left out, and the next one scaled by less.
-        left_out = state.scaler.is_enabled() and state.scaler.get_scale() > 1
-        return Taken(number, losses, corrects, norm, left_out, self.team)
+        wide = torch.promote_types(norm.dtype, torch.float32)
+        numbers = torch.stack([number.to(wide) for number in (*losses, *corrects, norm)])
+        self.team.add_up(numbers[:-1])  # the norm is that of all processes already
+        return numbers
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether this process may go on while the device is still busy."""
+        return self.device.type == "cuda"
 
     @property
     def mixed(self) -> bool:
@@ -137,6 +151,14 @@ class Stepper(NamedTuple):
         targets = objectives.targets(part.labels, logits.shape[-1], objective, part.share if self.mixed else None)
         loss = objectives.loss(logits, targets, objective, self.weights)
         return loss, (logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum()
+
+
+def _on_its_way(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Begin to copy numbers from a GPU, and say when they are here."""
+    copy = numbers.to("cpu", non_blocking=True)  # into pinned memory
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(numbers.device))
+    return copy, ready
 
 
 @torch.no_grad()

@@ -46,21 +46,18 @@ class Team(NamedTuple):
         held: AbstractContextManager[Any] = forward.no_sync()  # type: ignore[operator]
         return held
 
-    def sums(self, *numbers: float) -> list[float]:
-        """Return each number added up over all processes."""
+    def add_up(self, numbers: Tensor) -> None:
+        """Make numbers on the device their sums over all processes; on a GPU nobody waits for them."""
+        if not self.alone:
+            dist.all_reduce(numbers)
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Return the largest of each of the numbers that the processes have."""
         if self.alone:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return [float(number) for number in total]
-
-    def largest(self, number: int) -> int:
-        """Return the largest of the numbers that the processes have."""
-        if self.alone:
-            return number
-        found = torch.tensor(number, dtype=torch.int64, device=self.device)
+        found = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+        return [int(number) for number in found.tolist()]
 
     def gathered(self, value: T) -> list[T]:
         """Return what every process has, in their order."""

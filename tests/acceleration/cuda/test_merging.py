@@ -228,3 +228,11 @@ def test_as_many_as_may_be(changes: dict[str, Any]) -> None:
     most = model.config.patches // (merges + 1)
     assert read_merging(most, model.config, merges) == Merging(most)
     assert answers(FastModel(model, EXACT, merge=most), pictures).isfinite().all()
+
+
+def test_likeness_is_a_matter_of_direction_and_not_of_length() -> None:
+    keys = torch.tensor([[1.0, 0.0], [0.1, 0.0], [0.0, 1.0], [10.0, 10.0]])[None, :, None]
+    x = torch.tensor([[0.0], [2.0], [4.0], [6.0]])[None]
+    tokens, sizes = merge(x, None, keys, 1, before=0, after=0)
+    assert tokens.flatten().tolist() == [4.0, 1.0, 6.0]  # the first has gone into the second, which points its way
+    assert sizes.flatten().tolist() == [1.0, 2.0, 1.0]

@@ -38,13 +38,15 @@ def gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         from vitrail.acceleration.cuda.gradient_kernels import gelu_gradient as fused
 
         return fused(gradient, x)
-    before = (gradient.float() * _half_and(x.float(), SLOPE)).to(x.dtype)
+    before = (gradient.float() * _half_and(x.float(), SLOPE)).to(x.dtype).contiguous()
     return before, before.float().sum(dim=0)
 
 
 @gelu_gradient.register_fake
 def _(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gradient), x.new_empty(x.shape[1], dtype=torch.float32)
+    # Rows one behind the other, as the kernel writes them, however the gradient lies: compiled code relies on it.
+    rows = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    return rows, x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 @torch.library.custom_op("vitrail::joined_gradient", mutates_args=())

@@ -49,6 +49,9 @@ class Replayed:
         self._kept = [tensor.detach() for tensor in kept]
         self._lock = threading.Lock()
         self._pool: Any = None  # torch has a type for it, under a private name
+        self._aside: torch.cuda.Stream | None = None
+        """Where all is recorded. Matrix products keep memory to work with for each stream, as long as the process
+        lives, and their recordings write to it: one stream for all that is replayed by turns, and for nobody else."""
         self._free: torch.cuda.Event | None = None
         """When the device has done with what was asked last: all recordings share their memory."""
 
@@ -74,13 +77,13 @@ class Replayed:
         return next((size for size in self.sizes if size >= count), None) if count else None
 
     def _record(self, key: _Key, x: Tensor) -> "_Recording":
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if self._pool is None or self._aside is None:
+            self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         form = torch.channels_last if key.channels_last else torch.contiguous_format
         given = torch.zeros(key.shape, dtype=key.dtype, device=self.device).to(memory_format=form)
         given[: len(x)].copy_(x)
         with _recording:
-            return _Recording(self.function, given, self._pool)
+            return _Recording(self.function, given, self._pool, self._aside)
 
     def _replay(self, recording: "_Recording", x: Tensor) -> Tensor:
         here = torch.cuda.current_stream()
@@ -98,9 +101,11 @@ class Replayed:
 class _Recording:
     """One graph, with the memory that it reads and writes."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], given: Tensor, pool: Any) -> None:
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], given: Tensor, pool: Any, aside: torch.cuda.Stream
+    ) -> None:
         self.given = given
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        here = torch.cuda.current_stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
             for _ in range(WARM_UPS):

@@ -1,0 +1,162 @@
+"""On a GPU a step's numbers are read when the next one is on its way. The run is the one that waits for each step."""
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training.plain_loop import batches, tiny
+from torch import Tensor
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import Diverged
+from vitrail.runtime import Precision, Processes
+from vitrail.training.folder import Journal
+from vitrail.training.optimizers import Optimizer, make_optimizer
+from vitrail.training.recipe import Recipe
+from vitrail.training.signals import Stopped
+from vitrail.training.state import Progress, State
+from vitrail.training.step import Stepper, Taken
+from vitrail.training.team import Team
+from vitrail.training.train import train
+
+SMALL = ["batch=64", "steps=9", "evaluations=2", "model.width=16", "model.depth=1", "model.heads=2", "micro_batches=2"]
+
+
+class Arrival:
+    """Stands for a GPU's event: counts those that nobody has asked about."""
+
+    open = 0
+    most = 0
+
+    def __init__(self) -> None:
+        self.asked = False
+        Arrival.open += 1
+        Arrival.most = max(Arrival.most, Arrival.open)
+
+    def synchronize(self) -> None:
+        Arrival.open -= not self.asked
+        self.asked = True
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU go the way of a GPU: what it computes is there at once, but nobody looks."""
+
+    def on_its_way(numbers: Tensor) -> tuple[Tensor, Any]:
+        return numbers.clone(), Arrival()
+
+    Arrival.open = Arrival.most = 0
+    monkeypatch.setattr(Stepper, "runs_ahead", True)
+    monkeypatch.setattr("vitrail.training.step._on_its_way", on_its_way)
+
+
+def go(folder: Path, *changes: str) -> None:
+    train("digits", changes=[*SMALL, *changes], folder=folder, device="cpu", workers=0, quiet=True)
+
+
+def saved(folder: Path) -> tuple[int, dict[str, Tensor]]:
+    newest = max((folder / "state").glob("[0-9]*"))
+    return int(newest.name), load_file(newest / "state.safetensors")
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    go(folder)
+    return folder
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize(("minutes", "most"), [("10", 2), ("0", 1)])
+def test_the_journal_and_the_weights_are_the_same(minutes: str, most: int, straight: Path, tmp_path: Path) -> None:
+    go(tmp_path / "run", f"save_minutes={minutes}")
+    assert list(Journal.read(tmp_path / "run")) == list(Journal.read(straight))
+    assert same(saved(tmp_path / "run")[1], saved(straight)[1])
+    assert (Arrival.most, Arrival.open) == (most, 0)  # one step ahead, and none where every step is saved
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_signal_saves_a_step_whose_numbers_are_told(straight: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def ask_to_stop() -> None:
+        journal = folder / "metrics.jsonl"
+        while not journal.exists() or journal.read_text().count("\n") < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask_to_stop, daemon=True).start()
+    with pytest.raises(Stopped):
+        go(folder, "steps=2000")
+    rows = [row["step"] for row in Journal.read(folder) if "loss" in row]
+    assert rows == list(range(1, saved(folder)[0] + 1))
+    assert len(rows) < 1000  # where it is measured, and would be saved anyway
+
+
+def test_a_loss_that_explodes_is_explained_as_if_it_had_been_waited_for(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    changes = ["optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
+    said = []
+    for way in ("waited", "ahead"):
+        if way == "ahead":
+            request.getfixturevalue("ahead")
+        with pytest.raises(Diverged) as found:
+            go(tmp_path / way, "steps=100", "evaluations=1", *changes)
+        said.append(re.sub(r"saved state is kept in .*", "", str(found.value)))
+        assert not (tmp_path / way / "state").exists() or not list((tmp_path / way / "state").glob("[0-9]*"))
+    assert said[0] == said[1]
+
+
+def begin(precision: Precision = "float32", *, fused: bool = True) -> tuple[Stepper, State]:
+    model, recipe = tiny(), Recipe(optimizer=Optimizer(kind="adamw", lr=0.01))
+    state = State(model, make_optimizer(model, recipe.optimizer, fused=fused), None, Progress())
+    exact, cpu = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3), torch.device("cpu")
+    return Stepper(recipe, exact, cpu, precision, None, Team(Processes(), cpu)), state
+
+
+@pytest.mark.usefixtures("ahead")
+def test_where_a_step_cannot_be_left_out_it_is_waited_for() -> None:
+    (batch,) = batches(1)
+    stepper, state = begin("fp16")
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+    assert stepper.take(state, state.model, batch, 0.01).ready is None
+    assert (same(state.model.state_dict(), before), state.scaler.get_scale()) == (True, 2.0**126)
+    stepper, state = begin(fused=False)
+    assert stepper.take(state, state.model, batch, 0.01).ready is None
+    stepper, state = begin()
+    assert stepper.take(state, state.model, batch, 0.01).ready is not None
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(where: str) -> None:
+    stepper, state = begin()
+    model, (first, second) = state.model, batches(2)
+    stepper.take(state, model, first, 0.01).read()
+    if where == "gradient":
+        model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+    else:
+        second = second._replace(pixels=torch.full_like(second.pixels, float("nan"), dtype=torch.float32))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    taken = stepper.take(state, model, second, 0.01)
+    assert same(model.state_dict(), before)
+    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the norm of the gradient nan"):
+        taken.read()
+
+
+def test_the_mean_over_parts_and_processes() -> None:
+    taken = Taken(4, torch.tensor([1.0, 3.0, 5.0, 2.0, 0.5]), None, processes=2, left_out=False)
+    assert taken.read() == (1.0, 7, 0.5)

@@ -1,0 +1,40 @@
+"""A step's numbers come from a GPU without waiting for what it does after it. By hand with `make test-gpu`."""
+
+import pytest
+import torch
+from tests.training.plain_loop import batches, tiny
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.runtime import Processes
+from vitrail.training.optimizers import Optimizer, make_optimizer
+from vitrail.training.recipe import Recipe
+from vitrail.training.state import Progress, State
+from vitrail.training.step import Stepper
+from vitrail.training.team import Team
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+
+
+def test_nobody_waits_for_the_step_that_follows() -> None:
+    model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind="adamw", lr=0.01))
+    state = State(model, make_optimizer(model, recipe.optimizer), None, Progress())
+    exact = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    stepper = Stepper(recipe, exact, CUDA, "float32", None, Team(Processes(), CUDA))
+    data = [batch.to(CUDA) for batch in batches(3)]
+    stepper.step(state, model, data[0], 0.01)  # in which libraries take their memory
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        taken = stepper.take(state, model, data[1], 0.01)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda._sleep(4_000_000_000)  # some seconds of work behind it
+    stepped = taken.read()
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    assert taken.read() == stepped
+    assert stepped.gradient_norm > 0
