@@ -200,7 +200,8 @@ class _Run:
         model, recipe = self.state.model, self.plan.recipe
         if not recipe.compile:
             return self.team.wrapped(model)
-        shorter = self._on_cuda() and self.where.precision == "bf16" and not recipe.deterministic
+        # Not beside other processes: what torch 2.11 makes of gradients of our own, it cannot cut up for their exchange.
+        shorter = self._on_cuda() and self.team.alone and self.where.precision == "bf16" and not recipe.deterministic
         if shorter and isinstance(model, ViT) and can_hasten(model.config):
             model = TrainingPass(model)
         return torch.compile(self.team.wrapped(model))  # type: ignore[return-value]
