@@ -200,7 +200,7 @@ class _Run:
         model, recipe = self.state.model, self.plan.recipe
         if not recipe.compile:
             return self.team.wrapped(model)
-        # Not beside other processes: what torch 2.11 makes of gradients of our own, it cannot cut up for their exchange.
+        # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
         shorter = self._on_cuda() and self.team.alone and self.where.precision == "bf16" and not recipe.deterministic
         if shorter and isinstance(model, ViT) and can_hasten(model.config):
             model = TrainingPass(model)
