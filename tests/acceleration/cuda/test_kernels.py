@@ -176,6 +176,15 @@ def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
     assert same_but_for_one_step(low, passes.to_fp8(expected.float(), 0.1))
 
 
+def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the fast encoder call the kernels, as it does on a GPU, for everything but the products."""
+    for module in (encoder, products):
+        monkeypatch.setattr(module, "activate", kernels.activate)
+    monkeypatch.setattr(encoder, "norm", kernels.norm)
+    monkeypatch.setattr(model, "cut_patches", kernels.cut_patches)
+    monkeypatch.setattr(model, "add_table", kernels.add_table)
+
+
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if encoder.can_fold(bundle(kind).model.config)])
 @pytest.mark.parametrize("count", [1, 3])
@@ -188,11 +197,7 @@ def test_every_kind_of_model_with_kernels_for_its_passes(
     fast = FastModel(made.model, Numbers(torch.float32, exact=True))
     with torch.inference_mode():
         expected = fast(pictures)
-        for module in (encoder, products):
-            monkeypatch.setattr(module, "activate", kernels.activate)
-        monkeypatch.setattr(encoder, "norm", kernels.norm)
-        monkeypatch.setattr(model, "cut_patches", kernels.cut_patches)
-        monkeypatch.setattr(model, "add_table", kernels.add_table)
+        take_kernels(monkeypatch)
         assert relative_error(fast(pictures), expected) < 1e-5
 
 
@@ -207,11 +212,7 @@ def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypat
     fast = FastModel(made.model, Numbers(torch.float32, exact=True, scales=scales))
     with torch.inference_mode():
         expected = fast(pictures)
-        for module in (encoder, products):
-            monkeypatch.setattr(module, "activate", kernels.activate)
-        monkeypatch.setattr(encoder, "norm", kernels.norm)
-        monkeypatch.setattr(model, "cut_patches", kernels.cut_patches)
-        monkeypatch.setattr(model, "add_table", kernels.add_table)
+        take_kernels(monkeypatch)
         found = fast(pictures)
     # In fp8 the interpreter loses half of every number that is rounded up to a power of two.
     assert relative_error(found, expected) < (0.3 if low else 1e-5)
