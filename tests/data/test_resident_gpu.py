@@ -5,6 +5,7 @@ from contextlib import closing
 import pytest
 import torch
 
+from vitrail.data import resident
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.augmentation.randaugment import RandAugment
@@ -29,7 +30,11 @@ def training() -> Training:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_same_batches_while_the_device_is_busy(training: Training, workers: int) -> None:
+@pytest.mark.parametrize("replayed", [False, True])
+def test_the_same_batches_while_the_device_is_busy(
+    training: Training, workers: int, replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident, "REPLAYED", replayed)
     expected = list(Resident(training, torch.device("cpu"), workers).batches(5, 25))
     busy = torch.randn(4096, 4096, device="cuda")
     with closing(Resident(training, torch.device("cuda"), workers).batches(5, 25)) as batches:

@@ -29,6 +29,8 @@ from vitrail.errors import ConfigError, DataError
 READ_AT_ONCE = 256
 LAYOUTS = 8
 """How many layouts are remembered; most batches have the same one."""
+REPLAYED = False
+"""Whether a CUDA device replays what it did for the batch before. Off until that has run on one (docs/lab/gpu.md)."""
 MOST_DRAWING = 4
 """How many workers draw: one draws tens of thousands of pictures a second, and more only take memory."""
 MOST_BYTES = 32 * 2**30
@@ -127,7 +129,7 @@ class Resident:
         made = self._computed(planned.layout, memory.to(self.device, non_blocking=True))
         if planned.layout in self.recorded:  # computed once already, so that nothing is done for the first time
             self.recorded[planned.layout] = _Recording(self._computed, planned.layout, memory.to(self.device))
-        elif len(self.recorded) < LAYOUTS:
+        elif REPLAYED and len(self.recorded) < LAYOUTS:
             self.recorded[planned.layout] = None
         return made._replace(bad=bad)
 
@@ -142,7 +144,7 @@ class Resident:
     def _rooms(self) -> Rooms | None:
         """Return to what batches are filled up; on a CPU nothing is replayed, so that nothing need be alike."""
         data = self.training
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not REPLAYED:
             return None
         return rooms_for(data.augmentation, data.preprocess.size, len(data.stream.positions(0, data.share)))
 

@@ -39,6 +39,7 @@ from vitrail.training.starting import Start, fitted
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.step import Stepped, Stepper, Taken, first_not_finite
 from vitrail.training.team import Team
+from vitrail.training.underway import Underway
 
 
 class Watcher(Protocol):
@@ -152,7 +153,7 @@ class _Run:
         forward = self._forward()
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
-        underway = _Underway()
+        underway = Underway()
         with requests_to_stop() as asked, closing(self._batches(progress.step)) as batches:
             for batch, waited in _timed(batches):
                 self._note_bad(batch.bad)
@@ -185,7 +186,7 @@ class _Run:
         except Diverged as error:
             raise self._explained(error, batch) from None
 
-    def _settle(self, underway: "_Underway") -> None:
+    def _settle(self, underway: Underway) -> None:
         """Ask the step that is under way for its numbers, and report them."""
         if underway.taken is None or underway.batch is None:
             return
@@ -360,35 +361,6 @@ class _Run:
 
     def _on_cuda(self) -> bool:
         return self.where.device.type == "cuda"
-
-
-class _Underway:
-    """The step that the device may still be busy with, and the clock of the steps."""
-
-    def __init__(self) -> None:
-        self.taken: Taken | None = None
-        self.batch: Batch | None = None
-        self.rate = self.waited_for = 0.0
-        self.begin()
-
-    def begin(self) -> None:
-        """Start the clock."""
-        self.since, self.idle = time.monotonic(), 0.0
-
-    def waited(self, seconds: float) -> None:
-        """Say how long nothing happened here for want of pictures."""
-        self.idle += seconds
-
-    def put(self, taken: Taken, batch: Batch, rate: float, waited: float) -> None:
-        """Keep a step until its numbers are asked for."""
-        self.taken, self.batch, self.rate, self.waited_for = taken, batch, rate, waited
-
-    def done(self) -> float:
-        """Return the seconds since the step before was done, without those in which pictures were waited for."""
-        took = time.monotonic() - self.since - self.idle
-        self.taken = self.batch = None
-        self.begin()
-        return max(took, 0.0)
 
 
 def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) -> Bundle:

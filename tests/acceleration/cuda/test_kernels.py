@@ -1,6 +1,6 @@
 """The Triton kernels against the plain torch they stand for: by Triton's interpreter, or on a CUDA device.
 
-Triton is no dependency: torch brings it along where it is built for CUDA. Without it there is nothing to test here.
+Triton is no dependency but of the tests, on Linux: torch brings it along where it is built for CUDA.
 """
 
 import os
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 if not ON_GPU:
     # Read when a kernel is defined, so before the import.
     os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton", reason="Triton comes with torch's CUDA builds only")
+pytest.importorskip("triton", reason="there is no Triton for this system")
 from vitrail.acceleration.cuda import gradient_kernels, kernels  # noqa: E402
 
 # Where a number is too large for exp, the kernels count on infinity; NumPy, which interprets them, remarks on it.

@@ -24,7 +24,9 @@ def preferred_attention(device_type: str) -> AbstractContextManager[None]:
 def for_training(queries: int, keys: int) -> list[SDPBackend]:
     """Return the kernels that may compute attention whose gradient is wanted.
 
-    cuDNN's is the fastest, but its gradient is not a number on Hopper GPUs for some lengths: 64, 192, 320, … keys
-    (pytorch issue 196678), and one query (cudnn-frontend issue 1072); where keys fill whole tiles, others are as fast.
+    cuDNN's is the fastest, but its gradient is reported not to be a number on Hopper GPUs for some lengths: 64, 192,
+    320, … keys with a mask (pytorch issue 196678; runs of ours with 64 and no mask ended so, too), and one query
+    (cudnn-frontend issue 1072). So it is left out for every multiple of 64, which costs a model of 64 tokens a tenth
+    of a step, and for one query. Another report (kyutai-labs/pocket-tts 264) names no length; a run notices, and stops.
     """
     return TRUSTED if queries == 1 or keys % 64 == 0 else PREFERRED
