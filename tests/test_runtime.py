@@ -77,6 +77,26 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         pass
 
 
+def torchrun(code: str, processes: int) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    run += ["--no-python", sys.executable, "-c", code]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(run, capture_output=True, text=True, check=False, env=environment, timeout=120)
+
+
+def test_a_group_is_held_beyond_its_end() -> None:
+    """Whatever else holds it, as the model in a traceback does, is not the last to let go, which could hang."""
+    code = (
+        "import weakref, torch, torch.distributed as d\n"
+        "from vitrail.runtime import process_group\n"
+        "with process_group(torch.device('cpu')):\n"
+        "    group = weakref.ref(d.group.WORLD)\n"
+        "raise SystemExit(group() is None or d.is_initialized())\n"
+    )
+    done = torchrun(code, 1)
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_processes_meet() -> None:
     code = (
         "import torch, torch.distributed as d\n"
@@ -85,8 +105,5 @@ def test_two_processes_meet() -> None:
         "    t = torch.tensor([p.rank + 1.0]); d.all_reduce(t)\n"
         "    import sys; sys.stdout.write(f'{p.rank} {p.size} {p.is_main} {t.item()}\\n')\n"
     )
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    run += [sys.executable, "-c", code]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    done = torchrun(code, 2)
     assert sorted(done.stdout.split("\n")) == ["", "0 2 True 3.0", "1 2 False 3.0"], done.stderr

@@ -20,6 +20,10 @@ Precision = Literal["float32", "bf16", "fp16"]
 PATIENCE = datetime.timedelta(hours=1)
 """How long processes wait for one of them, which may be decoding a data set, or fetching a model."""
 _meetings = itertools.count()
+_left: list[object] = []
+"""Process groups that were left. Torch ends a group without Python's lock only where Python lets go of it last. After
+an error a traceback still holds the DistributedDataParallel that was trained, and with it the group; let go of there,
+it waits for its threads with the lock in hand, and where one of those wants the lock, for ever."""
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -137,6 +141,7 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"the processes could not meet ({error}); start them with torchrun") from None
+    _left.append(torch.distributed.group.WORLD)
     try:
         yield processes
     finally:
