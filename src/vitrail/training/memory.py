@@ -187,7 +187,7 @@ def _beside(job: Job) -> int:
 
 
 def _copies(optimizer: Optimizer) -> int:
-    """Return how many numbers an optimiser keeps for each one that is trained."""
+    """Return how many numbers an optimiser keeps for each one that is trained, at most: Muon keeps one for matrices."""
     return 2 if optimizer.kind != "sgd" else 1 if optimizer.momentum else 0
 
 

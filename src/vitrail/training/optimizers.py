@@ -12,31 +12,40 @@ from torch import Tensor, nn
 from vitrail.errors import ConfigError, suggest
 from vitrail.schema import Frozen, Rate
 from vitrail.schema import Sequence as AsTuple
+from vitrail.training.muon import Muon
 
 FUSED_DEVICES = ("cpu", "cuda", "mps")
 """Where torch has an optimiser that is one kernel."""
 STEM = ("patch_embed.", "cls_token", "dist_token", "reg_token", "mask_token", "pos_embed", "norm_pre.")
 """How the names of parameters before the first block begin."""
+UNUSED = {
+    "adamw": ("momentum", "nesterov"),
+    "adam": ("momentum", "nesterov"),
+    "sgd": ("betas", "eps"),
+    "muon": ("nesterov",),  # it always looks ahead
+}
+"""Which settings mean nothing to an optimiser."""
 
 
 class Optimizer(Frozen):
     """How gradients become new weights.
 
     `adamw` takes lr × weight_decay × weight off the weights at each step, and is what the paper means by Adam with a
-    weight decay of 0.1; `adam` and `sgd` add weight_decay × weight to the gradient, as torch does.
+    weight decay of 0.1; `adam` and `sgd` add weight_decay × weight to the gradient, as torch does. `muon` changes the
+    matrices inside blocks by orthogonal ones, and everything else as `adamw` does, with the same lr and weight_decay.
     """
 
-    kind: Literal["adamw", "adam", "sgd"] = "adamw"
+    kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     lr: Annotated[float, Field(gt=0, le=1e3)] | None = None
     """The peak of the schedule. None: left to be chosen, which must have been done when training begins."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     """On kernels only: no bias, norm, token, position or LayerScale factor decays."""
     betas: Annotated[tuple[Rate, Rate], AsTuple] = (0.9, 0.999)
-    """How slowly Adam and AdamW forget the mean of the gradients and of their squares."""
+    """How slowly Adam, AdamW and Muon's AdamW forget the mean of the gradients and of their squares."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    """Adam and AdamW: added to the root of the mean square."""
+    """Adam, AdamW and Muon's AdamW: added to the root of the mean square."""
     momentum: Rate = 0.9
-    """SGD: how slowly it forgets past gradients."""
+    """SGD and Muon: how slowly they forget past gradients; 0.95 is usual for Muon."""
     nesterov: bool = False
     """SGD: look ahead along the momentum."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -46,8 +55,7 @@ class Optimizer(Frozen):
 
     @model_validator(mode="after")
     def _only_what_it_uses(self) -> Self:
-        unused = ("betas", "eps") if self.kind == "sgd" else ("momentum", "nesterov")
-        for name in unused:
+        for name in UNUSED[self.kind]:
             value, default = getattr(self, name), type(self).model_fields[name].default
             if value != default:
                 raise ConfigError(
@@ -62,7 +70,8 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
     """Sort the parameters that are trained into groups for torch's optimisers, from the stem to the head.
 
     Each group has, beside what torch reads (`params`, `param_names`, `weight_decay`), a `name` and the `lr_scale` that
-    `set_learning_rate` multiplies the learning rate by. Order follows the model, so it is the same in every run.
+    `set_learning_rate` multiplies the learning rate by, and what `Muon` reads. Order follows the model, so it is the
+    same in every run.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
@@ -70,23 +79,26 @@ def parameter_groups(model: nn.Module, config: Optimizer) -> list[dict[str, Any]
             f"all {sum(1 for _ in model.parameters())} parameters are frozen, so nothing is left to train"
         )
     depth = 1 + max((_block_of(name) for name, _ in model.named_parameters()), default=-1)
-    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool, bool], dict[str, Any]] = {}
     for name, parameter in trained:
         level = depth + 1 if config.layer_decay is None else _level_of(name, depth)
         scale = 1.0 if config.layer_decay is None else config.layer_decay ** (depth + 1 - level)
-        decays = is_kernel(name, parameter)
+        decays, matrix = is_kernel(name, parameter), config.kind == "muon" and is_matrix(name, parameter)
         group = groups.setdefault(
-            (level, not decays),
+            (level, not matrix, not decays),
             {
-                "name": _group_name(level, depth, decays, layered=config.layer_decay is not None),
+                "name": _group_name(level, depth, decays, matrix, layered=config.layer_decay is not None),
                 "lr_scale": scale,
                 "weight_decay": config.weight_decay if decays else 0.0,
+                "matrices": matrix,
                 "params": [],
                 "param_names": [],
+                "stacked": [],
             },
         )
         group["params"].append(parameter)
         group["param_names"].append(name)
+        group["stacked"].append(3 if name.endswith(".qkv.weight") else 1)
     return [group for _, group in sorted(groups.items(), key=lambda item: item[0])]
 
 
@@ -95,6 +107,11 @@ def is_kernel(name: str, parameter: Tensor) -> bool:
     leaf = name.rpartition(".")[2]
     added = leaf.endswith("_token") or leaf.startswith("pos_embed") or leaf in ("rel_pos", "latent", "gamma")
     return parameter.ndim >= 2 and not added
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Say whether a parameter is what Muon is for: a matrix inside a block, from features to features."""
+    return _block_of(name) >= 0 and parameter.ndim == 2 and is_kernel(name, parameter)
 
 
 def make_optimizer(model: nn.Module, config: Optimizer, *, fused: bool | None = None) -> torch.optim.Optimizer:
@@ -127,6 +144,8 @@ def _torch_optimizer(groups: list[dict[str, Any]], config: Optimizer, lr: float,
             return torch.optim.Adam(groups, lr, betas=config.betas, eps=config.eps, fused=fused)
         case "sgd":
             return torch.optim.SGD(groups, lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+        case "muon":
+            return Muon(groups, lr, betas=config.betas, eps=config.eps, momentum=config.momentum, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -149,8 +168,8 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
 
 
 def can_leave_out(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether `step_unless` knows how: torch's one-kernel forms look at the device's own word for it."""
-    return all(group.get("fused") for group in optimizer.param_groups)
+    """Say whether `step_unless` knows how: torch's one-kernel forms and Muon look at the device's own word for it."""
+    return all(group.get("fused") or group["matrices"] for group in optimizer.param_groups)
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -211,8 +230,8 @@ def _level_of(name: str, depth: int) -> int:
     return depth + 1 if block < 0 else block + 1
 
 
-def _group_name(level: int, depth: int, decays: bool, *, layered: bool) -> str:
+def _group_name(level: int, depth: int, decays: bool, matrix: bool, *, layered: bool) -> str:
     """Name a group: "decay", or with layer-wise decay "blocks.3.no_decay"."""
-    kind = "decay" if decays else "no_decay"
+    kind = "matrices" if matrix else "decay" if decays else "no_decay"
     place = "stem" if level == 0 else "head" if level > depth else f"blocks.{level - 1}"
     return f"{place}.{kind}" if layered else kind
