@@ -70,7 +70,13 @@ SMALLER = {"L/16": 2, "B/16@384": 2}
 ROUNDS = 7
 JUDGED = 16
 """Pictures whose logits are compared with float64."""
+CLASSES = 100
+"""How many classes the loss curve's pictures have."""
 BF16 = torch.bfloat16
+GRAPHS = "reduce-overhead"
+"""The mode of torch.compile that records and replays CUDA graphs."""
+TUNED = "max-autotune-no-cudagraphs"
+"""The one that tries many kernels for each product."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +228,9 @@ def low(row: Row, model: ViT, **changes: Any) -> Numbers:
     return Numbers(scales=calibrate(model, row.pictures[:64].to(next(model.parameters()).dtype)), **changes)
 
 
-def learning(row: Row, trained: nn.Module, forward: nn.Module) -> Ready:
+def learning(row: Row, trained: nn.Module, forward: nn.Module, mode: str | None = None) -> Ready:
     """Make a training step: autocast, cross-entropy, fused AdamW."""
-    call = compiled(forward.to(row.device).train(), row.device)
+    call = compiled(forward.to(row.device).train(), row.device, mode)
     optimizer = torch.optim.AdamW(trained.parameters(), 1e-4, weight_decay=0.05, fused=True)
 
     def logits(pictures: Tensor) -> Tensor:
@@ -239,18 +245,18 @@ def learning(row: Row, trained: nn.Module, forward: nn.Module) -> Ready:
         return loss.detach()
 
     # AdamW keeps two numbers for each parameter.
-    return Ready(step, logits, 3 * held(trained))
+    return Ready(step, logits, 3 * held(trained), replayed=mode == GRAPHS)
 
 
-def learning_plainly(row: Row, model: nn.Module) -> Ready:
+def learning_plainly(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
     model = model.to(row.device)
-    return learning(row, model, model)
+    return learning(row, model, model, mode)
 
 
-def learning_fast(row: Row, model: ViT) -> Ready:
+def learning_fast(row: Row, model: ViT, mode: str | None = None) -> Ready:
     """Make our own training path, as `vitrail train` does when it compiles on a GPU."""
     model = model.to(row.device).train()
-    return learning(row, model, TrainingPass(model) if can_hasten(row.config) else model)
+    return learning(row, model, TrainingPass(model) if can_hasten(row.config) else model, mode)
 
 
 def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, dict[str, Maker]]:
@@ -279,14 +285,17 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail compile": lambda row: answering(row, ours(row, weights)),
         "torchvision compile": peer("torchvision"),
         "transformers compile": peer("transformers"),
-        "timm max-autotune": peer("timm", "max-autotune-no-cudagraphs"),
+        "timm max-autotune": peer("timm", TUNED),
     }
     training: dict[str, Maker] = {
         "vitrail": lambda row: learning_fast(row, ours(row, weights)),
         "timm compile": lambda row: learning_plainly(row, of_timm(row, weights)),
+        "vitrail graphs": lambda row: learning_fast(row, ours(row, weights), GRAPHS),
+        "timm graphs": lambda row: learning_plainly(row, of_timm(row, weights), GRAPHS),
         "vitrail compile": lambda row: learning_plainly(row, ours(row, weights)),
         "torchvision compile": lambda row: learning_plainly(row, of_torchvision(row, weights)),
         "transformers compile": lambda row: learning_plainly(row, of_transformers(row, weights)),
+        "timm max-autotune": lambda row: learning_plainly(row, of_timm(row, weights), TUNED),
     }
     chosen = {"inference": inference, "training": training}
     asked = re.compile("|".join(f"(?:{pattern})" for pattern in options.contestants))
@@ -452,12 +461,12 @@ def profile(row: Row, makers: dict[str, Maker]) -> None:
 def curve(row: Row, steps: int) -> list[dict[str, float]]:
     """Train plainly and by our fast path from the same weights, and print both losses.
 
-    Pictures of a class have a pattern of their own under noise. A second plain run with the batches in another order
-    shows how far two runs may lie apart.
+    Pictures of a class have a pattern of their own under noise; both runs see the same ones. A second plain run with
+    the batches in another order shows how far two runs may lie apart.
     """
-    generator = torch.Generator().manual_seed(0)
-    patterns = torch.randn(row.config.classes, *row.pictures.shape[1:], generator=generator, dtype=BF16)
-    labels = torch.randint(min(100, row.config.classes), (16, len(row.labels)), generator=generator)
+    noise = torch.Generator(row.device).manual_seed(0)
+    patterns = torch.randn(CLASSES, *row.pictures.shape[1:], generator=noise, dtype=BF16, device=row.device)
+    labels = torch.randint(CLASSES, (16, len(row.labels)), generator=noise, device=row.device)
     losses: dict[str, list[float]] = {}
     start = ViT(row.config)
     for name in ("plain", "other order", "fast"):
@@ -465,10 +474,10 @@ def curve(row: Row, steps: int) -> list[dict[str, float]]:
         made = learning_fast(row, model) if name == "fast" else learning_plainly(row, model)
         losses[name] = []
         for number in range(steps):
-            which = labels[(number * (7 if name == "other order" else 1)) % len(labels)]
-            row.labels.copy_(which)
-            row.pictures.copy_(0.3 * patterns[which])
-            row.pictures.add_(torch.randn_like(row.pictures))
+            at = number * 7 if name == "other order" else number
+            noise.manual_seed(1 + at)
+            row.labels.copy_(labels[at % len(labels)])
+            row.pictures.normal_(generator=noise).add_(patterns[row.labels], alpha=0.3)
             losses[name].append(float(cast("Tensor", made.step())))
     found = []
     for number in range(0, steps, max(1, steps // 10)):

@@ -19,8 +19,9 @@ pytestmark = [
 CUDA = torch.device("cuda")
 
 
-def test_nobody_waits_for_the_step_that_follows() -> None:
-    model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind="adamw", lr=0.01))
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+def test_nobody_waits_for_the_step_that_follows(kind: str) -> None:
+    model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind=kind, lr=0.01, clip=1.0))
     state = State(model, make_optimizer(model, recipe.optimizer), None, Progress())
     exact = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
     stepper = Stepper(recipe, exact, CUDA, "float32", None, Team(Processes(), CUDA))

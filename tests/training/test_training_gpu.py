@@ -11,6 +11,8 @@ from tests.training.test_step import CASES, EXACT, begin
 from vitrail.errors import Diverged
 from vitrail.runtime import Processes
 from vitrail.training.folder import Journal
+from vitrail.training.optimizers import Optimizer
+from vitrail.training.recipe import Recipe
 from vitrail.training.step import Stepper
 from vitrail.training.team import Team
 from vitrail.training.train import train
@@ -43,11 +45,12 @@ def test_steps_are_those_of_a_processor(name: str) -> None:
         assert torch.allclose(found["cuda"][1][key], value, rtol=1e-2, atol=1e-3), key
 
 
-def test_a_step_that_diverges_changes_no_weight_and_is_told_when_it_is_read() -> None:
-    case = CASES["clipped adamw"]
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_step_that_diverges_changes_no_weight_and_is_told_when_it_is_read(kind: str) -> None:
+    recipe = Recipe(optimizer=Optimizer(kind=kind, lr=0.01, clip=0.5))
     model, (first, second, third) = tiny().to(CUDA), batches(3)
-    state = begin(model, case.recipe())
-    stepper = Stepper(case.recipe(), EXACT, CUDA, "float32", None, Team(Processes(), CUDA))
+    state = begin(model, recipe)
+    stepper = Stepper(recipe, EXACT, CUDA, "float32", None, Team(Processes(), CUDA))
     stepper.step(state, model, first, 0.01)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     hook = model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
@@ -63,7 +66,8 @@ def test_a_step_that_diverges_changes_no_weight_and_is_told_when_it_is_read() ->
 @pytest.mark.parametrize("on_device", ["false", "true"])
 def test_a_run(compiled: str, on_device: str, tmp_path: Path) -> None:
     """Every step is in the journal once and in order, and the loss falls."""
-    changes = [*SMALL, f"compile={compiled}", f"data.on_device={on_device}"]
+    kind = "muon" if compiled == on_device else "adamw"
+    changes = [*SMALL, f"compile={compiled}", f"data.on_device={on_device}", f"optimizer.kind={kind}"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cuda", workers=2, quiet=True)
     rows = [row for row in Journal.read(tmp_path / "run") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 41))
