@@ -1,7 +1,7 @@
 """The shorter way of training changes no gradient, but for rounding where that is low."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.acceleration.cuda.attention import for_training
 from vitrail.acceleration.cuda.gradients import gelu, gelu_gradient, joined_gradient
+from vitrail.acceleration.cuda.short_attention import is_short, short_attention, short_attention_gradient
 from vitrail.acceleration.training_pass import TrainingPass, can_hasten
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
@@ -265,3 +266,63 @@ def test_gradients_lie_in_rows_however_they_came(turned: int) -> None:
     assert all(map(torch.equal, found, expected))
     torch.library.opcheck(gelu_gradient, tuple(given))
     assert joined_gradient(*[given[turned]] * 3)[0].is_contiguous()
+
+
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(64, 3, 16), (1, 1, 8), (7, 2, 4)])
+def test_attention_among_few_tokens_is_attention(tokens: int, heads: int, width: int) -> None:
+    qkv = torch.randn(2, tokens, 3 * heads * width, dtype=torch.float64).requires_grad_()
+    query, key, value = qkv.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
+    expected = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+    assert torch.allclose(short_attention(qkv.detach(), heads), expected, atol=1e-6)  # looks are float32
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    found, summed = short_attention_gradient(gradient, qkv.detach(), heads)
+    assert torch.allclose(found, qkv.grad, atol=1e-6)
+    assert summed.dtype == torch.float32
+    assert torch.allclose(summed.double(), qkv.grad.sum(dim=(0, 1)), atol=1e-4)
+    torch.library.opcheck(short_attention, (qkv.detach(), heads))
+    torch.library.opcheck(short_attention_gradient, (gradient, qkv.detach(), heads))
+
+
+def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_short(64, 64)  # until a GPU has shown that it pays
+    monkeypatch.setattr("vitrail.acceleration.cuda.short_attention.LONGEST", 64)
+    assert [is_short(*case) for case in ((64, 64), (9, 16), (65, 64), (64, 24))] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", ["plain", "mean_of_all"])
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"attention_dropout": 0.5}], ids=str)
+def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As near to the exact gradients as autocast is; and not taken where something comes between."""
+    taken: list[int] = []
+
+    def short(qkv: Tensor, heads: int) -> Tensor:
+        taken.append(heads)
+        return cast("Tensor", short_attention(qkv, heads))
+
+    monkeypatch.setattr("vitrail.acceleration.training_pass.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.training_pass.short_attention", short)
+    model, pictures, labels = given(kind, depth=3, **changes)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model, TrainingPass(model), pictures, labels)
+        usual = gradients(model, model, pictures, labels)
+    assert len(taken) == (0 if changes else 3 if kind == "mean_of_all" else 2)
+    if "attention_dropout" in changes:  # which draws for one token in the last block
+        return
+    exact = gradients(model.double(), model, pictures.double(), labels)
+    assert set(found) == set(exact)
+    for name, value in exact.items():
+        assert name == "logits" or found[name].dtype == torch.float32
+        off, allowed = ((some[name].double() - value).norm() / value.norm() for some in (found, usual))
+        assert off < 0.02 + 2 * allowed, name
+
+
+def test_short_attention_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.acceleration.training_pass.is_short", lambda *_: True)
+    torch.compiler.reset()
+    model, pictures, labels = given("mean_of_all")
+    compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(model, TrainingPass(model), pictures, labels)
+        found = gradients(model, compiled, pictures, labels)
+    assert all(torch.allclose(found[name], value, atol=1e-2) for name, value in expected.items())

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from vitrail.acceleration.cuda.attention import for_training
 from vitrail.acceleration.cuda.gradients import gelu, gelu_gradient, joined_gradient
+from vitrail.acceleration.cuda.short_attention import is_short, short_attention, short_attention_gradient
 from vitrail.acceleration.packed import token_read
 from vitrail.errors import ConfigError
+from vitrail.models.attention import Attention
 from vitrail.models.blocks import Block
 from vitrail.models.checks import check_pictures
 from vitrail.models.config import ViTConfig
@@ -85,11 +87,14 @@ class TrainingPass(nn.Module):
 def _all_tokens(block: Block, x: Tensor, places: Places) -> Tensor:
     """Map (B, T, D) to (B, T, D), in the dtype it came in."""
     x = block.place(x, places).to(x.dtype)
-    normed, (weight, bias) = _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
-    if x.dtype == torch.bfloat16:
-        query, key, value = _Qkv.apply(normed, weight.to(x.dtype), bias)  # type: ignore[no-untyped-call]
-    else:
+    attention, normed, (weight, bias) = block.attn, _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
+    if x.dtype != torch.bfloat16:
         query, key, value = F.linear(normed, weight, bias).chunk(3, dim=-1)
+    elif _is_plain(attention) and is_short(x.shape[1], attention.head_width):
+        seen = _Seen.apply(normed, weight.to(x.dtype), bias, attention.heads)  # type: ignore[no-untyped-call]
+        return _added(block, x, attention.proj_drop(attention.proj(seen)))
+    else:
+        query, key, value = _Qkv.apply(normed, weight.to(x.dtype), bias)  # type: ignore[no-untyped-call]
     return _added(block, x, _attended(block, query, key, value))
 
 
@@ -119,6 +124,11 @@ def _attended(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor
             dropout_p=attention.dropout if attention.training else 0.0,
         )
     return cast("Tensor", attention.proj_drop(attention.proj(heads.transpose(1, 2).flatten(2))))
+
+
+def _is_plain(attention: Attention) -> bool:
+    """Say whether nothing happens between queries, keys and values and their looking at each other."""
+    return isinstance(attention.q_norm, nn.Identity) and not (attention.dropout and attention.training)
 
 
 def _added(block: Block, x: Tensor, attended: Tensor) -> Tensor:
@@ -162,6 +172,24 @@ class _Qkv(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         joined, summed = joined_gradient(*(gradient.flatten(0, 1) for gradient in gradients))
         return _before(joined, x, weight), joined.t() @ x.flatten(0, 1), summed
+
+
+class _Seen(torch.autograd.Function):
+    """Tokens (B, T, D) to what they see, (B, T, inner), where they are few. The bias is float32, as is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int) -> Tensor:
+        made = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t()).view(*x.shape[:2], -1)
+        ctx.save_for_backward(x, weight, made)
+        ctx.heads = heads
+        return cast("Tensor", short_attention(made, heads))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight, made = ctx.saved_tensors
+        gradient, summed = short_attention_gradient(gradients[0], made, ctx.heads)
+        gradient = gradient.flatten(0, 1)
+        return _before(gradient, x, weight), gradient.t() @ x.flatten(0, 1), summed, None
 
 
 class _Hidden(torch.autograd.Function):

@@ -11,7 +11,7 @@ from tests.acceleration.tiny import KINDS, bundle, pixels
 from tests.peers import relative_error
 from torch import Tensor
 
-from vitrail.acceleration.cuda import encoder, gradients, model, passes, products
+from vitrail.acceleration.cuda import encoder, gradients, model, passes, products, short_attention
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import Numbers
 from vitrail.acceleration.cuda.model import FastModel
@@ -23,7 +23,7 @@ if not ON_GPU:
     # Read when a kernel is defined, so before the import.
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="there is no Triton for this system")
-from vitrail.acceleration.cuda import gradient_kernels, kernels  # noqa: E402
+from vitrail.acceleration.cuda import gradient_kernels, kernels, short_attention_kernels  # noqa: E402
 
 # Where a number is too large for exp, the kernels count on infinity; NumPy, which interprets them, remarks on it.
 pytestmark = [
@@ -247,3 +247,27 @@ def test_gradients_side_by_side(size: tuple[int, int]) -> None:
     found, found_sum = gradient_kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
     assert torch.equal(found.cpu(), wanted)
     assert torch.allclose(found_sum.cpu(), wanted_sum, rtol=1e-5, atol=1e-3)
+
+
+# The interpreter multiplies bf16 matrices as if their bits were whole numbers.
+@pytest.mark.parametrize("dtype", TOLERANCE if ON_GPU else [torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(64, 3, 64), (1, 1, 16), (5, 2, 32), (50, 2, 64), (65, 1, 16)])
+def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, tokens, 3 * heads * width, generator=generator).to(dtype)
+    gradient = torch.randn(3, tokens, heads * width, generator=generator).to(dtype)
+    tolerance = 1e-3 if ON_GPU and dtype == torch.float32 else 2 * TOLERANCE[dtype]  # a GPU multiplies in tf32
+    seen = short_attention_kernels.short_attention(qkv.to(DEVICE), heads).cpu()
+    assert seen.dtype == dtype
+    assert relative_error(seen.float(), short_attention.short_attention(qkv, heads).float()) < tolerance
+    found, summed = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), heads)
+    wanted, wanted_sum = short_attention.short_attention_gradient(gradient, qkv, heads)
+    parts = zip(found.cpu().chunk(3, dim=-1), wanted.chunk(3, dim=-1), strict=True)
+    for part, expected in parts:
+        if tokens > 1 or expected.any():  # a token alone looks at itself, whatever its query and key
+            assert relative_error(part.float(), expected.float()) < tolerance
+        else:
+            assert part.abs().max() < 1e-2
+    assert summed.dtype == torch.float32
+    assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=1e-3)
+    assert wanted_sum.shape == summed.shape
