@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.models.test_compile_export import KINDS
@@ -14,9 +15,11 @@ from tests.models.test_compile_export import TINY as TINY_MODEL
 from tests.training.jobs import PICTURES, SMALL, job, train_two_steps
 from torch.profiler import ProfilerActivity, profile
 
+from vitrail.data.sources.source import Arrays
+from vitrail.data.sources.splits import Parts, part_of
 from vitrail.errors import ConfigError
 from vitrail.training.fitting import is_lack_of_memory, settle_batch, shown, within_memory
-from vitrail.training.memory import Forecast, forecast
+from vitrail.training.memory import Forecast, forecast, resident_pictures
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
 from vitrail.training.room import Room, machine_memory
 from vitrail.training.train import train
@@ -117,6 +120,20 @@ def test_the_line_that_is_shown() -> None:
     assert shown(known, Room(22_000 * MB, "the GPU")) == (
         "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimiser 0.2, pictures in flight 0.9)"
     )
+    assert "optimiser 0.2, pictures that stay there 0.7, pictures in flight" in shown(
+        known._replace(resident=700 * MB), Room(22_000 * MB, "the GPU")
+    )
+
+
+def test_pictures_that_live_on_the_device_count() -> None:
+    source = Arrays(np.zeros((7, 8, 8, 3), np.uint8), np.arange(7) % 2, ("cat", "dog"))
+    parts = Parts(source, part_of(source, np.arange(3)), None, {})
+    plain, living = (job(data={"on_device": answer}, augmentation={"crop": "padded"}) for answer in (False, True))
+    assert (resident_pictures(plain.plan, parts), resident_pictures(living.plan, parts)) == (0, 10)
+    assert resident_pictures(living.plan, parts._replace(val=None)) == 14
+    without, there = forecast(living), forecast(living._replace(resident=10))
+    side = living.plan.model.image_size[0]
+    assert there.total - without.total == there.standing - without.standing == 10 * 3 * side * side
 
 
 # ── the memory there is ──

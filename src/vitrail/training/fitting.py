@@ -98,6 +98,7 @@ def shown(known: Forecast, there: Room) -> str:
         "gradients": known.gradients,
         "optimiser": known.optimizer,
         "average": known.average,
+        "pictures that stay there": known.resident,
         "pictures in flight": known.in_flight,
     }
     listed = ", ".join(f"{name} {size / unit:.1f}" for name, size in parts.items() if size >= 0.05 * unit)

@@ -29,7 +29,7 @@ from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
-from vitrail.training.memory import Job, evaluation_batch
+from vitrail.training.memory import Job, evaluation_batch, resident_pictures
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.records import Records
@@ -75,7 +75,8 @@ def train_run(
     run = _Run(plan, parts, start, folder, where, watcher)
     with nullcontext() if run.records is None else closing(run.records):
         if not run.state.progress.finished:
-            job = Job(plan, where.device, where.precision, where.team.processes.size, where.workers)
+            there = resident_pictures(plan, parts)
+            job = Job(plan, where.device, where.precision, where.team.processes.size, where.workers, there)
             with within_memory(job, folder, watcher.note):
                 run.go()
         return (*run.verdict(final=final), run.state.progress.bad_files or [])

@@ -2,13 +2,16 @@
 
     weights        once                               the average   once more, in float32
     gradients      those that are trained, once       the optimiser twice for Adam, once for SGD with momentum
-    pictures       what the backward pass needs, and what a layer needs while it computes
+    pictures       all of them, where they live on the device
+    in flight      what the backward pass needs, and what a layer needs while it computes
 
-All but the last follow from the parameters. For the last, one step is gone through without computing anything: with
-torch's fake tensors, which have a shape, a dtype and a device, but no numbers. Every storage is counted while it lives,
-so that autocast's copies, gradient checkpointing and the order of the backward pass need no formula of their own.
+All but the last follow from the parameters and the data. For the last, one step is gone through without computing
+anything: with torch's fake tensors, which have a shape, a dtype and a device, but no numbers. Every storage is counted
+while it lives, so that autocast's copies, gradient checkpointing and the order of the backward pass need no formula of
+their own.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.augmentation.mixing import mix_pixels
+from vitrail.data.sources.splits import Parts
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 from vitrail.training import objectives
@@ -40,6 +44,8 @@ class Job(NamedTuple):
     precision: Precision
     processes: int = 1
     workers: int = 0
+    resident: int = 0
+    """How many pictures live on the device, as `resident_pictures` counts them."""
 
     @property
     def pictures(self) -> int:
@@ -60,11 +66,13 @@ class Forecast(NamedTuple):
     """What they take, beside the gradients."""
     parts: int
     """Into how many micro-batches a process cuts its share."""
+    resident: int = 0
+    """What the pictures that live on the device take."""
 
     @property
     def standing(self) -> int:
         """What is there whatever the batch."""
-        return self.weights + self.gradients + self.optimizer + self.average
+        return self.weights + self.gradients + self.optimizer + self.average + self.resident
 
     @property
     def total(self) -> int:
@@ -76,6 +84,11 @@ class Forecast(NamedTuple):
         # With one part, gradients take the place of what the backward pass has used up; with more, they are in the way.
         more = self.gradients if self.parts == 1 < parts else 0
         return self.standing + more + round(self.in_flight * pictures / self.pictures)
+
+
+def resident_pictures(plan: Plan, parts: Parts) -> int:
+    """Return how many pictures live on the device: those to train on, and those to measure by."""
+    return len(parts.train) + len(parts.val or parts.train) if plan.recipe.data.on_device else 0
 
 
 def evaluation_batch(pictures: int) -> int:
@@ -98,7 +111,10 @@ def forecast(job: Job) -> Forecast:
         measuring = gradients + (weights if average else 0) + _measuring(job, model, device)
         in_flight = max(_training(job, model, device), measuring) - gradients + _beside(job)
     optimizer = _copies(recipe.optimizer) * gradients
-    return Forecast(weights, gradients + buckets, optimizer, average, job.pictures, in_flight, recipe.micro_batches)
+    return Forecast(
+        weights, gradients + buckets, optimizer, average, job.pictures, in_flight, recipe.micro_batches,
+        job.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)),
+    )  # fmt: skip
 
 
 def fits_really(job: Job, known: Forecast) -> bool:
@@ -114,7 +130,7 @@ def fits_really(job: Job, known: Forecast) -> bool:
 
 
 def _compute_a_step(job: Job, known: Forecast) -> None:
-    standing = torch.empty(known.optimizer + known.average, dtype=torch.uint8, device=job.device)
+    standing = torch.empty(known.optimizer + known.average + known.resident, dtype=torch.uint8, device=job.device)
     model = _model(job, job.device)
     for _ in range(min(2, job.plan.recipe.micro_batches)):
         _loss(job, _pictures(job, job.device, job.pictures), model).backward()

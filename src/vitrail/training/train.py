@@ -34,7 +34,7 @@ from vitrail.training.folder import (
     write_json,
 )
 from vitrail.training.loop import Where, train_run
-from vitrail.training.memory import Job
+from vitrail.training.memory import Job, resident_pictures
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.room import room
 from vitrail.training.team import Team
@@ -86,7 +86,7 @@ def train(
             check_apart(place, origin)
         _check_alike(team, plan, parts)
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
-        job = Job(plan, chosen, where.precision, processes.size, where.workers)
+        job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_pictures(plan, parts))
         plan = settle_batch(job, place, len(parts.train), room(chosen))
         with _opened(team, place, plan, parts, origin, quiet=quiet) as screen, repeatable(plan.recipe.deterministic):
             with team.together(), team.main_first():
