@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitrail.acceleration.training_pass import TrainingPass, can_hasten
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Batch, Evaluation, Training, evaluation_batches, training_batches
@@ -29,6 +28,7 @@ from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
+from vitrail.training.forward import forward_of
 from vitrail.training.memory import Job, evaluation_batch, resident_pictures
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
@@ -151,7 +151,7 @@ class _Run:
 
     def _train(self) -> None:
         plan, progress = self.plan, self.state.progress
-        forward = self._forward()
+        forward = forward_of(self.state.model, plan.recipe, self.where.precision, self.team)
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
         underway = Underway()
@@ -196,17 +196,6 @@ class _Run:
         except Diverged as error:
             raise self._explained(error, underway.batch) from None
         self._report(underway.taken.number + 1, stepped, underway.rate, underway.waited_for, underway.done())
-
-    def _forward(self) -> nn.Module:
-        """Return the model as it is trained: as it is, or compiled, which on a GPU in bf16 goes a shorter way."""
-        model, recipe = self.state.model, self.plan.recipe
-        if not recipe.compile:
-            return self.team.wrapped(model)
-        # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
-        shorter = self._on_cuda() and self.team.alone and self.where.precision == "bf16" and not recipe.deterministic
-        if shorter and isinstance(model, ViT) and can_hasten(model.config):
-            model = TrainingPass(model)
-        return torch.compile(self.team.wrapped(model))  # type: ignore[return-value]
 
     def _batches(self, first: int) -> Generator[Batch, None, None]:
         """Give the batches from a step on."""

@@ -1,0 +1,124 @@
+"""How long one step of `vitrail train` takes, with pictures that are on the device already.
+
+    python benchmarks/step.py cifar10.toml --side 32 --classes 10
+    python benchmarks/step.py cifar10.toml --side 32 --classes 10 --set optimizer.kind=adamw --mode reduce-overhead
+    python benchmarks/step.py scratch-small --device cpu --set batch=32 --rounds 2 --steps 2    does this program run?
+
+The step is the run's own: normalising, mixing, the model as it is compiled, the loss, clipping, the optimiser, the
+average. It says how long a step takes; for how long this process is busy with it, which on a GPU is well below; how
+many pictures that is a second, and the peak of memory. `--short N` takes the kernel for few tokens up to N of them,
+`--mode` is torch.compile's. All is measured in `--rounds` rounds, of which the median counts.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from typing import cast
+
+import torch
+from torch import nn
+
+from vitrail.acceleration.cuda import short_attention
+from vitrail.acceleration.training_pass import TrainingPass
+from vitrail.data.batches import Batch
+from vitrail.models.vit import ViT
+from vitrail.runtime import Processes, choose_device, faster_in_bf16
+from vitrail.training.averaging import Average
+from vitrail.training.choices import Facts, Plan, choose
+from vitrail.training.forward import forward_of
+from vitrail.training.optimizers import make_optimizer
+from vitrail.training.recipe import read_recipe
+from vitrail.training.state import Progress, State
+from vitrail.training.step import Stepper
+from vitrail.training.team import Team
+
+
+def batch_of(plan: Plan, device: torch.device) -> Batch:
+    """Return random pictures, mixed in pairs as the recipe says."""
+    generator, count = torch.Generator().manual_seed(0), plan.batch
+    height, width = plan.model.image_size
+    pixels = torch.randint(256, (count, plan.model.channels, height, width), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(plan.model.classes, (count,), generator=generator)
+    box = torch.tensor([height // 4, width // 4, height // 2, width // 2]).repeat(count, 1)
+    return Batch(pixels, labels, torch.arange(count), torch.full((count,), 0.75), box).to(device)
+
+
+def prepared(plan: Plan, options: argparse.Namespace, device: torch.device) -> tuple[Stepper, State, nn.Module]:
+    """Return everything a step needs, as a run makes it."""
+    team, recipe = Team(Processes(), device), plan.recipe
+    precision = recipe.precision if recipe.precision != "auto" else "bf16" if faster_in_bf16(device) else "float32"
+    torch.manual_seed(0)
+    model = ViT(plan.model).to(device).train()
+    average = Average(model, recipe.averaging) if recipe.averaging.on else None
+    state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
+    forward = forward_of(model, recipe, precision, team)
+    if options.mode is not None:
+        inner = TrainingPass(model) if device.type == "cuda" else model
+        forward = cast("nn.Module", torch.compile(inner, mode=options.mode))
+    return Stepper(recipe, plan.preprocess, device, precision, None, team), state, forward
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a recipe's name or file")
+    parser.add_argument("--set", action="append", default=[], help="changes of the recipe, such as batch=512")
+    parser.add_argument("--side", type=int, default=32, help="of the pictures")
+    parser.add_argument("--classes", type=int, default=10)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--mode", help="torch.compile's, in place of its usual one")
+    parser.add_argument("--short", type=int, default=short_attention.LONGEST)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=30, help="in a round")
+    parser.add_argument("--json", help="where to add a line with the numbers")
+    options = parser.parse_args()
+    short_attention.LONGEST = options.short
+    device = choose_device(options.device)
+    names = tuple(map(str, range(options.classes)))
+    plan = choose(
+        read_recipe(options.recipe, options.set),
+        Facts(50_000, names, options.side, grey=False, device=device.type),
+        None,
+    )
+    stepper, state, forward = prepared(plan, options, device)
+    batch, rate = batch_of(plan, device), plan.rate / 10
+
+    began = time.perf_counter()
+    stepper.step(state, forward, batch, rate)
+    first = time.perf_counter() - began
+    for _ in range(3):
+        stepper.step(state, forward, batch, rate)
+    whole, here = [], []
+    for _ in range(options.rounds):
+        synchronise(device)
+        began = time.perf_counter()
+        for _ in range(options.steps):
+            taken = stepper.take(state, forward, batch, rate)
+        here.append((time.perf_counter() - began) / options.steps)
+        synchronise(device)
+        whole.append((time.perf_counter() - began) / options.steps)
+    step, busy = statistics.median(whole), statistics.median(here)
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else None
+    found = {
+        "recipe": options.recipe, "changes": options.set, "mode": options.mode, "short": options.short,
+        "step_ms": 1e3 * step, "busy_ms": 1e3 * busy, "images_per_second": plan.batch / step, "first_s": first,
+        "peak_mib": peak, "loss": taken.read().loss,
+    }  # fmt: skip
+    print(
+        f"a step of {plan.batch}: {1e3 * step:.2f} ms, {plan.batch / step:,.0f} img/s; this process is busy for"
+        f" {1e3 * busy:.2f} ms of it; the first took {first:.1f} s"
+        + (f"; peak {peak:,.0f} MiB" if peak is not None else "")
+    )
+    if options.json:
+        with open(options.json, "a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
