@@ -71,6 +71,11 @@ def test_a_named_model_stays_what_it_is() -> None:
     assert choose(plan.recipe, PHOTOS, None).model == plan.model
 
 
+def test_muon_learns_faster() -> None:
+    adamw, muon = (planned(PHOTOS, f"optimizer.kind={kind}").rate for kind in ("adamw", "muon"))
+    assert muon == pytest.approx(2.5 * adamw)
+
+
 def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
     def rate(width: int) -> float:
         model = ViT(planned(CIFAR, f"model.width={width}", "model.depth=1").model)

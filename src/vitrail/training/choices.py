@@ -26,6 +26,8 @@ TINY_SIDE, SMALL_SIDE = 16, 40
 """Pictures up to these sides are drawings or thumbnails; larger ones are photographs."""
 NARROW, SMALL_WIDTH = 128, 256
 """Fresh models up to the first width, and trained ones up to the second, bear a higher learning rate."""
+MUON_FASTER = 2.5
+"""How many times AdamW's rate suits Muon: a fresh model of width 128 learned CIFAR-10 better at 0.005 than at 0.002."""
 
 
 class Facts(NamedTuple):
@@ -253,6 +255,7 @@ def _rate(recipe: Recipe, model: ViTConfig, start: Bundle | None, choices: list[
     elif start is None:
         narrow = model.width <= NARROW
         rate, why = (2e-3 if narrow else 1e-3), f"for {kind} and a fresh {'narrow model' if narrow else 'model'}"
+        rate *= MUON_FASTER if kind == "muon" else 1
     else:
         small = model.width <= SMALL_WIDTH
         rate = 1e-3 if small else 1e-4
