@@ -2,7 +2,7 @@
 
 Jordan et al. 2024 replace a matrix's momentum U·S·Vᵀ by nearly U·Vᵀ, by five steps of a polynomial. Its steps are
 scaled as in arXiv 2502.16982, by 0.2·√(longer side): then they are as long as AdamW's, and one learning rate and one
-weight decay fit both. Matrices of one shape are computed together: dozens of kernels for a GPU to launch, not hundreds.
+weight decay fit both. Matrices of one shape are computed together, so that a GPU has fewer kernels to launch.
 """
 
 import math
@@ -24,7 +24,7 @@ class Muon(torch.optim.Optimizer):
 
     A group of matrices also says, as `stacked`, of how many matrices of equal height each one consists: queries, keys
     and values are one parameter but three matrices. Where the attribute `found_inf` is 1, a step leaves everything as
-    it is, which nobody has to ask the device for; torch's one-kernel optimisers know that from GradScaler.
+    it is, which nobody has to ask the device for; torch's one-kernel AdamW, which that needs, knows it from GradScaler.
     """
 
     def __init__(
@@ -52,8 +52,7 @@ class Muon(torch.optim.Optimizer):
             if group["matrices"]:
                 self._step_matrices(group, bad)
         if self._others is not None:
-            if bad is not None:
-                self._others.found_inf = bad  # type: ignore[attr-defined]
+            self._others.found_inf = bad  # type: ignore[attr-defined]
             self._others.step()
 
     def _step_matrices(self, group: dict[str, Any], bad: Tensor | None) -> None:
