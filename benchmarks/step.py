@@ -1,7 +1,7 @@
 """How long one step of `vitrail train` takes, with pictures that are on the device already.
 
-    python benchmarks/step.py cifar10.toml --side 32 --classes 10
-    python benchmarks/step.py cifar10.toml --side 32 --classes 10 --set optimizer.kind=adamw --mode reduce-overhead
+    python benchmarks/step.py cifar10 --side 32 --classes 10
+    python benchmarks/step.py cifar10 --side 32 --classes 10 --mode default
     python benchmarks/step.py scratch-small --device cpu --set batch=32 --rounds 2 --steps 2    does this program run?
 
 The step is the run's own: normalising, mixing, the model as it is compiled, the loss, clipping, the optimiser, the

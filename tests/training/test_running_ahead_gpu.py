@@ -15,6 +15,7 @@ from vitrail.training.team import Team
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 CUDA = torch.device("cuda")
 

@@ -42,7 +42,11 @@ def test_steps_are_those_of_a_processor(name: str) -> None:
         )
     assert torch.allclose(found["cuda"][0], found["cpu"][0], rtol=1e-4)
     for key, value in found["cpu"][1].items():
-        assert torch.allclose(found["cuda"][1][key], value, rtol=1e-2, atol=1e-3), key
+        other = found["cuda"][1][key]
+        if key.endswith("qkv.bias"):
+            # Whatever a bias of keys is, attention is the same: its gradient is rounding, which Adam makes steps of.
+            value, other = (torch.cat([bias.chunk(3)[0], bias.chunk(3)[2]]) for bias in (value, other))
+        assert torch.allclose(other, value, rtol=1e-2, atol=1e-3), key
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -21,6 +21,7 @@ RECIPES = (
     "pretrain-paper",
     "augreg",
     "plain-baseline",
+    "cifar10",
 )
 """The recipes that come with the package; reading their folder would cost `--help` time."""
 

@@ -29,8 +29,9 @@ from vitrail.errors import ConfigError, DataError
 READ_AT_ONCE = 256
 LAYOUTS = 8
 """How many layouts are remembered; most batches have the same one."""
-REPLAYED = False
-"""Whether a CUDA device replays what it did for the batch before. Off until that has run on one (docs/lab/gpu.md)."""
+REPLAYED = True
+"""Whether a CUDA device replays what it did for the batch before, launched at once in place of kernel by kernel
+(docs/lab/gpu.md)."""
 MOST_DRAWING = 4
 """How many workers draw: one draws tens of thousands of pictures a second, and more only take memory."""
 MOST_BYTES = 32 * 2**30

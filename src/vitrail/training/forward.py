@@ -16,6 +16,9 @@ def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, team: Tea
         return team.wrapped(model)
     # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
     shorter = team.device.type == "cuda" and team.alone and precision == "bf16" and not recipe.deterministic
-    if shorter and isinstance(model, ViT) and can_hasten(model.config):
-        model = TrainingPass(model)
-    return torch.compile(team.wrapped(model))  # type: ignore[return-value]
+    if not (shorter and isinstance(model, ViT) and can_hasten(model.config)):
+        return torch.compile(team.wrapped(model))  # type: ignore[return-value]
+    # Recorded and replayed: a small model's kernels take less time than Python needs to launch them. But what a
+    # recording leaves behind must be gone before the next one, and gradients that are still added up are not.
+    mode = "reduce-overhead" if recipe.micro_batches == 1 else None
+    return torch.compile(TrainingPass(model), mode=mode)  # type: ignore[return-value]

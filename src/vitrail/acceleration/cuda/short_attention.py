@@ -9,8 +9,8 @@ their biases in the same pass. Elsewhere plain torch does the same. Axes: B pict
 import torch
 from torch import Tensor
 
-LONGEST = 0
-"""Up to how many tokens it is taken. None until it has run on a GPU (docs/lab/gpu.md, attempt 29); it can do 128."""
+LONGEST = 64
+"""Up to how many tokens it is taken. It can do 128; between the two it has not been timed (docs/lab/gpu.md, 29)."""
 HEADS = (16, 32, 64, 128)
 """The widths of a head it can do."""
 
