@@ -52,6 +52,7 @@ from tests.peers import import_peer, scramble
 
 import vitrail
 from vitrail.acceleration.accelerate import Accelerated
+from vitrail.acceleration.cuda import short_attention
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_quantise
 from vitrail.acceleration.cuda.merging import Merging
@@ -562,7 +563,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--profile", help="a size: print where the time goes")
     parser.add_argument("--curve", type=int, help="train for so many steps, plainly and by the fast path")
+    parser.add_argument(
+        "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
+    )
     options = parser.parse_args()
+    short_attention.LONGEST = options.short
     options.device = torch.device(options.device)
     options.deadline = time.perf_counter() + options.limit
     options.weights_model = options.preprocess = None
