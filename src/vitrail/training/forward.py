@@ -14,6 +14,8 @@ def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, team: Tea
     """Return what maps pictures to logits in a step; it has no parameters but the model's own."""
     if not recipe.compile:
         return team.wrapped(model)
+    # Of a sweep's ninth model torch would compile nothing, and what it recorded for those before would keep its memory.
+    torch.compiler.reset()
     # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
     shorter = team.device.type == "cuda" and team.alone and precision == "bf16" and not recipe.deterministic
     if not (shorter and isinstance(model, ViT) and can_hasten(model.config)):
