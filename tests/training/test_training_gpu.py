@@ -8,9 +8,12 @@ import torch
 from tests.training.plain_loop import batches, tiny
 from tests.training.test_step import CASES, EXACT, begin
 
+from vitrail.acceleration.training_pass import TrainingPass
 from vitrail.errors import Diverged
 from vitrail.runtime import Processes
+from vitrail.training.averaging import Averaging
 from vitrail.training.folder import Journal
+from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.step import Stepper
@@ -47,6 +50,56 @@ def test_steps_are_those_of_a_processor(name: str) -> None:
             # Whatever a bias of keys is, attention is the same: its gradient is rounding, which Adam makes steps of.
             value, other = (torch.cat([bias.chunk(3)[0], bias.chunk(3)[2]]) for bias in (value, other))
         assert torch.allclose(other, value, rtol=1e-2, atol=1e-3), key
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_replayed_steps_are_those_that_are_not(kind: str) -> None:
+    """With stochastic depth, an average of the weights, and a measurement between two steps."""
+    recipe = Recipe(compile=True, optimizer=Optimizer(kind=kind, lr=0.01, clip=1.0), averaging=Averaging(kind="ema"))
+    team, found = Team(Processes(), CUDA), []
+    for replayed in (True, False):
+        model = tiny(width=32, stochastic_depth=0.5).to(CUDA)
+        forward = forward_of(model, recipe, "bf16", team) if replayed else torch.compile(TrainingPass(model))
+        state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, team)
+        losses = []
+        for number, batch in enumerate(batches(8)):
+            losses.append(stepper.step(state, forward, batch.to(CUDA), 0.01).loss)
+            if number == 4 and state.average is not None:
+                with state.average.swapped(model), torch.no_grad():
+                    model.eval()(torch.randn(3, 3, 8, 8, device=CUDA))
+                model.train()
+        found.append((torch.tensor(losses), {key: value.cpu() for key, value in model.state_dict().items()}))
+        forget_compiled(CUDA)
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-3)
+    for key, value in found[1][1].items():
+        assert torch.allclose(found[0][1][key], value, rtol=1e-2, atol=1e-3), key
+
+
+def test_what_is_drawn_in_a_replayed_step_follows_from_its_number() -> None:
+    recipe = Recipe(compile=True, optimizer=Optimizer(kind="adamw", lr=0.01))
+    team, model, (batch, *_) = Team(Processes(), CUDA), tiny(width=32, stochastic_depth=0.5).to(CUDA), batches(1)
+    forward = forward_of(model, recipe, "bf16", team)
+    state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, team)
+
+    def loss_of(step: int) -> float:
+        state.progress.step = step
+        return stepper.step(state, forward, batch.to(CUDA), 0.0).loss  # at a rate of 0, so that nothing changes
+
+    first = [loss_of(step) for step in range(6)]
+    assert len(set(first)) > 3
+    assert [loss_of(step) for step in range(6)] == pytest.approx(first, rel=1e-6)
+    forget_compiled(CUDA)
+
+
+def test_a_run_gives_its_memory_back(tmp_path: Path) -> None:
+    held = []
+    for number in range(2):
+        changes = [*SMALL, "compile=true", "batch=auto"]
+        train("digits", changes=changes, folder=tmp_path / str(number), device="cuda", workers=2, quiet=True)
+        held.append(torch.cuda.memory_reserved())
+    assert held[1] <= held[0] + 2**20
+    recipes = [(tmp_path / str(number) / "recipe.toml").read_text() for number in range(2)]
+    assert recipes[0] == recipes[1]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

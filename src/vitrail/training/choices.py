@@ -27,7 +27,8 @@ TINY_SIDE, SMALL_SIDE = 16, 40
 NARROW, SMALL_WIDTH = 128, 256
 """Fresh models up to the first width, and trained ones up to the second, bear a higher learning rate."""
 MUON_FASTER = 2.5
-"""How many times AdamW's rate suits Muon: a fresh model, 384 wide, learned CIFAR-10 better at 0.0025 than at 0.005."""
+"""How many times AdamW's rate suits Muon: on CIFAR-10 a fresh model, 128 wide, learned better at 0.005 than at 0.002,
+and one that is 384 wide better at 0.0025 than at 0.005."""
 
 
 class Facts(NamedTuple):

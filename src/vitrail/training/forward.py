@@ -1,11 +1,15 @@
 """The model as it is trained: as it is, wrapped for several processes, compiled, or by the shorter way of a GPU."""
 
+import gc
+import threading
+
 import torch
 from torch import nn
 
 from vitrail.acceleration.training_pass import TrainingPass, can_hasten
+from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision
+from vitrail.runtime import Precision, faster_in_bf16
 from vitrail.training.recipe import Recipe
 from vitrail.training.team import Team
 
@@ -14,13 +18,34 @@ def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, team: Tea
     """Return what maps pictures to logits in a step; it has no parameters but the model's own."""
     if not recipe.compile:
         return team.wrapped(model)
-    # Of a sweep's ninth model torch would compile nothing, and what it recorded for those before would keep its memory.
-    torch.compiler.reset()
-    # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
-    shorter = team.device.type == "cuda" and team.alone and precision == "bf16" and not recipe.deterministic
-    if not (shorter and isinstance(model, ViT) and can_hasten(model.config)):
+    if not (isinstance(model, ViT) and goes_shorter(model.config, recipe, precision, team.device, alone=team.alone)):
         return torch.compile(team.wrapped(model))  # type: ignore[return-value]
-    # Recorded and replayed: a small model's kernels take less time than Python needs to launch them. But what a
-    # recording leaves behind must be gone before the next one, and gradients that are still added up are not.
-    mode = "reduce-overhead" if recipe.micro_batches == 1 else None
+    mode = "reduce-overhead" if is_recorded(recipe) else None
     return torch.compile(TrainingPass(model), mode=mode)  # type: ignore[return-value]
+
+
+def goes_shorter(config: ViTConfig, recipe: Recipe, precision: Precision, device: torch.device, *, alone: bool) -> bool:
+    """Say whether a run takes the shorter way of a GPU."""
+    # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
+    asked = recipe.compile and precision == "bf16" and not recipe.deterministic and alone
+    return asked and device.type == "cuda" and faster_in_bf16(device) and can_hasten(config)
+
+
+def is_recorded(recipe: Recipe) -> bool:
+    """Say whether the kernels of the shorter way are recorded and replayed.
+
+    A small model's kernels take less time than Python needs to launch them. But what a recording leaves behind must be
+    gone before the next one, and gradients that are still added up are not; and torch records for the main thread only.
+    """
+    return recipe.micro_batches == 1 and threading.current_thread() is threading.main_thread()
+
+
+def forget_compiled(device: torch.device) -> None:
+    """Give back what compiled models of this process hold, whoever compiled them; they are compiled again when used.
+
+    Otherwise recorded kernels would keep their memory, and of a sweep's ninth model torch would compile nothing.
+    """
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -28,7 +28,7 @@ from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
-from vitrail.training.forward import forward_of
+from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.memory import Job, evaluation_batch, resident_pictures
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
@@ -150,8 +150,16 @@ class _Run:
         self._save()
 
     def _train(self) -> None:
+        recipe = self.plan.recipe
+        try:
+            self._take_steps(forward_of(self.state.model, recipe, self.where.precision, self.team))
+        finally:
+            if recipe.compile:
+                self.state.optimizer.zero_grad(set_to_none=True)  # gradients that lie in what was recorded
+                forget_compiled(self.team.device)
+
+    def _take_steps(self, forward: nn.Module) -> None:
         plan, progress = self.plan, self.state.progress
-        forward = forward_of(self.state.model, plan.recipe, self.where.precision, self.team)
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
         underway = Underway()

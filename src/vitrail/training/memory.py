@@ -27,6 +27,7 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 from vitrail.training import objectives
 from vitrail.training.choices import Plan
+from vitrail.training.forward import goes_shorter, is_recorded
 from vitrail.training.optimizers import Optimizer, freeze
 
 KERNELS = 64 * 2**20
@@ -108,13 +109,20 @@ def forecast(job: Job) -> Forecast:
         average = sum(4 * tensor.numel() for tensor in model.state_dict().values()) if recipe.averaging.on else 0
         buckets = gradients if job.processes > 1 else 0  # in which the processes add up their gradients
 
-        measuring = gradients + (weights if average else 0) + _measuring(job, model, device)
-        in_flight = max(_training(job, model, device), measuring) - gradients + _beside(job)
+        measuring = (weights if average else 0) + _measuring(job, model, device)
+        training = _training(job, model, device) - gradients
+    in_flight = (training + measuring if _recorded(job) else max(training, measuring)) + _beside(job)
     optimizer = _copies(recipe.optimizer) * gradients
     return Forecast(
         weights, gradients + buckets, optimizer, average, job.pictures, in_flight, recipe.micro_batches,
         job.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)),
     )  # fmt: skip
+
+
+def _recorded(job: Job) -> bool:
+    """Say whether a step's memory is kept for its next replay, so that measuring needs its own."""
+    recipe, alone = job.plan.recipe, job.processes == 1
+    return goes_shorter(job.plan.model, recipe, job.precision, job.device, alone=alone) and is_recorded(recipe)
 
 
 def fits_really(job: Job, known: Forecast) -> bool:
