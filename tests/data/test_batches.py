@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import Dataset
 
 from vitrail.data.augmentation.augment import Augmentation, preset
 from vitrail.data.augmentation.mixing import Mixing
@@ -25,6 +26,7 @@ from vitrail.data.batches import (
     Training,
     default_workers,
     evaluation_batches,
+    made_ahead,
     training_batches,
 )
 from vitrail.data.preprocess import Preprocess
@@ -266,3 +268,17 @@ def test_ctrl_c_prints_no_tracebacks_of_workers(tmp_path: Path) -> None:
 
 def test_default_workers() -> None:
     assert 1 <= default_workers() <= 16
+
+
+class Interval(Dataset[float]):
+    """Tells how long a thread of the process may keep Python to itself."""
+
+    def __getitem__(self, _: int) -> float:
+        return sys.getswitchinterval()
+
+
+def test_a_busy_worker_hands_over_what_it_has_made() -> None:
+    """That is done by a thread of it, which has to wait for Python several times."""
+    here = sys.getswitchinterval()
+    assert list(made_ahead(Interval(), range(2), workers=1)) == pytest.approx([1e-4] * 2)
+    assert sys.getswitchinterval() == here
