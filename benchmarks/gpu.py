@@ -296,6 +296,7 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail compile": lambda row: learning_plainly(row, ours(row, weights)),
         "torchvision compile": lambda row: learning_plainly(row, of_torchvision(row, weights)),
         "transformers compile": lambda row: learning_plainly(row, of_transformers(row, weights)),
+        "timm max-autotune": lambda row: learning_plainly(row, of_timm(row, weights), TUNED),
         "timm max-autotune graphs": lambda row: learning_plainly(row, of_timm(row, weights), TUNED_GRAPHS),
     }
     chosen = {"inference": inference, "training": training}
