@@ -287,7 +287,7 @@ def test_attention_among_few_tokens_is_attention(tokens: int, heads: int, width:
     torch.library.opcheck(short_attention_gradient, (gradient, qkv.detach(), seen, totals, heads))
 
 
-def test_which_attention_is_short() -> None:
+def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [is_short(*case) for case in ((64, 64), (9, 16), (65, 64), (64, 24))] == [True, True, False, False]
     monkeypatch.setattr("vitrail.acceleration.cuda.short_attention.LONGEST", 1000)
     cases = ((197, 64), (272, 64), (273, 64), (128, 128), (129, 128))  # there is an end to what it can do
