@@ -273,19 +273,25 @@ def test_attention_among_few_tokens_is_attention(tokens: int, heads: int, width:
     qkv = torch.randn(2, tokens, 3 * heads * width, dtype=torch.float64).requires_grad_()
     query, key, value = qkv.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
     expected = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-    assert torch.allclose(short_attention(qkv.detach(), heads), expected, atol=1e-6)  # looks are float32
+    seen, totals = short_attention(qkv.detach(), heads)
+    assert torch.allclose(seen, expected, atol=1e-6)  # looks are float32
+    likeness = query @ key.mT * width**-0.5
+    assert torch.allclose(totals, likeness.exp().sum(dim=-1).log2().float(), atol=1e-5)
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
-    found, summed = short_attention_gradient(gradient, qkv.detach(), heads)
+    found, summed = short_attention_gradient(gradient, qkv.detach(), seen, totals, heads)
     assert torch.allclose(found, qkv.grad, atol=1e-6)
     assert summed.dtype == torch.float32
     assert torch.allclose(summed.double(), qkv.grad.sum(dim=(0, 1)), atol=1e-4)
     torch.library.opcheck(short_attention, (qkv.detach(), heads))
-    torch.library.opcheck(short_attention_gradient, (gradient, qkv.detach(), heads))
+    torch.library.opcheck(short_attention_gradient, (gradient, qkv.detach(), seen, totals, heads))
 
 
-def test_which_attention_is_short() -> None:
+def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [is_short(*case) for case in ((64, 64), (9, 16), (65, 64), (64, 24))] == [True, True, False, False]
+    monkeypatch.setattr("vitrail.acceleration.cuda.short_attention.LONGEST", 1000)
+    cases = ((197, 64), (272, 64), (273, 64), (128, 128), (129, 128))  # there is an end to what it can do
+    assert [is_short(*case) for case in cases] == [True, True, False, True, False]
 
 
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all"])
@@ -294,9 +300,9 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
     """As near to the exact gradients as autocast is; and not taken where something comes between."""
     taken: list[int] = []
 
-    def short(qkv: Tensor, heads: int) -> Tensor:
+    def short(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         taken.append(heads)
-        return cast("Tensor", short_attention(qkv, heads))
+        return cast("tuple[Tensor, Tensor]", short_attention(qkv, heads))
 
     monkeypatch.setattr("vitrail.acceleration.training_pass.is_short", lambda *_: True)
     monkeypatch.setattr("vitrail.acceleration.training_pass.short_attention", short)

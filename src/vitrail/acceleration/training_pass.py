@@ -180,14 +180,15 @@ class _Seen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int) -> Tensor:
         made = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t()).view(*x.shape[:2], -1)
-        ctx.save_for_backward(x, weight, made)
+        seen, totals = short_attention(made, heads)
+        ctx.save_for_backward(x, weight, made, seen, totals)
         ctx.heads = heads
-        return cast("Tensor", short_attention(made, heads))
+        return cast("Tensor", seen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, weight, made = ctx.saved_tensors
-        gradient, summed = short_attention_gradient(gradients[0], made, ctx.heads)
+        x, weight, made, seen, totals = ctx.saved_tensors
+        gradient, summed = short_attention_gradient(gradients[0], made, seen, totals, ctx.heads)
         gradient = gradient.flatten(0, 1)
         return _before(gradient, x, weight), gradient.t() @ x.flatten(0, 1), summed, None
 

@@ -1,7 +1,8 @@
 """Attention among few tokens as Triton kernels: one program for one head of one picture (`short_attention.py`).
 
 Triton comes with torch's CUDA builds and is absent elsewhere, so this file is imported only where a CUDA tensor is.
-Axes: T tokens, D numbers of a head; TOKENS is T, filled up to a power of two.
+Axes: T tokens, D numbers of a head. T is known when a kernel is compiled, so that a block without a gap is read without
+asking. Loops have `disable_licm`: addresses would be computed before them, and fill the registers that sums need.
 """
 
 import torch
@@ -9,92 +10,243 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+BLOCK = tl.constexpr(64)
+"""How many queries are in hand at once: the least that Hopper's tensor cores take."""
 
-@triton.jit
-def _looks(query, key, there, scale):
-    """Compute how much each token looks at each, in float32; at none that is not there."""
-    likeness = tl.dot(query, tl.trans(key)) * scale
-    likeness = tl.where(there[None, :], likeness, float("-inf"))
-    looks = tl.exp(likeness - tl.max(likeness, axis=1)[:, None])
-    return looks / tl.sum(looks, axis=1)[:, None]
+
+# ── rows of a head ──
 
 
 @triton.jit
-def _attend(qkv_at, out_at, T, scale, HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
-    """Let the tokens of a picture look at each other, for one head."""
-    picture, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    rows, columns = tl.arange(0, TOKENS), tl.arange(0, D)
-    there = rows < T
-    from_at = qkv_at + picture.to(tl.int64) * T * (3 * HEADS * D) + head * D
-    places = rows[:, None] * (3 * HEADS * D) + columns[None, :]
-    query = tl.load(from_at + places, mask=there[:, None], other=0.0)
-    key = tl.load(from_at + HEADS * D + places, mask=there[:, None], other=0.0)
-    value = tl.load(from_at + 2 * HEADS * D + places, mask=there[:, None], other=0.0)
-    seen = tl.dot(_looks(query, key, there, scale).to(value.dtype), value)
-    to_at = out_at + picture.to(tl.int64) * T * (HEADS * D) + head * D
-    tl.store(
-        to_at + rows[:, None] * (HEADS * D) + columns[None, :], seen.to(out_at.dtype.element_ty), mask=there[:, None]
-    )
+def _rows(at, first, T: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):
+    """Read rows, one for each token; 0 for tokens that are not there."""
+    rows = first + tl.arange(0, SIZE)
+    return tl.load(at + rows[:, None] * STEP + tl.arange(0, D)[None, :], mask=(rows < T)[:, None], other=0.0)
+
+
+@triton.jit
+def _write_rows(at, made, first, T: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):
+    """Write rows of the tokens that are there."""
+    rows = first + tl.arange(0, SIZE)
+    tl.store(at + rows[:, None] * STEP + tl.arange(0, D)[None, :], made, mask=(rows < T)[:, None])
+
+
+@triton.jit
+def _numbers(at, first: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr):
+    """Read one number for each token; 0 for tokens that are not there."""
+    rows = first + tl.arange(0, SIZE)
+    if first + SIZE <= T:
+        return tl.load(at + rows)
+    else:
+        return tl.load(at + rows, mask=rows < T, other=0.0)
+
+
+# ── forwards ──
+
+
+@triton.jit
+def _attend(
+    qkv_at, seen_at, totals_at, scale,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Let the tokens of a picture look at each other, for one head, and keep what looks were divided by.
+
+    Keys and values are read once: `KEYS` of them, a power of two, and `REST`, which is 0 or 16.
+    """
+    picture, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    query_at = qkv_at + picture * T * (3 * HEADS * D) + head * D
+    key_at, value_at = query_at + HEADS * D, query_at + 2 * HEADS * D
+    seen_at += picture * T * (HEADS * D) + head * D
+    totals_at += tl.program_id(0).to(tl.int64) * T
+    key, value = _rows(key_at, 0, T, 3 * HEADS * D, D, KEYS), _rows(value_at, 0, T, 3 * HEADS * D, D, KEYS)
+    if REST > 0:
+        more_keys = _rows(key_at, KEYS, T, 3 * HEADS * D, D, REST)
+        more_values = _rows(value_at, KEYS, T, 3 * HEADS * D, D, REST)
+    for first in tl.range(0, T, BLOCK, disable_licm=True):
+        query = _rows(query_at, first, T, 3 * HEADS * D, D, BLOCK)
+        likeness = tl.dot(query, tl.trans(key)) * (scale * LOG2_E)
+        if KEYS > T:
+            likeness = tl.where((tl.arange(0, KEYS) < T)[None, :], likeness, float("-inf"))
+        largest = tl.max(likeness, axis=1)
+        if REST > 0:
+            more = tl.dot(query, tl.trans(more_keys)) * (scale * LOG2_E)
+            more = tl.where((KEYS + tl.arange(0, REST) < T)[None, :], more, float("-inf"))
+            largest = tl.maximum(largest, tl.max(more, axis=1))
+        looks = tl.exp2(likeness - largest[:, None])
+        total = tl.sum(looks, axis=1)
+        seen = tl.dot(looks.to(value.dtype), value)
+        if REST > 0:
+            more = tl.exp2(more - largest[:, None])
+            total += tl.sum(more, axis=1)
+            seen = tl.dot(more.to(value.dtype), more_values, seen)
+        seen = (seen / total[:, None]).to(seen_at.dtype.element_ty)
+        _write_rows(seen_at, seen, first, T, HEADS * D, D, BLOCK)
+        rows = first + tl.arange(0, BLOCK)
+        tl.store(totals_at + rows, largest + tl.log2(total), mask=rows < T)
+
+
+# ── backwards ──
+
+
+@triton.jit
+def _taken(
+    query_at, gradient_at, seen_at, means_at, first: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Read a block of queries, and the gradient of what they see; write the mean of the gradients of their looks.
+
+    A query's looks sum to one, so that the mean, weighted by looks, is the product of what it sees and of its gradient.
+    """
+    query = _rows(query_at, first, T, 3 * HEADS * D, D, SIZE)
+    gradient = _rows(gradient_at, first, T, HEADS * D, D, SIZE)
+    seen = _rows(seen_at, first, T, HEADS * D, D, SIZE)
+    rows = first + tl.arange(0, SIZE)
+    tl.store(means_at + rows, tl.sum(gradient.to(tl.float32) * seen.to(tl.float32), axis=1), mask=rows < T)
+    return query, gradient, tl.zeros([D, SIZE], dtype=tl.float32)
+
+
+@triton.jit
+def _tile(
+    query, gradient, of_query, key, value, of_key, of_value, there, totals_at, means_at, scale,
+    first: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Add what a block of queries and a block of keys give to each other's gradients, but for the scale.
+
+    Everything lies with keys as its rows, and `of_query` (D, queries) on its side: looks then go from one product into
+    the next without leaving their registers, and only queries may be fewer than the 64 rows of a tensor core.
+    """
+    looks = tl.exp2(tl.dot(key, tl.trans(query)) * (scale * LOG2_E) - _numbers(totals_at, first, T, SIZE)[None, :])
+    looks = tl.where(there[:, None], looks, 0.0)
+    of_value = tl.dot(looks.to(gradient.dtype), gradient, of_value)
+    of_looks = tl.dot(value, tl.trans(gradient))
+    of_likeness = (looks * (of_looks - _numbers(means_at, first, T, SIZE)[None, :])).to(key.dtype)
+    of_key = tl.dot(of_likeness, query, of_key)
+    of_query = tl.dot(tl.trans(key), of_likeness, of_query)
+    return of_query, of_key, of_value
+
+
+@triton.jit
+def _given(
+    out_at, sums_at, of_query, scale, first: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of a block of queries, and its sum."""
+    made = tl.trans((of_query * scale).to(out_at.dtype.element_ty))
+    _write_rows(out_at, made, first, T, 3 * HEADS * D, D, SIZE)
+    tl.store(sums_at + first // BLOCK * (3 * HEADS * D) + tl.arange(0, D), tl.sum(made.to(tl.float32), axis=0))
 
 
 @triton.jit
 def _attend_gradient(
-    gradient_at, qkv_at, out_at, sums_at, T, scale, HEADS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr
-):
-    """Compute `_attend` again, and go back through it; tokens that are not there have gradient 0, and add nothing."""
-    picture, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    rows, columns = tl.arange(0, TOKENS), tl.arange(0, D)
-    there = rows < T
-    start = picture.to(tl.int64) * T * (3 * HEADS * D) + head * D
-    places = start + rows[:, None] * (3 * HEADS * D) + columns[None, :]
-    query = tl.load(qkv_at + places, mask=there[:, None], other=0.0)
-    key = tl.load(qkv_at + HEADS * D + places, mask=there[:, None], other=0.0)
-    value = tl.load(qkv_at + 2 * HEADS * D + places, mask=there[:, None], other=0.0)
-    seen_at = gradient_at + picture.to(tl.int64) * T * (HEADS * D) + head * D
-    seen = tl.load(seen_at + rows[:, None] * (HEADS * D) + columns[None, :], mask=there[:, None], other=0.0)
-    looks = _looks(query, key, there, scale)
-    of_value = tl.dot(tl.trans(looks.to(seen.dtype)), seen).to(out_at.dtype.element_ty)
-    of_looks = tl.dot(seen, tl.trans(value))
-    of_likeness = (looks * (of_looks - tl.sum(looks * of_looks, axis=1)[:, None]) * scale).to(key.dtype)
-    of_query = tl.dot(of_likeness, key).to(out_at.dtype.element_ty)
-    of_key = tl.dot(tl.trans(of_likeness), query).to(out_at.dtype.element_ty)
-    tl.store(out_at + places, of_query, mask=there[:, None])
-    tl.store(out_at + HEADS * D + places, of_key, mask=there[:, None])
-    tl.store(out_at + 2 * HEADS * D + places, of_value, mask=there[:, None])
-    # A sum for each picture, which is a hundredth of what was written; another kernel adds those up.
-    sum_at = sums_at + picture.to(tl.int64) * (3 * HEADS * D) + head * D + columns
-    tl.store(sum_at, tl.sum(of_query.to(tl.float32), axis=0))
-    tl.store(sum_at + HEADS * D, tl.sum(of_key.to(tl.float32), axis=0))
-    tl.store(sum_at + 2 * HEADS * D, tl.sum(of_value.to(tl.float32), axis=0))
+    gradient_at, qkv_at, seen_at, totals_at, means_at, out_at, sums_at, scale,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Go back through `_attend`, a block of `KEYS` keys after the other; queries that are not there add nothing.
+
+    The gradient of keys and values is done when all queries have been at a block. That of all queries is in registers
+    until the end, so nothing is computed twice. Queries come in `FULL` blocks of 64, and a `TAIL` of 16, 32 or 64 for
+    those left; each has a name, since a loop in Triton carries no lists.
+    """
+    picture, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    qkv_at += picture * T * (3 * HEADS * D) + head * D
+    out_at += picture * T * (3 * HEADS * D) + head * D
+    gradient_at += picture * T * (HEADS * D) + head * D
+    seen_at += picture * T * (HEADS * D) + head * D
+    totals_at += tl.program_id(0).to(tl.int64) * T
+    means_at += tl.program_id(0).to(tl.int64) * T
+    # Sums of 64 tokens, which are a thirtieth of what is written; another kernel adds those up.
+    sums_at += picture * ((T + BLOCK - 1) // BLOCK) * (3 * HEADS * D) + head * D
+    if FULL > 0:
+        q0, g0, of_q0 = _taken(qkv_at, gradient_at, seen_at, means_at, 0, T, HEADS, D, BLOCK)
+    if FULL > 1:
+        q1, g1, of_q1 = _taken(qkv_at, gradient_at, seen_at, means_at, BLOCK, T, HEADS, D, BLOCK)
+    if FULL > 2:
+        q2, g2, of_q2 = _taken(qkv_at, gradient_at, seen_at, means_at, 2 * BLOCK, T, HEADS, D, BLOCK)
+    if FULL > 3:
+        q3, g3, of_q3 = _taken(qkv_at, gradient_at, seen_at, means_at, 3 * BLOCK, T, HEADS, D, BLOCK)
+    if TAIL > 0:
+        q4, g4, of_q4 = _taken(qkv_at, gradient_at, seen_at, means_at, FULL * BLOCK, T, HEADS, D, TAIL)
+    tl.debug_barrier()  # the means are read by other threads than those that wrote them
+    for first in tl.range(0, T, KEYS, disable_licm=True):
+        key = _rows(qkv_at + HEADS * D, first, T, 3 * HEADS * D, D, KEYS)
+        value = _rows(qkv_at + 2 * HEADS * D, first, T, 3 * HEADS * D, D, KEYS)
+        there = first + tl.arange(0, KEYS) < T
+        of_k, of_v = tl.zeros([KEYS, D], dtype=tl.float32), tl.zeros([KEYS, D], dtype=tl.float32)
+        if FULL > 0:
+            of_q0, of_k, of_v = _tile(
+                q0, g0, of_q0, key, value, of_k, of_v, there, totals_at, means_at, scale, 0, T, BLOCK
+            )
+        if FULL > 1:
+            of_q1, of_k, of_v = _tile(
+                q1, g1, of_q1, key, value, of_k, of_v, there, totals_at, means_at, scale, BLOCK, T, BLOCK
+            )
+        if FULL > 2:
+            of_q2, of_k, of_v = _tile(
+                q2, g2, of_q2, key, value, of_k, of_v, there, totals_at, means_at, scale, 2 * BLOCK, T, BLOCK
+            )
+        if FULL > 3:
+            of_q3, of_k, of_v = _tile(
+                q3, g3, of_q3, key, value, of_k, of_v, there, totals_at, means_at, scale, 3 * BLOCK, T, BLOCK
+            )
+        if TAIL > 0:
+            of_q4, of_k, of_v = _tile(
+                q4, g4, of_q4, key, value, of_k, of_v, there, totals_at, means_at, scale, FULL * BLOCK, T, TAIL
+            )
+        of_key, of_value = (of_k * scale).to(out_at.dtype.element_ty), of_v.to(out_at.dtype.element_ty)
+        _write_rows(out_at + HEADS * D, of_key, first, T, 3 * HEADS * D, D, KEYS)
+        _write_rows(out_at + 2 * HEADS * D, of_value, first, T, 3 * HEADS * D, D, KEYS)
+        sum_at = sums_at + first // BLOCK * (3 * HEADS * D) + tl.arange(0, D)
+        tl.store(sum_at + HEADS * D, tl.sum(of_key.to(tl.float32), axis=0))
+        tl.store(sum_at + 2 * HEADS * D, tl.sum(of_value.to(tl.float32), axis=0))
+    if FULL > 0:
+        _given(out_at, sums_at, of_q0, scale, 0, T, HEADS, D, BLOCK)
+    if FULL > 1:
+        _given(out_at, sums_at, of_q1, scale, BLOCK, T, HEADS, D, BLOCK)
+    if FULL > 2:
+        _given(out_at, sums_at, of_q2, scale, 2 * BLOCK, T, HEADS, D, BLOCK)
+    if FULL > 3:
+        _given(out_at, sums_at, of_q3, scale, 3 * BLOCK, T, HEADS, D, BLOCK)
+    if TAIL > 0:
+        _given(out_at, sums_at, of_q4, scale, FULL * BLOCK, T, HEADS, D, TAIL)
 
 
-def short_attention(qkv: Tensor, heads: int) -> Tensor:
+# ── what is called ──
+
+
+def short_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Do what `short_attention.short_attention` says."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
-    out = qkv.new_empty(B, T, heads * width)
+    seen, totals = qkv.new_empty(B, T, heads * width), qkv.new_empty(B, heads, T, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
         _attend[(B * heads,)](
-            qkv, out, T, width**-0.5, HEADS=heads, D=width, TOKENS=_filled(T), num_warps=_warps(T)
+            qkv, seen, totals, width**-0.5, T=T, HEADS=heads, D=width, KEYS=min(256, _filled(T)),
+            REST=16 if T > 256 else 0, num_warps=4, num_stages=1,
         )  # fmt: skip
-    return out
+    return seen, totals
 
 
-def short_attention_gradient(gradient: Tensor, qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def short_attention_gradient(
+    gradient: Tensor, qkv: Tensor, seen: Tensor, totals: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
     """Do what `short_attention.short_attention_gradient` says."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
-    out, sums = torch.empty_like(qkv), qkv.new_empty(B, qkv.shape[2], dtype=torch.float32)
+    full, left = divmod(T, 64)
+    # Two programs of four warps share a processor, and one reads while the other computes. Where their registers are
+    # too few for the gradients of all queries, one of eight warps has it to itself.
+    most = 224 if width <= 64 else 64
+    keys, warps, stages = (64, 4, 2) if most >= T else (128, 8, 1)
+    sums = (qkv.new_empty if keys == 64 else qkv.new_zeros)(B, -(-T // 64), qkv.shape[2], dtype=torch.float32)
+    out = torch.empty_like(qkv)
     with torch.cuda.device_of(qkv):
         _attend_gradient[(B * heads,)](
-            gradient.contiguous(), qkv, out, sums, T, width**-0.5, HEADS=heads, D=width, TOKENS=_filled(T),
-            num_warps=_warps(T),
+            gradient.contiguous(), qkv, seen.contiguous(), totals.contiguous(), torch.empty_like(totals), out, sums,
+            width**-0.5, T=T, HEADS=heads, D=width, FULL=full, TAIL=_filled(left) if left else 0, KEYS=keys,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return out, sums.sum(dim=0)
+    return out, sums.sum(dim=(0, 1))
 
 
 def _filled(tokens: int) -> int:
     """Return the power of two that tensor cores compute so many tokens with."""
     return max(16, 1 << (tokens - 1).bit_length())
-
-
-def _warps(tokens: int) -> int:
-    return 8 if tokens > 64 else 4
