@@ -177,4 +177,5 @@ def test_on_a_gpu() -> None:
         ("torch", "bf16"),
         ("torch", "fp16"),
     }
+    assert not [left for left in found.left_out if left.engine == "torch"]
     assert {left.engine for left in found.left_out} == {"onnx", "openvino"}

@@ -166,7 +166,7 @@ def _joined(left_out: list[LeftOut]) -> list[LeftOut]:
 def _start_all(
     opened: list[Engine], exact: Engine, model: ViT, batches: Sequence[int], seconds: float
 ) -> tuple[list[_Running], list[LeftOut]]:
-    """Call every cell once, which prepares memory and kernels; leave out what would take too long, or answers nothing.
+    """Call every cell twice, which prepares memory and kernels; leave out what would take too long, or answers nothing.
 
     A batch is made only when it is known to be worth it, since one that is too slow may be too large for memory, too.
     """
@@ -189,7 +189,8 @@ def _start_all(
             if batch not in made:
                 made[batch] = _pictures(model, batch)
             pixels = made[batch]
-            for_one = _timed(engine, pixels) / batch
+            # The first call of a size may compile, or record a graph, and says nothing about larger ones.
+            for_one = min(_timed(engine, pixels) for _ in range(2)) / batch
             running.append(_Running(engine, pixels, change))
     return running, not_run
 

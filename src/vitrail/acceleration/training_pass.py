@@ -20,7 +20,8 @@ from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.acceleration.cuda.attention import for_training
-from vitrail.acceleration.cuda.gradients import gelu, gelu_gradient, joined_gradient
+from vitrail.acceleration.cuda.gelu_product import gelu_product
+from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
 from vitrail.acceleration.cuda.short_attention import is_short, short_attention, short_attention_gradient
 from vitrail.acceleration.packed import token_read
 from vitrail.errors import ConfigError
@@ -198,9 +199,9 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        made = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t())
+        hidden, made = gelu_product(x.flatten(0, 1), weight, bias.to(x.dtype))
         ctx.save_for_backward(x, weight, made)
-        return gelu(made).view(*x.shape[:2], -1)
+        return cast("Tensor", hidden.view(*x.shape[:2], -1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:

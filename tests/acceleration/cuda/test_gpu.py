@@ -12,6 +12,7 @@ import vitrail
 from vitrail import Bundle, Preprocess, ViT, ViTConfig
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers
+from vitrail.acceleration.cuda.gelu_product import can_multiply, gelu_product
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.engine import made_ready
@@ -184,3 +185,26 @@ def test_graphs_give_the_same_bits_in_fp8(batch: int) -> None:
     )
     for given_pictures in (pictures, pictures.flip(0)):
         assert torch.equal(replayed(given_pictures), plain(given_pictures))
+
+
+# ── training ──
+
+
+@pytest.mark.parametrize("rows", [1, 197, 4096])
+def test_a_product_with_gelu(rows: int) -> None:
+    x, weight, bias = (torch.randn(*size, device="cuda").bfloat16() for size in ((rows, 128), (256, 128), (256,)))
+    assert can_multiply(x, weight, bias)
+    hidden, made = gelu_product(x, weight, bias)
+    wide = x.double() @ weight.double().t() + bias.double()
+    assert error(made, wide.cpu()) < 2**-8
+    tanh = torch.nn.functional.gelu(made.double(), approximate="tanh")
+    assert error(hidden, tanh.cpu()) < 2**-8
+    assert all(map(torch.equal, gelu_product(x, weight, bias), (hidden, made)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_with_gelu_that_cublaslt_does_not_make(dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((5, 12), (20, 12), (20,)))
+    assert not can_multiply(x, weight, bias)
+    hidden, made = gelu_product(x, weight, bias)
+    assert torch.equal(hidden, torch.nn.functional.gelu(made))

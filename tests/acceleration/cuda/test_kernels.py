@@ -253,21 +253,25 @@ def test_gradients_side_by_side(size: tuple[int, int]) -> None:
 
 FEW = [
     *((64, 3, 64), (1, 1, 16), (5, 2, 32), (50, 2, 64), (65, 1, 16), (70, 1, 128)),
-    *((128, 1, 32), (196, 1, 64), (197, 2, 32), (240, 1, 16), (257, 1, 64), (272, 1, 16)),
+    *((128, 1, 32), (160, 1, 64), (196, 1, 64), (197, 2, 64), (240, 1, 64), (257, 1, 64), (272, 1, 64)),
 ]
+if ON_GPU:  # each is compiled by itself, and the compiler may err in any
+    FEW += [(tokens, 2, 64) for tokens in (2, 17, 33, 49, 80, 81, 96, 101, 113, 129, 144, 145, 150, 161, 170, 177, 192)]
+    FEW += [(tokens, 2, 64) for tokens in (193, 201, 208, 209, 224, 225, 250, 256, 258, 265)]
+    FEW += [(64, 2, 16), (128, 2, 16), (97, 2, 32), (64, 2, 128), (65, 2, 128), (128, 2, 128)]
 
 
 # The interpreter multiplies bf16 matrices as if their bits were whole numbers.
 @pytest.mark.parametrize("dtype", TOLERANCE if ON_GPU else [torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "heads", "width"), FEW)
 def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    if ON_GPU and dtype == torch.float32 and (tokens, width) in ((70, 128), (257, 64)):
-        pytest.skip("in float32, which no training takes, this is more than a processor's shared memory")
+    if ON_GPU and dtype == torch.float32 and tokens * width > 64 * 64:
+        pytest.skip("in float32, which no training takes, this may be more than a processor's shared memory")
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(3, tokens, 3 * heads * width, generator=generator).to(dtype)
     gradient = torch.randn(3, tokens, heads * width, generator=generator).to(dtype)
     # A GPU multiplies float32 in tf32, which has 11 bits; in bf16 both sides round what tokens look at, and more.
-    tolerance = 4 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
+    tolerance = 5 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
     seen, totals = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
     assert (seen.dtype, totals.dtype) == (dtype, torch.float32)
     wanted_seen, wanted_totals = short_attention.short_attention(qkv, heads)
@@ -290,7 +294,7 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
 
 def test_attention_among_few_tokens_is_attention() -> None:
     """In float32, by torch's own and its autograd, and where some tokens look at few others."""
-    heads, width, tokens = 2, 64, 197
+    heads, width, tokens = 2, 64, 50 if ON_GPU else 197  # in float32 a GPU's shared memory holds no more
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(1, tokens, 3 * heads * width, generator=generator)
     qkv[:, ::7] *= 3

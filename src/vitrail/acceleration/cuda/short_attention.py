@@ -12,21 +12,19 @@ import math
 import torch
 from torch import Tensor
 
-LONGEST = 64
-"""Up to how many tokens it is taken; beyond that it has not been timed (docs/lab/gpu.md, attempt 29)."""
-MOST, MOST_WIDE = 272, 128
-"""How many tokens it can do at all; and with heads of more than 64 numbers, whose gradients are twice as many."""
-HEADS = (16, 32, 64, 128)
-"""The widths of a head it can do."""
+LONGEST = 272
+"""Up to how many tokens it is taken, where it can (docs/lab/gpu.md, attempts 29 and 30)."""
+MOST = {16: 128, 32: 128, 64: 272, 128: 128}
+"""How many tokens it can do at all, for each width of a head it can do."""
 
 
 def is_short(tokens: int, head_width: int) -> bool:
     """Say whether so many tokens are few enough.
 
-    The gradients of all queries of a head are in a program's registers at once. Beyond `MOST` tokens those are too few,
-    and the kernel, which would then move them to memory and back for each block of keys, has no names for more.
+    The gradients of all queries of a head are in a program's registers at once, and nothing may spill from there: what
+    NVIDIA's assembler made of kernels that spill wrote to wrong places (docs/lab/gpu.md, attempt 30).
     """
-    return tokens <= min(LONGEST, MOST if head_width <= 64 else MOST_WIDE) and head_width in HEADS
+    return tokens <= min(LONGEST, MOST.get(head_width, 0))
 
 
 @torch.library.custom_op("vitrail::short_attention", mutates_args=())

@@ -46,13 +46,23 @@ def _numbers(at, first: tl.constexpr, T: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _likeness(query, key, first, scale, T: tl.constexpr, SIZE: tl.constexpr):
+    """Compute how like queries are to `SIZE` keys, as powers of two; to keys that are not there not at all."""
+    likeness = tl.dot(query, tl.trans(key)) * (scale * LOG2_E)
+    if first + SIZE > T:
+        likeness = tl.where((first + tl.arange(0, SIZE) < T)[None, :], likeness, float("-inf"))
+    return likeness
+
+
+@triton.jit
 def _attend(
     qkv_at, seen_at, totals_at, scale,
-    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, REST: tl.constexpr,
+    T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    KEYS: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Let the tokens of a picture look at each other, for one head, and keep what looks were divided by.
 
-    Keys and values are read once: `KEYS` of them, a power of two, and `REST`, which is 0 or 16.
+    Keys and values are read once, in up to three parts, powers of two, since the one that holds all may be much larger.
     """
     picture, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     query_at = qkv_at + picture * T * (3 * HEADS * D) + head * D
@@ -60,26 +70,33 @@ def _attend(
     seen_at += picture * T * (HEADS * D) + head * D
     totals_at += tl.program_id(0).to(tl.int64) * T
     key, value = _rows(key_at, 0, T, 3 * HEADS * D, D, KEYS), _rows(value_at, 0, T, 3 * HEADS * D, D, KEYS)
+    if MORE > 0:
+        more_keys = _rows(key_at, KEYS, T, 3 * HEADS * D, D, MORE)
+        more_values = _rows(value_at, KEYS, T, 3 * HEADS * D, D, MORE)
     if REST > 0:
-        more_keys = _rows(key_at, KEYS, T, 3 * HEADS * D, D, REST)
-        more_values = _rows(value_at, KEYS, T, 3 * HEADS * D, D, REST)
+        last_keys = _rows(key_at, KEYS + MORE, T, 3 * HEADS * D, D, REST)
+        last_values = _rows(value_at, KEYS + MORE, T, 3 * HEADS * D, D, REST)
     for first in tl.range(0, T, BLOCK, disable_licm=True):
         query = _rows(query_at, first, T, 3 * HEADS * D, D, BLOCK)
-        likeness = tl.dot(query, tl.trans(key)) * (scale * LOG2_E)
-        if KEYS > T:
-            likeness = tl.where((tl.arange(0, KEYS) < T)[None, :], likeness, float("-inf"))
+        likeness = _likeness(query, key, 0, scale, T, KEYS)
         largest = tl.max(likeness, axis=1)
-        if REST > 0:
-            more = tl.dot(query, tl.trans(more_keys)) * (scale * LOG2_E)
-            more = tl.where((KEYS + tl.arange(0, REST) < T)[None, :], more, float("-inf"))
+        if MORE > 0:
+            more = _likeness(query, more_keys, KEYS, scale, T, MORE)
             largest = tl.maximum(largest, tl.max(more, axis=1))
+        if REST > 0:
+            rest = _likeness(query, last_keys, KEYS + MORE, scale, T, REST)
+            largest = tl.maximum(largest, tl.max(rest, axis=1))
         looks = tl.exp2(likeness - largest[:, None])
         total = tl.sum(looks, axis=1)
         seen = tl.dot(looks.to(value.dtype), value)
-        if REST > 0:
+        if MORE > 0:
             more = tl.exp2(more - largest[:, None])
             total += tl.sum(more, axis=1)
             seen = tl.dot(more.to(value.dtype), more_values, seen)
+        if REST > 0:
+            rest = tl.exp2(rest - largest[:, None])
+            total += tl.sum(rest, axis=1)
+            seen = tl.dot(rest.to(value.dtype), last_values, seen)
         seen = (seen / total[:, None]).to(seen_at.dtype.element_ty)
         _write_rows(seen_at, seen, first, T, HEADS * D, D, BLOCK)
         rows = first + tl.arange(0, BLOCK)
@@ -199,6 +216,10 @@ def _attend_gradient(
         sum_at = sums_at + first // BLOCK * (3 * HEADS * D) + tl.arange(0, D)
         tl.store(sum_at + HEADS * D, tl.sum(of_key.to(tl.float32), axis=0))
         tl.store(sum_at + 2 * HEADS * D, tl.sum(of_value.to(tl.float32), axis=0))
+        if KEYS > BLOCK:  # the sum is that of two times 64 tokens
+            second = tl.full([D], first + BLOCK, dtype=tl.int32) < T
+            tl.store(sum_at + 4 * HEADS * D, tl.zeros([D], dtype=tl.float32), mask=second)
+            tl.store(sum_at + 5 * HEADS * D, tl.zeros([D], dtype=tl.float32), mask=second)
     if FULL > 0:
         _given(out_at, sums_at, of_q0, scale, 0, T, HEADS, D, BLOCK)
     if FULL > 1:
@@ -218,10 +239,11 @@ def short_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Do what `short_attention.short_attention` says."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
     seen, totals = qkv.new_empty(B, T, heads * width), qkv.new_empty(B, heads, T, dtype=torch.float32)
+    keys, more, rest = _in_parts(T)
     with torch.cuda.device_of(qkv):
         _attend[(B * heads,)](
-            qkv, seen, totals, width**-0.5, T=T, HEADS=heads, D=width, KEYS=min(256, _filled(T)),
-            REST=16 if T > 256 else 0, num_warps=4, num_stages=1,
+            qkv, seen, totals, width**-0.5, T=T, HEADS=heads, D=width, KEYS=keys, MORE=more, REST=rest, num_warps=4,
+            num_stages=1,
         )  # fmt: skip
     return seen, totals
 
@@ -233,18 +255,26 @@ def short_attention_gradient(
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
     full, left = divmod(T, 64)
     # Two programs of four warps share a processor, and one reads while the other computes. Where their registers are
-    # too few for the gradients of all queries, one of eight warps has it to itself.
-    most = 224 if width <= 64 else 64
-    keys, warps, stages = (64, 4, 2) if most >= T else (128, 8, 1)
-    sums = (qkv.new_empty if keys == 64 else qkv.new_zeros)(B, -(-T // 64), qkv.shape[2], dtype=torch.float32)
-    out = torch.empty_like(qkv)
+    # too few for the gradients of all queries, one of eight warps has it to itself. Nothing may spill (`is_short`), and
+    # fewer than 64 queries at once come out wrong with four warps, which is Triton's or its assembler's fault.
+    few = (128 if width <= 64 else 64) >= T
+    keys, warps, tail = (64, 4, 64) if few else (128, 8, _filled(left))
+    sums, out = qkv.new_empty(B, -(-T // 64), qkv.shape[2], dtype=torch.float32), torch.empty_like(qkv)
     with torch.cuda.device_of(qkv):
         _attend_gradient[(B * heads,)](
             gradient.contiguous(), qkv, seen.contiguous(), totals.contiguous(), torch.empty_like(totals), out, sums,
-            width**-0.5, T=T, HEADS=heads, D=width, FULL=full, TAIL=_filled(left) if left else 0, KEYS=keys,
-            num_warps=warps, num_stages=stages,
+            width**-0.5, T=T, HEADS=heads, D=width, FULL=full, TAIL=tail if left else 0, KEYS=keys,
+            num_warps=warps, num_stages=2 if width <= 64 else 1,
         )  # fmt: skip
     return out, sums.sum(dim=(0, 1))
+
+
+def _in_parts(tokens: int) -> tuple[int, int, int]:
+    """Return how many keys are read in each of three parts: the fewest that hold so many tokens."""
+    for parts in ((128, 0, 16), (128, 64, 0), (128, 64, 16)):
+        if 128 < tokens <= sum(parts):
+            return parts
+    return min(256, _filled(tokens)), 0, 16 if tokens > 256 else 0
 
 
 def _filled(tokens: int) -> int:
