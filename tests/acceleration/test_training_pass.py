@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vitrail.acceleration.cuda.attention import for_training
 from vitrail.acceleration.cuda.gelu_product import gelu_product
 from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
-from vitrail.acceleration.cuda.short_attention import is_short, short_attention, short_attention_gradient
+from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
 from vitrail.acceleration.training_pass import TrainingPass, can_hasten
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
@@ -300,6 +300,28 @@ def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [is_short(*case) for case in cases] == [True, True, False, True, True, False, True, False]
     monkeypatch.setattr("vitrail.acceleration.cuda.short_attention.LONGEST", 64)
     assert [is_short(*case) for case in ((64, 64), (65, 64))] == [True, False]
+
+
+@pytest.mark.parametrize(("cuda", "capability", "expected"), [("13.0", (9, 0), True), ("13.0", (8, 0), False)])
+def test_where_attention_is_short(
+    cuda: str | None, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where it ran: on a Hopper GPU, and not on one of AMD's that gives itself the same number."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert can_attend(torch.device("cuda")) is expected
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert not can_attend(torch.device("cuda"))
+    assert can_attend(torch.device("cpu"))
+
+
+def test_attention_elsewhere_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.acceleration.training_pass.can_attend", lambda _: False)
+    monkeypatch.setattr("vitrail.acceleration.training_pass.is_short", lambda *_: True)
+    monkeypatch.setattr("vitrail.acceleration.training_pass.short_attention", lambda *_: pytest.fail("was taken"))
+    model, pictures, _ = given("plain")
+    with torch.autocast("cpu", torch.bfloat16):
+        TrainingPass(model)(pictures)
 
 
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all"])

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.acceleration.cuda.attention import for_training
 from vitrail.acceleration.cuda.gelu_product import gelu_product
 from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
-from vitrail.acceleration.cuda.short_attention import is_short, short_attention, short_attention_gradient
+from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
 from vitrail.acceleration.packed import token_read
 from vitrail.errors import ConfigError
 from vitrail.models.attention import Attention
@@ -42,6 +42,7 @@ def can_hasten(config: ViTConfig) -> bool:
 class TrainingPass(nn.Module):
     """A model, computed in fewer steps. It has no parameters but the model's own, and trains those.
 
+    It is made for the device that the model is on by then.
     Stochastic depth draws what it draws in the model; dropout in the last block draws for one token instead of all.
     """
 
@@ -52,6 +53,7 @@ class TrainingPass(nn.Module):
                 "this model's norms come after its branches, or its attention needs positions; train the model itself"
             )
         self.model = model
+        self.can_attend = can_attend(next(model.parameters()).device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map pictures (B, C, H, W) to logits (B, classes)."""
@@ -74,24 +76,24 @@ class TrainingPass(nn.Module):
         return model.placed(F.linear(cut(x, config.patch_size), kernel.weight.flatten(1), kernel.bias))
 
     def _run(
-        self, function: Callable[[Block, Tensor, Places], Tensor], block: Block, tokens: Tensor, places: Places
+        self, function: Callable[[Block, Tensor, Places, bool], Tensor], block: Block, tokens: Tensor, places: Places
     ) -> Tensor:
         """Run one block, forgetting its activations until the backward pass where the model is told to."""
         if self.model.gradient_checkpointing and self.model.training:
-            return cast("Tensor", checkpoint(function, block, tokens, places, use_reentrant=False))
-        return function(block, tokens, places)
+            return cast("Tensor", checkpoint(function, block, tokens, places, self.can_attend, use_reentrant=False))
+        return function(block, tokens, places, self.can_attend)
 
 
 # ── a block ──
 
 
-def _all_tokens(block: Block, x: Tensor, places: Places) -> Tensor:
-    """Map (B, T, D) to (B, T, D), in the dtype it came in."""
+def _all_tokens(block: Block, x: Tensor, places: Places, can_attend: bool) -> Tensor:
+    """Map (B, T, D) to (B, T, D), in the dtype it came in; attention among few tokens as `can_attend` says."""
     x = block.place(x, places).to(x.dtype)
     attention, normed, (weight, bias) = block.attn, _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
     if x.dtype != torch.bfloat16:
         query, key, value = F.linear(normed, weight, bias).chunk(3, dim=-1)
-    elif _is_plain(attention) and is_short(x.shape[1], attention.head_width):
+    elif can_attend and _is_plain(attention) and is_short(x.shape[1], attention.head_width):
         seen = _Seen.apply(normed, weight.to(x.dtype), bias, attention.heads)  # type: ignore[no-untyped-call]
         return _added(block, x, attention.proj_drop(attention.proj(seen)))
     else:
@@ -99,7 +101,7 @@ def _all_tokens(block: Block, x: Tensor, places: Places) -> Tensor:
     return _added(block, x, _attended(block, query, key, value))
 
 
-def _one_token(block: Block, x: Tensor, places: Places) -> Tensor:
+def _one_token(block: Block, x: Tensor, places: Places, _: bool) -> Tensor:
     """Map (B, T, D) to the token that is read, (B, 1, D)."""
     x = block.place(x, places).to(x.dtype)
     read = token_read(block.config) or 0  # asked for each time: a model can be resized

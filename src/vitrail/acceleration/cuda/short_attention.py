@@ -18,6 +18,16 @@ MOST = {16: 128, 32: 128, 64: 272, 128: 128}
 """How many tokens it can do at all, for each width of a head it can do."""
 
 
+def can_attend(device: torch.device) -> bool:
+    """Say whether the kernels are known to be right on a device: on Hopper GPUs they are, and others never ran them.
+
+    Nor do those have the shared memory, some. Where torch computes it, it always is.
+    """
+    if device.type != "cuda":
+        return True
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def is_short(tokens: int, head_width: int) -> bool:
     """Say whether so many tokens are few enough.
 
