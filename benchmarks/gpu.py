@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --lab                                              every means by itself, with predictions
     python benchmarks/gpu.py --profile B/16                                     where the time goes
     python benchmarks/gpu.py --curve 500                                        does the fast training path learn alike?
-    python benchmarks/gpu.py --device cpu --sizes Ti/16 --batch 2 --seconds 0   does this program run?
+    python benchmarks/gpu.py --device cpu --sizes Ti/16 --batch 2 --seconds 0   does this program run? (minutes)
 
 A row is a task and a size. All contestants of a row are made first, then timed in turns, so that a card that slows down
 slows all; the median of the turns counts. After every contestant a line is printed, after every row the table so far,
@@ -58,6 +58,7 @@ from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_q
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.training_pass import TrainingPass, can_hasten
+from vitrail.errors import VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost
 from vitrail.models.variants import variant_config
@@ -545,12 +546,15 @@ def unpack(folder: Path) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare our speed on a GPU with the other libraries'.")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="where (default: cuda)")
     parser.add_argument("--sizes", nargs="+", help=f"such as B/16 or B/16@384 (default: {' '.join(SIZES)})")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--only", nargs="+", default=[], help="rows, such as inference:B/16")
+    parser.add_argument("--only", nargs="+", default=[], help="rows, such as inference:B/16 (default: all)")
     parser.add_argument("--contestants", nargs="+", default=[""], help="parts of names, such as timm 'vitrail bf16$'")
-    parser.add_argument("--batch", type=int, help=f"pictures a step (default: {BATCH}, fewer for large models)")
+    usual = ", ".join(f"{count} for {task}" for task, count in BATCH.items())
+    parser.add_argument(
+        "--batch", type=int, help=f"pictures a step (default: {usual}, half for {' and '.join(SMALLER)})"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="of timing for each contestant of a row")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further contestant is made")
     parser.add_argument(
@@ -569,7 +573,15 @@ def parse() -> argparse.Namespace:
     )
     options = parser.parse_args()
     short_attention.LONGEST = options.short
-    options.device = torch.device(options.device)
+    if options.device is None and not torch.cuda.is_available():
+        parser.error("no CUDA device was found; see that the program runs with --device cpu, as its first lines say")
+    options.device = torch.device(options.device or "cuda")
+    sizes = options.sizes or SIZES
+    for row in options.only:
+        if row not in [f"{task}:{size}" for task in options.tasks for size in sizes]:
+            parser.error(
+                f"no row is called {row!r}; there is a task, a colon and a size, such as {TASKS[0]}:{sizes[0]}"
+            )
     options.deadline = time.perf_counter() + options.limit
     options.weights_model = options.preprocess = None
     if options.weights:
@@ -623,4 +635,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except VitrailError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -13,6 +13,7 @@ many pictures that is a second, and the peak of memory. `--short N` takes the ke
 import argparse
 import json
 import statistics
+import sys
 import time
 from typing import cast
 
@@ -22,6 +23,7 @@ from torch import nn
 from vitrail.acceleration.cuda import short_attention
 from vitrail.acceleration.training_pass import TrainingPass
 from vitrail.data.batches import Batch
+from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes, choose_device, faster_in_bf16
 from vitrail.training.averaging import Average
@@ -32,6 +34,8 @@ from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper
 from vitrail.training.team import Team
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def batch_of(plan: Plan, device: torch.device) -> Batch:
@@ -72,8 +76,10 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=32, help="of the pictures")
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--mode", help="torch.compile's, in place of its usual one")
-    parser.add_argument("--short", type=int, default=short_attention.LONGEST)
+    parser.add_argument("--mode", choices=MODES, help="torch.compile's, in place of the one that training takes")
+    parser.add_argument(
+        "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=30, help="in a round")
     parser.add_argument("--json", help="where to add a line with the numbers")
@@ -121,4 +127,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except VitrailError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

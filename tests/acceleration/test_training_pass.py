@@ -1,6 +1,8 @@
 """The shorter way of training changes no gradient, but for rounding where that is low."""
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -302,12 +304,18 @@ def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [is_short(*case) for case in ((64, 64), (65, 64))] == [True, False]
 
 
-@pytest.mark.parametrize(("cuda", "capability", "expected"), [("13.0", (9, 0), True), ("13.0", (8, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "version", "expected"),
+    [((9, 0), "3.6.0", True), ((8, 0), "3.6.0", False), ((10, 0), "3.6.0", False), ((9, 0), "3.60.1", False)],
+)
 def test_where_attention_is_short(
-    cuda: str | None, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], version: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only where it ran: on a Hopper GPU, and not on one of AMD's that gives itself the same number."""
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+    triton = ModuleType("triton")
+    triton.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert can_attend(torch.device("cuda")) is expected
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -183,7 +183,7 @@ def _start_all(
         for_one = _timed(engine, few) / len(few)
         for batch in sorted(set(batches)):
             if for_one * batch > TOO_SLOW * seconds:
-                why = f"a batch of {batch:,} would take about {for_one * batch:,.0f} seconds; allow more with --seconds"
+                why = f"a batch of {batch:,} would take about {_said(for_one * batch)}; allow more with --seconds"
                 not_run.append(LeftOut(engine.kind, engine.precision, batch, why))
                 continue
             if batch not in made:
@@ -193,6 +193,10 @@ def _start_all(
             for_one = min(_timed(engine, pixels) for _ in range(2)) / batch
             running.append(_Running(engine, pixels, change))
     return running, not_run
+
+
+def _said(seconds: float) -> str:
+    return f"{seconds:,.0f} seconds" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _timed(engine: Engine, pixels: Tensor) -> float:

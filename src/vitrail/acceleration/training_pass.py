@@ -7,7 +7,8 @@ matrix, where a norm would have to sum over all tokens. Where the head reads one
 keys and values of all tokens, but everything else of that token alone: the others' numbers would reach no loss. So
 every gradient stays what it is, up to rounding. Patches are cut and projected by a product, which a GPU does several
 times as fast as a convolution. In bf16 the residual stream is bf16, too, which halves what norms and additions move,
-GELU is a polynomial, and gradients of biases are summed while what they are the sum of is written.
+and gradients of biases are summed while what they are the sum of is written. GELU is there cuBLASLt's tanh form, and
+its slope on the way back a polynomial near that of the exact one: apart by 9e-4 at most, which bf16 rounds away.
 """
 
 from collections.abc import Callable

@@ -51,8 +51,10 @@ def bench(
         )
     if as_json:
         typer.echo(json.dumps({**_machine(place), "seconds": seconds, **found.as_dict()}, indent=2))
-        return
-    _print_bench(found, _machine(place))
+    else:
+        _print_bench(found, _machine(place))
+    if not found.cells:  # why is said above
+        raise typer.Exit(2)
 
 
 def _known(words: list[str] | None, valid: tuple[Word, ...], what: str) -> list[Word]:

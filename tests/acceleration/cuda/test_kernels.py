@@ -259,6 +259,7 @@ if ON_GPU:  # each is compiled by itself, and the compiler may err in any
     FEW += [(tokens, 2, 64) for tokens in (2, 17, 33, 49, 80, 81, 96, 101, 113, 129, 144, 145, 150, 161, 170, 177, 192)]
     FEW += [(tokens, 2, 64) for tokens in (193, 201, 208, 209, 224, 225, 250, 256, 258, 265)]
     FEW += [(64, 2, 16), (128, 2, 16), (97, 2, 32), (64, 2, 128), (65, 2, 128), (128, 2, 128)]
+    FEW += [*((197, heads, 64) for heads in (3, 6, 12, 16)), (257, 16, 64), (64, 6, 64), (64, 12, 64), (50, 12, 64)]
 
 
 # The interpreter multiplies bf16 matrices as if their bits were whole numbers.
@@ -267,9 +268,12 @@ if ON_GPU:  # each is compiled by itself, and the compiler may err in any
 def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     if ON_GPU and dtype == torch.float32 and tokens * width > 64 * 64:
         pytest.skip("in float32, which no training takes, this may be more than a processor's shared memory")
+    if ON_GPU and not short_attention.can_attend(DEVICE):
+        pytest.skip("on other GPUs and with other versions of Triton these kernels are not taken")
     generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(3, tokens, 3 * heads * width, generator=generator).to(dtype)
-    gradient = torch.randn(3, tokens, heads * width, generator=generator).to(dtype)
+    pictures = 128 if ON_GPU else 3  # enough to keep all of a GPU's processors busy
+    qkv = torch.randn(pictures, tokens, 3 * heads * width, generator=generator).to(dtype)
+    gradient = torch.randn(pictures, tokens, heads * width, generator=generator).to(dtype)
     # A GPU multiplies float32 in tf32, which has 11 bits; in bf16 both sides round what tokens look at, and more.
     tolerance = 5 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
     seen, totals = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
@@ -280,6 +284,8 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
     found, summed = short_attention_kernels.short_attention_gradient(
         gradient.to(DEVICE), qkv.to(DEVICE), seen, totals, heads
     )
+    again = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, totals, heads)
+    assert torch.equal(again[0], found)
     wanted, wanted_sum = short_attention.short_attention_gradient(gradient, qkv, wanted_seen, wanted_totals, heads)
     parts = zip(found.cpu().chunk(3, dim=-1), wanted.chunk(3, dim=-1), strict=True)
     for part, expected in parts:
@@ -288,12 +294,22 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
         else:
             assert part.abs().max() < 1e-2
     assert summed.dtype == torch.float32
-    assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=1e-3)
+    assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=1e-2)
     assert wanted_sum.shape == summed.shape
+
+
+def test_more_tokens_than_the_kernels_can_do_are_refused() -> None:
+    qkv = torch.randn(1, 273, 3 * 64)
+    with pytest.raises(ValueError, match="273 tokens"):
+        short_attention_kernels.short_attention(qkv.to(DEVICE), 1)
+    with pytest.raises(ValueError, match="heads of 24"):
+        short_attention_kernels.short_attention_gradient(qkv, qkv[:, :3, :72].to(DEVICE), qkv, qkv, 1)
 
 
 def test_attention_among_few_tokens_is_attention() -> None:
     """In float32, by torch's own and its autograd, and where some tokens look at few others."""
+    if ON_GPU and not short_attention.can_attend(DEVICE):
+        pytest.skip("on other GPUs and with other versions of Triton these kernels are not taken")
     heads, width, tokens = 2, 64, 50 if ON_GPU else 197  # in float32 a GPU's shared memory holds no more
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(1, tokens, 3 * heads * width, generator=generator)

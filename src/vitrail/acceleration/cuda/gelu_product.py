@@ -36,15 +36,17 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:  # noqa
 
 
 def can_multiply(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Say whether cuBLASLt is there and has a kernel for these matrices: bf16, in eights, and at even addresses."""
+    """Say whether cuBLASLt is there and has a kernel for these matrices: bf16, sizes in eights, each 16 bytes whole."""
+    (M, K), N = x.shape, weight.shape[0]
     return (
         x.is_cuda
-        and x.dtype == torch.bfloat16
-        and x.shape[0] > 0
-        and weight.shape[0] % 8 == weight.shape[1] % 8 == 0
-        and all(tensor.data_ptr() % 16 == 0 for tensor in (x, weight, bias))
+        and all(given.dtype == torch.bfloat16 and given.device == x.device for given in (x, weight, bias))
+        and (weight.shape, bias.shape) == ((N, K), (N,))
+        and M > 0
+        and N % 8 == K % 8 == 0
+        and all(given.data_ptr() % 16 == 0 for given in (x, weight, bias))
         and _library() is not None
-        and _plan(x.get_device(), x.shape[0], *weight.shape) is not None
+        and _plan(x.get_device(), M, N, K) is not None
     )
 
 
@@ -103,17 +105,12 @@ def _plan(device: int, rows: int, outputs: int, inputs: int) -> _Plan | None:
     weight, x, made = _layout(inputs, outputs), _layout(inputs, rows), _layout(outputs, rows)
     wishes, found, number = ctypes.c_void_p(), _Found(), ctypes.c_int()
     with torch.cuda.device(device):
-        product = _product(
-            outputs, 256, 256
-        )  # addresses that stand for those to come: what counts is how even they are
+        # Addresses that stand for those to come: what counts is by how much they can be divided.
+        product = _product(outputs, 256, 256)
         _call("cublasLtMatmulPreferenceCreate", ctypes.byref(wishes))
         try:
-            _set(
-                "cublasLtMatmulPreferenceSetAttribute",
-                wishes,
-                MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                ctypes.c_uint64(WORKSPACE),
-            )
+            most = ctypes.c_uint64(WORKSPACE)
+            _set("cublasLtMatmulPreferenceSetAttribute", wishes, MATMUL_PREF_MAX_WORKSPACE_BYTES, most)
             status = _loaded().cublasLtMatmulAlgoGetHeuristic(
                 _handle(device), product, weight, x, made, made, wishes, ctypes.c_int(1), ctypes.byref(found),
                 ctypes.byref(number),
@@ -179,7 +176,7 @@ def _loaded() -> ctypes.CDLL:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return the library that torch has loaded, or None where torch has none or calls it otherwise."""
+    """Return the library that came with torch, or None where there is none of that name."""
     if torch.version.cuda is None:
         return None
     try:

@@ -16,16 +16,22 @@ LONGEST = 272
 """Up to how many tokens it is taken, where it can (docs/lab/gpu.md, attempts 29 and 30)."""
 MOST = {16: 128, 32: 128, 64: 272, 128: 128}
 """How many tokens it can do at all, for each width of a head it can do."""
+COMPARED = ("3.6.",)
+"""Versions of Triton whose kernels were compared with torch on a GPU; a newer one is to be let in when they are."""
 
 
 def can_attend(device: torch.device) -> bool:
-    """Say whether the kernels are known to be right on a device: on Hopper GPUs they are, and others never ran them.
+    """Say whether the kernels are known to be right on a device: where they ran and were compared, or torch computes.
 
-    Nor do those have the shared memory, some. Where torch computes it, it always is.
+    They did on Hopper GPUs. On some others shared memory is too small, and on others they spill.
     """
     if device.type != "cuda":
         return True
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device)[0] == 9
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    from triton import __version__
+
+    return str(__version__).startswith(COMPARED)
 
 
 def is_short(tokens: int, head_width: int) -> bool:

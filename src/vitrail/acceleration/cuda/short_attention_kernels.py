@@ -5,10 +5,14 @@ Axes: T tokens, D numbers of a head. T is known when a kernel is compiled, so th
 asking. Loops have `disable_licm`: addresses would be computed before them, and fill the registers that sums need.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from vitrail.acceleration.cuda.short_attention import MOST
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(64)
@@ -238,13 +242,15 @@ def _attend_gradient(
 def short_attention(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Do what `short_attention.short_attention` says."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
+    _check(T, width)
     seen, totals = qkv.new_empty(B, T, heads * width), qkv.new_empty(B, heads, T, dtype=torch.float32)
     keys, more, rest = _in_parts(T)
     with torch.cuda.device_of(qkv):
-        _attend[(B * heads,)](
+        kernel = _attend[(B * heads,)](
             qkv, seen, totals, width**-0.5, T=T, HEADS=heads, D=width, KEYS=keys, MORE=more, REST=rest, num_warps=4,
             num_stages=1,
         )  # fmt: skip
+    _check_compiled(kernel)
     return seen, totals
 
 
@@ -253,6 +259,7 @@ def short_attention_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Do what `short_attention.short_attention_gradient` says."""
     B, T, qkv, width = *qkv.shape[:2], qkv.contiguous(), qkv.shape[2] // 3 // heads
+    _check(T, width)
     full, left = divmod(T, 64)
     # Two programs of four warps share a processor, and one reads while the other computes. Where their registers are
     # too few for the gradients of all queries, one of eight warps has it to itself. Nothing may spill (`is_short`), and
@@ -261,12 +268,24 @@ def short_attention_gradient(
     keys, warps, tail = (64, 4, 64) if few else (128, 8, _filled(left))
     sums, out = qkv.new_empty(B, -(-T // 64), qkv.shape[2], dtype=torch.float32), torch.empty_like(qkv)
     with torch.cuda.device_of(qkv):
-        _attend_gradient[(B * heads,)](
+        kernel = _attend_gradient[(B * heads,)](
             gradient.contiguous(), qkv, seen.contiguous(), totals.contiguous(), torch.empty_like(totals), out, sums,
             width**-0.5, T=T, HEADS=heads, D=width, FULL=full, TAIL=tail if left else 0, KEYS=keys,
             num_warps=warps, num_stages=2 if width <= 64 else 1,
         )  # fmt: skip
+    _check_compiled(kernel)
     return out, sums.sum(dim=(0, 1))
+
+
+def _check(tokens: int, width: int) -> None:
+    if tokens > MOST.get(width, 0):
+        raise ValueError(f"{tokens} tokens and heads of {width} numbers are more than these kernels can do")
+
+
+def _check_compiled(kernel: Any) -> None:
+    """Refuse what a kernel made that spills registers (`is_short`); an interpreted one is not compiled."""
+    if getattr(kernel, "n_spills", 0):
+        raise RuntimeError("this version of Triton lets the attention kernels spill, so that gradients may be wrong")
 
 
 def _in_parts(tokens: int) -> tuple[int, int, int]:
