@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.acceleration.cuda.attention import for_training
-from vitrail.acceleration.cuda.gelu_product import gelu_product
+from vitrail.acceleration.cuda.gelu_product import can_multiply, gelu_product
 from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
 from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
 from vitrail.acceleration.training_pass import TrainingPass, can_hasten
@@ -242,6 +242,37 @@ def test_a_product_with_gelu() -> None:
     assert torch.allclose(made, F.linear(x, weight, bias))
     assert torch.allclose(hidden, F.gelu(made))
     torch.library.opcheck(gelu_product, (x, weight, bias))
+
+
+class OnAGpu(Tensor):
+    """A tensor that says it is on a GPU, for what is asked before a GPU is."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        """Return the number of the GPU."""
+        return 0
+
+
+def test_which_products_cublaslt_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those whose matrices it would read as they are: it gets addresses, and checks nothing."""
+    monkeypatch.setattr("vitrail.acceleration.cuda.gelu_product._library", lambda: "there")
+    monkeypatch.setattr("vitrail.acceleration.cuda.gelu_product._plan", lambda *_: "there")
+
+    def asked(x: tuple[int, ...], weight: tuple[int, ...], bias: tuple[int, ...], *dtypes: torch.dtype) -> bool:
+        given = zip((x, weight, bias), (*dtypes, *[torch.bfloat16] * 3), strict=False)
+        made = [torch.zeros(size, dtype=dtype) for size, dtype in given]
+        return can_multiply(made[0].as_subclass(OnAGpu), *made[1:])
+
+    assert asked((5, 16), (8, 16), (8,))
+    assert not asked((0, 16), (8, 16), (8,))
+    assert not asked((5, 12), (8, 12), (8,))
+    assert not asked((5, 16), (12, 16), (12,))
+    assert not asked((5, 16), (8, 24), (8,))
+    assert not asked((5, 16), (8, 16), (1,))
+    assert not asked((5, 16), (8, 16), (8,), torch.float32)
+    assert not asked((5, 16), (8, 16), (8,), torch.bfloat16, torch.float32)
+    assert not asked((5, 16), (8, 16), (8,), torch.bfloat16, torch.bfloat16, torch.float32)
 
 
 def test_gradients_side_by_side() -> None:

@@ -4,6 +4,7 @@ Triton is no dependency but of the tests, on Linux: torch brings it along where 
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -296,6 +297,12 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
     assert summed.dtype == torch.float32
     assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=1e-2)
     assert wanted_sum.shape == summed.shape
+
+
+def test_a_kernel_that_spills_is_refused() -> None:
+    short_attention_kernels._check_compiled(SimpleNamespace(n_spills=0))
+    with pytest.raises(RuntimeError, match="gradients may be wrong"):
+        short_attention_kernels._check_compiled(SimpleNamespace(n_spills=3))
 
 
 def test_more_tokens_than_the_kernels_can_do_are_refused() -> None:
