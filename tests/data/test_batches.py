@@ -221,6 +221,8 @@ def test_settings_that_cannot_be(fault: Any, words: str) -> None:
 # ── processes ──
 
 
+# torch may notice a second time, while it ends what is left of its workers.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_dies_is_explained() -> None:
     class Deadly(Files):
         def read(self, index: int) -> bytes | Pixels:
