@@ -8,7 +8,7 @@ keys and values of all tokens, but everything else of that token alone: the othe
 every gradient stays what it is, up to rounding. Patches are cut and projected by a product, which a GPU does several
 times as fast as a convolution. In bf16 the residual stream is bf16, too, which halves what norms and additions move,
 and gradients of biases are summed while what they are the sum of is written. GELU is there cuBLASLt's tanh form, and
-its slope on the way back a polynomial near that of the exact one: apart by 9e-4 at most, which bf16 rounds away.
+its slope on the way back a polynomial near that of the exact one, 9e-4 from the tanh form's at most.
 """
 
 from collections.abc import Callable

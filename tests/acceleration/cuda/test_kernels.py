@@ -295,7 +295,8 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
         else:
             assert part.abs().max() < 1e-2
     assert summed.dtype == torch.float32
-    assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=1e-2)
+    atol = 1e-2 if ON_GPU else 1e-3  # of many more pictures
+    assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=atol)
     assert wanted_sum.shape == summed.shape
 
 

@@ -2,7 +2,7 @@
 
 cuBLASLt has such a kernel, and torch, which brings cuBLASLt along, has no name for it. So the library's C functions are
 called as they are. Its GELU is the tanh form. It thinks in columns: a matrix of rows is to it the same matrix on its
-side, and Y = X·Wᵀ is Yᵀ = W·Xᵀ. Elsewhere plain torch does the same. Axes: M rows, N outputs, K inputs.
+side, and Y = X·Wᵀ is Yᵀ = W·Xᵀ. Elsewhere plain torch does it, in the exact form. Axes: M rows, N outputs, K inputs.
 """
 
 import ctypes

@@ -38,7 +38,7 @@ def is_short(tokens: int, head_width: int) -> bool:
     """Say whether so many tokens are few enough.
 
     The gradients of all queries of a head are in a program's registers at once, and nothing may spill from there: what
-    NVIDIA's assembler made of kernels that spill wrote to wrong places (docs/lab/gpu.md, attempt 30).
+    NVIDIA's assembler made of a kernel that spills reached for wrong places (docs/lab/gpu.md, attempt 30).
     """
     return tokens <= min(LONGEST, MOST.get(head_width, 0))
 
