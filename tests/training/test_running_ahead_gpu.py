@@ -29,13 +29,16 @@ def test_nobody_waits_for_the_step_that_follows(kind: str) -> None:
     data = [batch.to(CUDA) for batch in batches(3)]
     stepper.step(state, model, data[0], 0.01)  # in which libraries take their memory
     torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # in front of it
     torch.cuda.set_sync_debug_mode("error")
     try:
         taken = stepper.take(state, model, data[1], 0.01)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert taken.is_busy()
     torch.cuda._sleep(4_000_000_000)  # some seconds of work behind it
     stepped = taken.read()
+    assert not taken.is_busy()
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
     assert taken.read() == stepped

@@ -164,9 +164,9 @@ class _Run:
         saved = time.monotonic()
         underway = Underway()
         with requests_to_stop() as asked, closing(self._batches(progress.step)) as batches:
-            for batch, waited in _timed(batches):
+            for batch, seconds in _timed(batches):
+                waited = underway.waited(seconds)
                 self._note_bad(batch.bad)
-                underway.waited(waited)
                 rate = self._rate(progress.step)
                 taken = self._taken(forward, batch, rate)
                 # The step before is asked for its numbers when this one is on its way, so that the device never waits.

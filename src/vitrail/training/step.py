@@ -49,6 +49,10 @@ class Taken(NamedTuple):
     left_out: bool
     """Whether a step that does not count has changed nothing: fp16's too large gradients, which are no accident."""
 
+    def is_busy(self) -> bool:
+        """Say whether the device has not come to the end of this step."""
+        return self.ready is not None and not self.ready.query()
+
     def read(self) -> Stepped:
         """Wait for this step, and say what it came to; no other process is asked."""
         if self.ready is not None:

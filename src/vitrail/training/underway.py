@@ -19,9 +19,11 @@ class Underway:
         """Start the clock."""
         self.since, self.idle = time.monotonic(), 0.0
 
-    def waited(self, seconds: float) -> None:
-        """Say how long nothing happened here for want of pictures."""
-        self.idle += seconds
+    def waited(self, seconds: float) -> float:
+        """Return how much of a wait for pictures counts: nothing, if the device was busy all along."""
+        idle = 0.0 if self.taken is not None and self.taken.is_busy() else seconds
+        self.idle += idle
+        return idle
 
     def put(self, taken: Taken, batch: Batch, rate: float, waited: float) -> None:
         """Keep a step, with what it was made of."""

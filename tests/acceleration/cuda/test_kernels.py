@@ -289,11 +289,11 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
     assert torch.equal(again[0], found)
     wanted, wanted_sum = short_attention.short_attention_gradient(gradient, qkv, wanted_seen, wanted_totals, heads)
     parts = zip(found.cpu().chunk(3, dim=-1), wanted.chunk(3, dim=-1), strict=True)
-    for part, expected in parts:
-        if tokens > 1 or expected.abs().max() > 1e-2:  # a token alone looks at itself, whatever its query and key
-            assert relative_error(part.float(), expected.float()) < tolerance
+    for number, (part, expected) in enumerate(parts):
+        if tokens == 1 and number < 2:  # a token alone looks at itself, whatever its query and key: they learn nothing
+            assert part.abs().max() < 0.05
         else:
-            assert part.abs().max() < 1e-2
+            assert relative_error(part.float(), expected.float()) < tolerance
     assert summed.dtype == torch.float32
     atol = 1e-2 if ON_GPU else 1e-3  # of many more pictures
     assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=atol)
