@@ -47,3 +47,10 @@ def test_the_same_batches_while_the_device_is_busy(
     for one, other in zip(found, expected, strict=True):
         for mine, theirs in zip(one, other.tensors, strict=True):
             assert torch.equal(mine.cpu(), theirs)
+
+
+def test_what_is_sent_is_pinned() -> None:
+    memory = torch.randint(256, (1000,), dtype=torch.uint8)
+    pinned = resident._pinned(memory)
+    assert pinned.is_pinned()
+    assert torch.equal(pinned, memory)

@@ -17,6 +17,7 @@ from torch import Tensor
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged
 from vitrail.runtime import Precision, Processes
+from vitrail.training.display import Status
 from vitrail.training.folder import Journal
 from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
@@ -45,6 +46,13 @@ class Arrival:
         self.asked = True
 
 
+class Busy:
+    """Stands for the event at the end of a step that the device has not come to."""
+
+    def query(self) -> bool:
+        return False
+
+
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU go the way of a GPU: what it computes is there at once, but nobody looks."""
@@ -55,6 +63,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     Arrival.open = Arrival.most = 0
     monkeypatch.setattr(Stepper, "runs_ahead", True)
     monkeypatch.setattr("vitrail.training.step._on_its_way", on_its_way)
+    monkeypatch.setattr("vitrail.training.step._now", lambda _: Busy())
 
 
 def go(folder: Path, *changes: str) -> None:
@@ -84,6 +93,23 @@ def test_the_journal_and_the_weights_are_the_same(minutes: str, most: int, strai
     assert list(Journal.read(tmp_path / "run")) == list(Journal.read(straight))
     assert same(saved(tmp_path / "run")[1], saved(straight)[1])
     assert (Arrival.most, Arrival.open) == (most, 0)  # one step ahead, and none where every step is saved
+
+
+@pytest.mark.usefixtures("ahead")
+def test_pictures_are_waited_for_only_where_the_device_has_nothing_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: dict[int, float] = {}
+    show = Status.update
+
+    def update(status: Status, row: dict[str, Any]) -> None:
+        waited[row["step"]] = row["waited"]
+        show(status, row)
+
+    monkeypatch.setattr(Status, "update", update)
+    go(tmp_path / "run")
+    assert len(waited) == 9
+    assert [step for step, seconds in waited.items() if seconds > 0] == [1, 5]  # at first, and after the val part
 
 
 @pytest.mark.usefixtures("ahead")

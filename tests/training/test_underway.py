@@ -13,9 +13,9 @@ from vitrail.training.underway import Underway
 
 def kept(done: bool | None) -> Underway:
     """Return a step under way on a GPU that says whether it is done; None: on a processor, where it always is."""
-    ready: Any = None if done is None else SimpleNamespace(query=lambda: done)
+    end: Any = None if done is None else SimpleNamespace(query=lambda: done)
     underway = Underway()
-    underway.put(Taken(0, torch.zeros(3), ready, 1, left_out=False), batches(1)[0], 0.1, 0.0)
+    underway.put(Taken(0, torch.zeros(3), end, 1, left_out=False, done=end), batches(1)[0], 0.1, 0.0)
     return underway
 
 

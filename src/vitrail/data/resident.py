@@ -213,8 +213,8 @@ class Kept:
 def _pinned(memory: Tensor) -> Tensor:
     """Return a copy that is sent to a GPU without waiting.
 
-    By this thread alone: torch would divide it among one for each core, and wait for all of them where workers are busy
-    on the same cores; 0.7 MB took 5 ms.
+    Copied by this thread alone: torch would divide 0.7 MB among as many threads as there are cores and wait for all of
+    them, on cores where workers are drawing, which took 5 ms.
     """
     pinned = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
     np.copyto(pinned.numpy(), memory.numpy())

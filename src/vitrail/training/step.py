@@ -48,10 +48,12 @@ class Taken(NamedTuple):
     processes: int
     left_out: bool
     """Whether a step that does not count has changed nothing: fp16's too large gradients, which are no accident."""
+    done: torch.cuda.Event | None = None
+    """When the device is at the end of the step, the update included; None where it was there at once."""
 
     def is_busy(self) -> bool:
         """Say whether the device has not come to the end of this step."""
-        return self.ready is not None and not self.ready.query()
+        return self.done is not None and not self.done.query()
 
     def read(self) -> Stepped:
         """Wait for this step, and say what it came to; no other process is asked."""
@@ -104,7 +106,7 @@ class Stepper(NamedTuple):
         state.progress.step += 1
         if state.average is not None:
             state.average.update(state.model, state.progress.step)
-        return taken
+        return taken if taken.ready is None else taken._replace(done=_now(self.device))
 
     def _gradients(self, state: State, forward: nn.Module, batch: Batch) -> Tensor:
         """Compute the gradients of a batch, part by part, and clip them; return what `Taken.numbers` says."""
@@ -160,9 +162,14 @@ class Stepper(NamedTuple):
 def _on_its_way(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     """Begin to copy numbers from a GPU, and say when they are here."""
     copy = numbers.to("cpu", non_blocking=True)  # into pinned memory
-    ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(numbers.device))
-    return copy, ready
+    return copy, _now(numbers.device)
+
+
+def _now(device: torch.device) -> torch.cuda.Event:
+    """Return the event that a GPU has done all it was asked to do so far."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ class Underway:
         self.taken, self.batch, self.rate, self.waited_for = taken, batch, rate, waited
 
     def done(self) -> float:
-        """Return the seconds since the step before was done, without those in which pictures were waited for."""
+        """Return the seconds since the step before was done, without the waits for pictures that count."""
         took = time.monotonic() - self.since - self.idle
         self.taken = self.batch = None
         self.begin()

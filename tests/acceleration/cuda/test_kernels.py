@@ -291,7 +291,7 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
     parts = zip(found.cpu().chunk(3, dim=-1), wanted.chunk(3, dim=-1), strict=True)
     for number, (part, expected) in enumerate(parts):
         if tokens == 1 and number < 2:  # a token alone looks at itself, whatever its query and key: they learn nothing
-            assert part.abs().max() < 0.05
+            assert part.abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-2 if ON_GPU else 1e-5)
         else:
             assert relative_error(part.float(), expected.float()) < tolerance
     assert summed.dtype == torch.float32
