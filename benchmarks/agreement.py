@@ -9,6 +9,7 @@ exact GELU, in fp8 with scales from the first pictures of `--calibration`, and w
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +21,8 @@ import vitrail
 from vitrail.data.batches import Evaluation, evaluation_batches
 from vitrail.data.sources.opening import open_source
 from vitrail.data.sources.source import Source
-from vitrail.errors import ConfigError
-from vitrail.runtime import autocast
+from vitrail.errors import ConfigError, VitrailError
+from vitrail.runtime import autocast, choose_device
 
 Way = Callable[[Tensor], Tensor]
 CALIBRATION = 1024
@@ -65,11 +66,11 @@ def main() -> None:
     parser.add_argument("model", help="anything that vitrail.load opens")
     parser.add_argument("data", help="labelled pictures: a folder, a manifest, shards, digits")
     parser.add_argument("--calibration", help="pictures to scale fp8 by (default: the same)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=500)
     parser.add_argument("--merge", type=int, nargs="*", default=[1, 2, 4], help="tokens merged in every block")
     options = parser.parse_args()
-    device, bundle = torch.device(options.device), vitrail.load(options.model)
+    device, bundle = choose_device(options.device), vitrail.load(options.model)
     source = open_source(options.data)
     like = open_source(options.calibration) if options.calibration else source
     calibration, _ = next(pictures(like, bundle, device, CALIBRATION))
@@ -95,4 +96,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except VitrailError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -28,6 +28,7 @@ import copy
 import dataclasses
 import gc
 import json
+import math
 import platform
 import re
 import statistics
@@ -58,11 +59,12 @@ from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_q
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.training_pass import TrainingPass, can_hasten
-from vitrail.errors import VitrailError
+from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
+from vitrail.runtime import choose_device
 
 SIZES = ("B/16", "L/16", "S/16", "Ti/16", "B/16@384")
 TASKS = ("inference", "training")
@@ -75,6 +77,9 @@ JUDGED = 16
 CLASSES = 100
 """How many classes the loss curve's pictures have."""
 BF16 = torch.bfloat16
+EAGER = "eager"
+"""Not compiled. Some versions of transformers make an attention mask while they are compiled, which shuts fast kernels
+out (5.17 does, 5.22 does not)."""
 GRAPHS = "reduce-overhead"
 """The mode of torch.compile that records and replays CUDA graphs."""
 TUNED, TUNED_GRAPHS = "max-autotune-no-cudagraphs", "max-autotune"
@@ -201,6 +206,8 @@ PEERS: dict[str, Callable[[Row, ViT | None], nn.Module]] = {
 
 def compiled(model: nn.Module, device: torch.device, mode: str | None = None) -> Callable[[Tensor], Tensor]:
     """Compile a model; on a CPU without making code, which would take longer than all else."""
+    if mode == EAGER:
+        return cast("Callable[[Tensor], Tensor]", model)
     if device.type == "cpu":
         return cast("Callable[[Tensor], Tensor]", torch.compile(model, backend="aot_eager", dynamic=False))
     return cast("Callable[[Tensor], Tensor]", torch.compile(model, mode=mode, dynamic=False))
@@ -287,6 +294,7 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail compile": lambda row: answering(row, ours(row, weights)),
         "torchvision compile": peer("torchvision"),
         "transformers compile": peer("transformers"),
+        "transformers eager": peer("transformers", EAGER),
         "timm max-autotune": peer("timm", TUNED),
     }
     training: dict[str, Maker] = {
@@ -297,14 +305,21 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail compile": lambda row: learning_plainly(row, ours(row, weights)),
         "torchvision compile": lambda row: learning_plainly(row, of_torchvision(row, weights)),
         "transformers compile": lambda row: learning_plainly(row, of_transformers(row, weights)),
+        "transformers eager": lambda row: learning_plainly(row, of_transformers(row, weights), EAGER),
         "timm max-autotune": lambda row: learning_plainly(row, of_timm(row, weights), TUNED),
         "timm max-autotune graphs": lambda row: learning_plainly(row, of_timm(row, weights), TUNED_GRAPHS),
     }
     chosen = {"inference": inference, "training": training}
-    asked = re.compile("|".join(f"(?:{pattern})" for pattern in options.contestants))
-    return {
-        task: {name: make for name, make in makers.items() if asked.search(name)} for task, makers in chosen.items()
+    found = {
+        task: {
+            name: make for name, make in makers.items() if any(re.search(part, name) for part in options.contestants)
+        }
+        for task, makers in chosen.items()
     }
+    if not any(found[task] for task in options.tasks):
+        names = dict.fromkeys(name for task in options.tasks for name in chosen[task])
+        raise ConfigError(f"no contestant is called {' or '.join(options.contestants)}; there are {', '.join(names)}")
+    return found
 
 
 # ── measuring ──
@@ -341,6 +356,8 @@ def measure(row: Row, makers: dict[str, Maker], options: argparse.Namespace, rat
                 f" {len(row.pictures) / once:,.0f} img/s; error {show(judged[name][0], '.1e')}",
                 flush=True,
             )
+        except ModuleNotFoundError as error:
+            print(f"  {name}: left out, {error.name} is not installed; pip install '.[test]' brings it", flush=True)
         except Exception as error:  # whatever a peer or a kernel does wrong must not end the run
             print(f"  {name}: left out, {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
     times = take_turns(row, ready, options.seconds)
@@ -551,7 +568,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", help=f"such as B/16 or B/16@384 (default: {' '.join(SIZES)})")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--only", nargs="+", default=[], help="rows, such as inference:B/16 (default: all)")
-    parser.add_argument("--contestants", nargs="+", default=[""], help="parts of names, such as timm 'vitrail bf16$'")
+    parser.add_argument(
+        "--contestants", nargs="+", default=[""], help="patterns of names, such as timm 'vitrail bf16$'"
+    )
     usual = ", ".join(f"{count} for {task}" for task, count in BATCH.items())
     parser.add_argument(
         "--batch", type=int, help=f"pictures a step (default: {usual}, half for {' and '.join(SMALLER)})"
@@ -573,10 +592,19 @@ def parse() -> argparse.Namespace:
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
     )
     options = parser.parse_args()
+    if options.batch is not None and options.batch < 1:
+        parser.error(f"--batch is {options.batch}; give 1 or more")
+    if not math.isfinite(options.seconds) or options.seconds < 0:
+        parser.error(f"--seconds is {options.seconds}; give 0 or more")
+    for pattern in options.contestants:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            parser.error(f"--contestants {pattern!r} is no regular expression: {error}")
     short_attention.LONGEST = options.short
     if options.device is None and not torch.cuda.is_available():
         parser.error("no CUDA device was found; see that the program runs with --device cpu, as its first lines say")
-    options.device = torch.device(options.device or "cuda")
+    options.device = choose_device(options.device or "cuda")
     sizes = options.sizes or SIZES
     for row in options.only:
         if row not in [f"{task}:{size}" for task in options.tasks for size in sizes]:

@@ -286,3 +286,12 @@ def test_a_warmup_that_does_not_fit_is_refused_before_anything_is_written(tmp_pa
     with pytest.raises(ConfigError, match="a warm-up of 10,000 steps does not fit into a run of 20 steps"):
         train("digits", recipe="pretrain-paper", changes=changes, folder=tmp_path / "run", device="cpu", quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no recipe is called 'cifar100'; .*, or give a .toml file; did you mean 'cif"
+    ):
+        read_recipe("cifar100")
+    with pytest.raises(ConfigError, match=r"there is no file ./mine.toml; give a recipe that is there"):
+        read_recipe("./mine.toml")

@@ -176,9 +176,11 @@ def _table(name: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if str(name).endswith(".toml"):
+            raise ConfigError(f"there is no file {name}; give a recipe that is there, or a name of our own") from None
         raise ConfigError(
-            f"no recipe is called {str(name)!r}{suggest(str(name), preset_names())}; there are "
-            f"{', '.join(preset_names())}, or give a .toml file"
+            f"no recipe is called {str(name)!r}; there are {', '.join(preset_names())}, or give a .toml file"
+            f"{suggest(str(name), preset_names())}"
         ) from None
     except OSError as error:
         raise ConfigError(f"the recipe {name} cannot be read: {error.strerror or error}") from None
