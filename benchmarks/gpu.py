@@ -478,35 +478,49 @@ def profile(row: Row, makers: dict[str, Maker]) -> None:
         print(found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=70), flush=True)
 
 
-def curve(row: Row, steps: int) -> list[dict[str, float]]:
-    """Train plainly and by our fast path from the same weights, and print both losses.
+def curve(row: Row, steps: int, seeds: int) -> list[dict[str, float]]:
+    """Train plainly and by our fast path from the same weights, several times, and print the losses.
 
     Pictures of a class have a pattern of their own under noise; both runs see the same ones. A second plain run with
-    the batches in another order shows how far two runs may lie apart.
+    the batches in another order shows how far two runs may lie apart. With several seeds, what a way differs by from
+    the plain one is given with the standard error of its mean.
     """
-    noise = torch.Generator(row.device).manual_seed(0)
-    patterns = torch.randn(CLASSES, *row.pictures.shape[1:], generator=noise, dtype=BF16, device=row.device)
-    labels = torch.randint(CLASSES, (16, len(row.labels)), generator=noise, device=row.device)
-    losses: dict[str, list[float]] = {}
-    torch.manual_seed(0)
-    start = ViT(row.config)
-    for name in ("plain", "other order", "fast"):
-        model = copy.deepcopy(start)
-        made = learning_fast(row, model) if name == "fast" else learning_plainly(row, model)
-        losses[name] = []
-        for number in range(steps):
-            at = number * 7 if name == "other order" else number
-            noise.manual_seed(1 + at)
-            row.labels.copy_(labels[at % len(labels)])
-            row.pictures.normal_(generator=noise).add_(patterns[row.labels], alpha=0.3)
-            losses[name].append(float(cast("Tensor", made.step())))
+    losses: dict[str, list[list[float]]] = {"plain": [], "other order": [], "fast": []}
+    for seed in range(seeds):
+        for name, runs in losses.items():
+            runs.append(learned(row, steps, seed, name))
     found = []
-    for number in range(0, steps, max(1, steps // 10)):
-        near = slice(number, number + max(1, steps // 10))
-        point = {"step": float(number), **{name: statistics.fmean(values[near]) for name, values in losses.items()}}
+    length = max(1, steps // 10)
+    for number in range(0, steps, length):
+        means = {
+            name: [statistics.fmean(run[number : number + length]) for run in runs] for name, runs in losses.items()
+        }
+        point = {"step": float(number), **{name: statistics.fmean(values) for name, values in means.items()}}
+        for name in ("other order", "fast"):
+            apart = [mine - plain for mine, plain in zip(means[name], means["plain"], strict=True)]
+            point[f"{name} - plain"] = statistics.fmean(apart)
+            if seeds > 1:
+                point[f"{name} ±"] = statistics.stdev(apart) / seeds**0.5
         print("  ".join(f"{name} {value:.4f}" for name, value in point.items()), flush=True)
         found.append(point)
     return found
+
+
+def learned(row: Row, steps: int, seed: int, way: str) -> list[float]:
+    """Return the losses of one run."""
+    noise = torch.Generator(row.device).manual_seed(seed)
+    patterns = torch.randn(CLASSES, *row.pictures.shape[1:], generator=noise, dtype=BF16, device=row.device)
+    labels = torch.randint(CLASSES, (16, len(row.labels)), generator=noise, device=row.device)
+    torch.manual_seed(seed)
+    model, losses = ViT(row.config), []
+    made = learning_fast(row, model) if way == "fast" else learning_plainly(row, model)
+    for number in range(steps):
+        at = number * 7 if way == "other order" else number
+        noise.manual_seed(seed * 1_000_000 + 1 + at)
+        row.labels.copy_(labels[at % len(labels)])
+        row.pictures.normal_(generator=noise).add_(patterns[row.labels], alpha=0.3)
+        losses.append(float(cast("Tensor", made.step())))
+    return losses
 
 
 # ── the run ──
@@ -588,12 +602,15 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--profile", help="a size: print where the time goes")
     parser.add_argument("--curve", type=int, help="train for so many steps, plainly and by the fast path")
+    parser.add_argument("--seeds", type=int, default=1, help="how often, each time from other weights")
     parser.add_argument(
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
     )
     options = parser.parse_args()
     if options.batch is not None and options.batch < 1:
         parser.error(f"--batch is {options.batch}; give 1 or more")
+    if options.seeds < 1:
+        parser.error(f"--seeds is {options.seeds}; give 1 or more")
     if not math.isfinite(options.seconds) or options.seconds < 0:
         parser.error(f"--seconds is {options.seconds}; give 0 or more")
     for pattern in options.contestants:
@@ -646,7 +663,7 @@ def main() -> None:
             profile(make_row(task, options.profile, options), makers[task])
         return
     if options.curve:
-        record["curve"] = curve(make_row("training", options.sizes[0], options), options.curve)
+        record["curve"] = curve(make_row("training", options.sizes[0], options), options.curve, options.seeds)
         write(record, options.json)
         return
     results: list[Result] = []

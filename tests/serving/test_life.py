@@ -1,6 +1,7 @@
 """From the start to the end of a server, under load: nothing that was accepted is lost."""
 
 import asyncio
+import io
 import json
 import shutil
 import signal
@@ -12,13 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tests.serving.server import Running, picture, save_tiny, sent, server, wait_until
 
 import vitrail
 from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, Diverged
+from vitrail.runtime import autocast
 from vitrail.serving.run import serve
 from vitrail.serving.settings import Settings, name_models
 
@@ -108,6 +112,24 @@ def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> 
     assert [why.split(":")[0] for why in told] == [now]
     names = [[known["name"] for known in said["results"][0]["classes"]] for said in (first, last)]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "auto"])
+def test_embeddings_are_computed_in_the_precision_that_is_named(precision: str, tmp_path: Path) -> None:
+    bundle, content = vitrail.load(save_tiny(tmp_path / "m")), picture()
+    with server(str(tmp_path / "m"), "--precision", precision) as running:
+        with httpx.Client(base_url=running.url, timeout=60) as client:
+            answer = client.post("/v1/embed", files={"picture": content}).json()
+        stop(running)
+    found = np.array(answer["results"][0]["embedding"])
+    pixels = bundle.preprocess(Image.open(io.BytesIO(content)))[None]
+    with torch.no_grad():
+        exact = bundle.model.features(pixels).pooled[0].numpy()
+        with autocast(torch.device("cpu"), "bf16"):
+            rounded = bundle.model.features(pixels).pooled[0].float().numpy()
+    wanted, other = (rounded, exact) if precision == "bf16" else (exact, rounded)
+    # What a batch is, and how many threads there are, may change the order of sums.
+    assert np.abs(found - wanted).max() < 0.2 * np.abs(found - other).max()
 
 
 def damage(bundle: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.engine import Engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.sources.source import Pixels
@@ -25,6 +26,8 @@ from vitrail.explanations.wanted import Wanted as WantedMap
 from vitrail.explanations.wanted import explain_pixels
 from vitrail.inference.features import Wanted as WantedFeatures
 from vitrail.models.checks import read_layer
+from vitrail.models.vit import ViT
+from vitrail.runtime import Precision, autocast
 
 LARGEST_ATTENTION = 64 * 2**20
 """Most bytes of attention weights in one answer."""
@@ -40,6 +43,12 @@ class Answering(Protocol):
     engine: Engine | None
     """None for a model without a head."""
     device: torch.device
+    precision: Precision
+    """In which features are computed."""
+
+    def ready(self, wanted: WantedFeatures) -> ViT | FastModel:
+        """Return what computes these features."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,8 +93,8 @@ class Embed:
 
     def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[Answer]:
         """Return one vector a picture."""
-        with torch.inference_mode():
-            found = self.wanted.take(model.bundle.model, _normalised(model, pictures)).cpu()
+        with torch.inference_mode(), autocast(model.device, model.precision):
+            found = self.wanted.take(model.ready(self.wanted), _normalised(model, pictures)).cpu()
         return _finite([{"embedding": row} for row in found.tolist()], found)
 
 

@@ -1,8 +1,9 @@
 """A bundle made ready to be served: its engine, its queue, and how it is described."""
 
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from vitrail.acceleration.auto import SettlingEngine
 from vitrail.acceleration.cuda.graphs import SIZES
+from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
@@ -17,6 +19,7 @@ from vitrail.data.sources.source import Pixels
 from vitrail.errors import VitrailError
 from vitrail.explanations.wanted import METHODS
 from vitrail.explanations.wanted import Wanted as WantedMap
+from vitrail.inference.features import Wanted as WantedFeatures
 from vitrail.inference.jobs import digest_model
 from vitrail.models.config import ViTConfig
 from vitrail.models.stages import sample_picture, stages
@@ -30,6 +33,8 @@ from vitrail.serving.settings import NamedSource, Settings
 _log = logging.getLogger("vitrail.serving")
 WARM_BATCH = 8
 """Enough for every core to have its share."""
+READY = 4
+"""How many kinds of features a model is kept ready for; on a GPU each has weights of its own."""
 
 
 class Served:
@@ -44,6 +49,10 @@ class Served:
         self.engine: Engine | None = None
         if model.config.classes and model.config.pool != "none":
             self.engine = self._opened_engine(settings)
+        # What `auto` settles on has been tried on classes, not on features; other engines have no word in them.
+        named_for_torch = settings.engine == "torch" and settings.precision != "auto"
+        self.precision: Precision = settings.precision if named_for_torch else "float32"  # type: ignore[assignment]
+        self.ready = _ready_for(model, self.precision)
         self._description = describe(named.name, self.bundle, self.device)
         self.users = 0
         """Requests that hold on to this model; one that was replaced ends with the last of them."""
@@ -70,7 +79,7 @@ class Served:
     @property
     def description(self) -> dict[str, Any]:
         """What /v1/models says of this model."""
-        return {**self._description, "precision": "float32" if self.engine is None else self.engine.precision}
+        return {**self._description, "precision": self.precision if self.engine is None else self.engine.precision}
 
     def answer(self, question: Asked, pictures: Sequence[Pixels]) -> list[Answer]:
         """Compute the answers for some pictures; called in the model's own thread."""
@@ -93,6 +102,17 @@ class Served:
             for answer in self.answer(Predict(top=1), [blank] * pictures):
                 if isinstance(answer, Exception):
                     raise answer
+
+
+def _ready_for(model: ViT, precision: Precision) -> Callable[[WantedFeatures], ViT | FastModel]:
+    """Return what makes a model ready for some features, and remembers it."""
+
+    @lru_cache(maxsize=READY)
+    def ready(wanted: WantedFeatures) -> ViT | FastModel:
+        return wanted.ready(model, precision)
+
+    # Vectors of length 1 are computed as all others are.
+    return lambda wanted: ready(replace(wanted, normalise=False))
 
 
 def _tell_precision(model: str, why: str) -> None:
