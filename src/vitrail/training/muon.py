@@ -63,8 +63,9 @@ class Muon(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            of_each = (tensor.chunk(count) for tensor in (parameter, parameter.grad, state["momentum_buffer"]))
-            for matrix in zip(*of_each, strict=True):
+            whole = (parameter, parameter.grad, state["momentum_buffer"])
+            parts = [whole] if count == 1 else zip(*(tensor.chunk(count) for tensor in whole), strict=True)
+            for matrix in parts:
                 lying = [_lying(tensor) for tensor in matrix]
                 alike.setdefault(tuple(lying[0].shape), []).append(tuple(lying))  # type: ignore[arg-type]
         for shape, matrices in alike.items():
@@ -100,7 +101,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=TINY)
     x = x.view(-1, *x.shape[-2:])
     for _ in range(STEPS):
-        squares = x @ x.mT
+        squares = torch.bmm(x, x.mT)  # `@` would make five views around each, and a GPU may wait for this process
         x = torch.baddbmm(x, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), x, beta=a)
     return x.view(matrices.shape)
 
