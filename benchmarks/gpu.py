@@ -489,11 +489,12 @@ def curve(row: Row, steps: int, seeds: int) -> list[dict[str, float]]:
     the plain one is given with the standard error of its mean.
     """
     losses: dict[str, list[list[float]]] = {"plain": [], "other order": [], "fast": []}
+    length = max(1, steps // 10)
     for seed in range(seeds):
         for name, runs in losses.items():
             runs.append(learned(row, steps, seed, name))
+            print(f"seed {seed}, {name}: {statistics.fmean(runs[-1][-length:]):.4f} at the end", flush=True)
     found = []
-    length = max(1, steps // 10)
     for number in range(0, steps, length):
         means = {
             name: [statistics.fmean(run[number : number + length]) for run in runs] for name, runs in losses.items()

@@ -1,0 +1,52 @@
+"""What a service answers on a CUDA device, asked without HTTP. By hand with `make test-gpu`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.acceleration.tiny import bundle
+from tests.peers import relative_error
+
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.inference.features import Wanted
+from vitrail.models.vit import ViT
+from vitrail.serving.counters import Counters
+from vitrail.serving.questions import Embed
+from vitrail.serving.served import Served
+from vitrail.serving.settings import NamedSource, Settings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+ROUNDING = {"float32": 2e-3, "bf16": 0.1, "auto": 2e-3}
+"""How far the features of a tiny random model may lie off; float32 allows for TF32. `auto` is about classes."""
+WANTED = [
+    Wanted(),
+    Wanted(layer=0),
+    Wanted(normalise=True),
+    Wanted(tokens="class"),
+    Wanted(tokens="patches", layer=-2),
+    Wanted(tokens="patches", raw=True),
+]
+
+
+@pytest.fixture(params=list(ROUNDING))
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Served, str]:
+    bundle().save(tmp_path / "m")
+    named = NamedSource("m", str(tmp_path / "m"))
+    return Served(named, Settings(models=(named,), device="cuda", precision=request.param), Counters()), request.param
+
+
+def test_features_are_those_of_the_model(served: tuple[Served, str]) -> None:
+    answering, precision = served
+    exact, generator = bundle(), torch.Generator().manual_seed(3)
+    pictures = torch.randint(0, 256, (5, 16, 32, 3), dtype=torch.uint8, generator=generator)
+    for wanted in WANTED:
+        answers = answering.answer(Embed(wanted), [picture.numpy() for picture in pictures])
+        found = torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
+        with torch.no_grad():
+            expected = wanted.take(exact.model, exact.preprocess.normalise(pictures.permute(0, 3, 1, 2)))
+        assert found.shape == expected.shape
+        assert relative_error(found, expected) < ROUNDING[precision]
+        assert isinstance(answering.ready(wanted), FastModel if precision == "bf16" else ViT)
