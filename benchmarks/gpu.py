@@ -77,6 +77,8 @@ JUDGED = 16
 """Pictures whose logits are compared with float64."""
 CLASSES = 100
 """How many classes the loss curve's pictures have."""
+NUDGE = 1e-6
+"""By what share of themselves weights are moved where a start is to be the same but for its last digits."""
 BF16 = torch.bfloat16
 EAGER = "eager"
 """Not compiled. Some versions of transformers make an attention mask while they are compiled, which shuts fast kernels
@@ -484,11 +486,11 @@ def profile(row: Row, makers: dict[str, Maker]) -> None:
 def curve(row: Row, steps: int, seeds: int) -> list[dict[str, float]]:
     """Train plainly and by our fast path from the same weights, several times, and print the losses.
 
-    Pictures of a class have a pattern of their own under noise; both runs see the same ones. A second plain run with
-    the batches in another order shows how far two runs may lie apart. With several seeds, what a way differs by from
-    the plain one is given with the standard error of its mean.
+    Pictures of a class have a pattern of their own under noise; all runs see the same ones. Plain runs with the batches
+    in another order, and from weights that differ in their last digits, show how far two runs may lie apart. With
+    several seeds, what a way differs by from the plain one is given with the standard error of its mean.
     """
-    losses: dict[str, list[list[float]]] = {"plain": [], "other order": [], "fast": []}
+    losses: dict[str, list[list[float]]] = {"plain": [], "other order": [], "nudged": [], "fast": []}
     length = max(1, steps // 10)
     for seed in range(seeds):
         for name, runs in losses.items():
@@ -500,7 +502,7 @@ def curve(row: Row, steps: int, seeds: int) -> list[dict[str, float]]:
             name: [statistics.fmean(run[number : number + length]) for run in runs] for name, runs in losses.items()
         }
         point = {"step": float(number), **{name: statistics.fmean(values) for name, values in means.items()}}
-        for name in ("other order", "fast"):
+        for name in ("other order", "nudged", "fast"):
             apart = [mine - plain for mine, plain in zip(means[name], means["plain"], strict=True)]
             point[f"{name} - plain"] = statistics.fmean(apart)
             if seeds > 1:
@@ -518,6 +520,10 @@ def learned(row: Row, steps: int, seed: int, way: str) -> list[float]:
     labels = torch.randint(classes, (16, len(row.labels)), generator=noise, device=row.device)
     torch.manual_seed(seed)
     model, losses = ViT(row.config), list[float]()
+    if way == "nudged":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + NUDGE * torch.randn(parameter.shape))
     mode = EAGER if row.device.type == "cpu" else None  # there is no time to win
     made = learning_fast(row, model, mode) if way == "fast" else learning_plainly(row, model, mode)
     for number in range(steps):

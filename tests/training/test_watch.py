@@ -77,6 +77,19 @@ def test_the_plain_line_says_all() -> None:
     assert "\n" not in line
 
 
+def test_the_pace_of_the_first_step_counts_for_nothing() -> None:
+    shown = Status()
+    shown.update(row(1, seconds=60.0))
+    assert printed(shown, 140)[0].endswith("step 1/12,000   … left")
+    assert "  … images/s  " in str(shown)
+    shown.update(row(2))
+    assert "  4,267 images/s  " in str(shown)
+    assert str(shown).endswith("24:00 left")
+    alone = Status()
+    alone.update(row(1, steps=1))
+    assert str(alone).endswith("0:00 left")
+
+
 def test_a_status_before_the_first_step_is_nothing() -> None:
     assert printed(Status(), 80) == []
     assert Status().waited_share == 0

@@ -16,6 +16,8 @@ from vitrail.training.choices import Choice
 SMOOTH = 0.9
 """How much of a shown number is the one before."""
 GAP = "   "
+UNKNOWN = "…"
+"""Stands where a number cannot be told yet."""
 SHORTEST_BAR, LONGEST_BAR = 6, 60
 
 
@@ -40,17 +42,21 @@ class Status:
 
     def __init__(self) -> None:
         self.row: dict[str, Any] = {}
-        self.loss, self.accuracy, self.rate = 0.0, 0.0, 0.0
+        self.loss, self.accuracy = 0.0, 0.0
+        self.rate: float | None = None
+        """Pictures a second. Not known after the first step, in which libraries are opened and kernels compiled."""
         self.waited, self.total = 0.0, 0.0
 
     def update(self, row: dict[str, Any]) -> None:
         """Take in a step."""
         keep = SMOOTH if self.row else 0.0
         took = max(row["seconds"] + row["waited"], 1e-9)
+        if self.row:
+            rate = row["pictures"] / took
+            self.rate = rate if self.rate is None else SMOOTH * self.rate + (1 - SMOOTH) * rate
         self.row = row
         self.loss = keep * self.loss + (1 - keep) * row["loss"]
         self.accuracy = keep * self.accuracy + (1 - keep) * row["accuracy"]
-        self.rate = keep * self.rate + (1 - keep) * row["pictures"] / took
         self.waited += row["waited"]
         self.total += took
 
@@ -67,8 +73,10 @@ class Status:
     @property
     def left(self) -> str:
         """How long it will still take, at the present pace."""
-        steps = self.row["steps"] - self.row["step"]
-        return _clock(steps * self.row["pictures"] / max(self.rate, 1e-9))
+        pictures = (self.row["steps"] - self.row["step"]) * self.row["pictures"]
+        if self.rate is None:
+            return UNKNOWN if pictures else _clock(0)
+        return _clock(pictures / max(self.rate, 1e-9))
 
     def numbers(self) -> list[Shown]:
         """Return what is shown beside the step and the time left."""
@@ -76,7 +84,7 @@ class Status:
             Shown("epoch ", f"{self.row['epoch']:.1f}", "", "epoch ", 1),
             Shown("loss ", f"{self.loss:.3f}", "", "loss ", 5),
             Shown("accuracy ", f"{self.accuracy:.1%}", "", "acc. ", 4),
-            Shown("", f"{self.rate:,.0f}", " images/s", "", 3),
+            Shown("", UNKNOWN if self.rate is None else f"{self.rate:,.0f}", " images/s", "", 3),
             Shown("waiting for data ", f"{self.waited_share:.0%}", "", "waiting ", 2),
             Shown("memory ", _bytes(used_memory()), "", "", 0),
         ]

@@ -150,7 +150,8 @@ def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts) -> None:
             f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
             f"choose another --run, or bring them back"
         )
-    screen.note(f"the run is in {place}: {plan.steps:,} steps, {len(parts.train):,} pictures to train on")
+    steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
+    screen.note(f"the run is in {place}: {steps}, {len(parts.train):,} pictures to train on")
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:
