@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --lab                                              every means by itself, with predictions
     python benchmarks/gpu.py --profile B/16                                     where the time goes
     python benchmarks/gpu.py --curve 500 --sizes B/16 --seeds 3                 does the fast training path learn alike?
-    python benchmarks/gpu.py --device cpu --curve 400 --small --seeds 14        and over many seeds? (half an hour)
+    python benchmarks/gpu.py --device cpu --curve 400 --small --seeds 14        and over many seeds? (40 minutes)
     python benchmarks/gpu.py --device cpu --sizes Ti/16 --batch 2 --seconds 0   does this program run? (minutes)
 
 A row is a task and a size. All contestants of a row are made first, then timed in turns, so that a card that slows down
@@ -483,33 +483,37 @@ def profile(row: Row, makers: dict[str, Maker]) -> None:
         print(found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=70), flush=True)
 
 
-def curve(row: Row, steps: int, seeds: int) -> list[dict[str, float]]:
-    """Train plainly and by our fast path from the same weights, several times, and print the losses.
+Losses = dict[str, list[list[float]]]
+"""For each way to train, for each seed, the loss of every step."""
 
-    Pictures of a class have a pattern of their own under noise; all runs see the same ones. Plain runs with the batches
-    in another order, and from weights that differ in their last digits, show how far two runs may lie apart. With
-    several seeds, what a way differs by from the plain one is given with the standard error of its mean.
+
+def curve(row: Row, steps: int, seeds: int) -> Iterator[Losses]:
+    """Train plainly and by our fast path from the same weights, several times; give what is known after every run.
+
+    Pictures of a class have a pattern of their own under noise. Plain runs with other batches of such pictures, and
+    from weights that differ in their last digits, show how far two runs may lie apart.
     """
-    losses: dict[str, list[list[float]]] = {"plain": [], "other order": [], "nudged": [], "fast": []}
-    length = max(1, steps // 10)
+    losses: Losses = {"plain": [], "other batches": [], "nudged": [], "fast": []}
     for seed in range(seeds):
-        for name, runs in losses.items():
-            runs.append(learned(row, steps, seed, name))
-            print(f"seed {seed}, {name}: {statistics.fmean(runs[-1][-length:]):.4f} at the end", flush=True)
-    found = []
+        for way, runs in losses.items():
+            runs.append(learned(row, steps, seed, way))
+            end = runs[-1][-max(1, steps // 10) :]
+            print(f"seed {seed}, {way}: {statistics.fmean(end):.4f} at the end", flush=True)
+            yield losses
+
+
+def compare(losses: Losses) -> None:
+    """Print the mean loss of each tenth, and what differs from the plain run, with the standard error of its mean."""
+    steps = len(losses["plain"][0])
+    length = max(1, steps // 10)
     for number in range(0, steps, length):
-        means = {
-            name: [statistics.fmean(run[number : number + length]) for run in runs] for name, runs in losses.items()
-        }
-        point = {"step": float(number), **{name: statistics.fmean(values) for name, values in means.items()}}
-        for name in ("other order", "nudged", "fast"):
-            apart = [mine - plain for mine, plain in zip(means[name], means["plain"], strict=True)]
-            point[f"{name} - plain"] = statistics.fmean(apart)
-            if seeds > 1:
-                point[f"{name} ±"] = statistics.stdev(apart) / seeds**0.5
-        print("  ".join(f"{name} {value:.4f}" for name, value in point.items()), flush=True)
-        found.append(point)
-    return found
+        means = {way: [statistics.fmean(run[number : number + length]) for run in runs] for way, runs in losses.items()}
+        words = [f"step {number:4}  plain {statistics.fmean(means['plain']):.4f}"]
+        for way in ("other batches", "nudged", "fast"):
+            apart = [mine - plain for mine, plain in zip(means[way], means["plain"], strict=True)]
+            error = f" ± {statistics.stdev(apart) / len(apart) ** 0.5:.4f}" if len(apart) > 1 else ""
+            words.append(f"{way} {statistics.fmean(apart):+.4f}{error}")
+        print("  ".join(words), flush=True)
 
 
 def learned(row: Row, steps: int, seed: int, way: str) -> list[float]:
@@ -527,7 +531,7 @@ def learned(row: Row, steps: int, seed: int, way: str) -> list[float]:
     mode = EAGER if row.device.type == "cpu" else None  # there is no time to win
     made = learning_fast(row, model, mode) if way == "fast" else learning_plainly(row, model, mode)
     for number in range(steps):
-        at = number * 7 if way == "other order" else number
+        at = number * 7 if way == "other batches" else number
         noise.manual_seed(seed * 1_000_000 + 1 + at)
         row.labels.copy_(labels[at % len(labels)])
         row.pictures.normal_(generator=noise).add_(patterns[row.labels], alpha=0.3)
@@ -622,14 +626,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", help="a size: print where the time goes")
     parser.add_argument("--curve", type=int, help="train for so many steps, plainly and by the fast path")
     parser.add_argument("--small", action="store_true", help="with --curve: a small model, which a processor trains")
-    parser.add_argument("--seeds", type=int, default=1, help="how often, each time from other weights")
+    parser.add_argument("--seeds", type=int, help="with --curve: how often, each time from other weights (default: 1)")
     parser.add_argument(
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
     )
     options = parser.parse_args()
     if options.batch is not None and options.batch < 1:
         parser.error(f"--batch is {options.batch}; give 1 or more")
-    if options.seeds < 1:
+    if options.curve is not None and options.curve < 1:
+        parser.error(f"--curve is {options.curve}; give 1 or more steps")
+    if (options.seeds is not None or options.small) and options.curve is None:
+        parser.error("--seeds and --small are about a loss curve; give --curve and a number of steps, too")
+    if options.seeds is not None and options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}; give 1 or more")
     if not math.isfinite(options.seconds) or options.seconds < 0:
         parser.error(f"--seconds is {options.seconds}; give 0 or more")
@@ -668,24 +676,26 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     record: dict[str, Any] = {"environment": environment(options.device)}
     print(", ".join(f"{key} {value}" for key, value in record["environment"].items()), flush=True)
-    record["card"] = rates = card_rates(options.device)
-    print(", ".join(f"{name} {value:,.1f}" for name, value in rates.items()), flush=True)
     makers = contestants(options, options.weights_model)
-    if options.lab:
-        batch = options.batch or BATCH["inference"]
-        config = options.weights_model.config if options.weights else config_of(options.sizes[0])
-        for entry in run_lab(config, batch, options.device, rates):
-            record.setdefault("lab", []).append(entry)
-            write(record, options.json)
-        return
     if options.profile:
         for task in options.tasks:
             profile(make_row(task, options.profile, options), makers[task])
         return
     if options.curve:
         row = small_row(options.device) if options.small else make_row("training", options.sizes[0], options)
-        record["curve"] = curve(row, options.curve, options.seeds)
-        write(record, options.json)
+        for losses in curve(row, options.curve, options.seeds or 1):
+            record["curve"] = losses
+            write(record, options.json)
+        compare(record["curve"])
+        return
+    record["card"] = rates = card_rates(options.device)
+    print(", ".join(f"{name} {value:,.1f}" for name, value in rates.items()), flush=True)
+    if options.lab:
+        batch = options.batch or BATCH["inference"]
+        config = options.weights_model.config if options.weights else config_of(options.sizes[0])
+        for entry in run_lab(config, batch, options.device, rates):
+            record.setdefault("lab", []).append(entry)
+            write(record, options.json)
         return
     results: list[Result] = []
     for task, size in rows(options):

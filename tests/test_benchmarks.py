@@ -1,8 +1,12 @@
 """The benchmark against other libraries says in one sentence what it cannot do."""
 
+import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import gpu
 
 from vitrail.errors import ConfigError
@@ -15,6 +19,9 @@ from vitrail.errors import ConfigError
         (["--seconds", "nan"], "--seconds is nan; give 0 or more"),
         (["--contestants", "("], "'(' is no regular expression"),
         (["--only", "inference:Q/16"], "no row is called 'inference:Q/16'"),
+        (["--curve", "0"], "--curve is 0; give 1 or more steps"),
+        (["--curve", "5", "--seeds", "0"], "--seeds is 0; give 1 or more"),
+        (["--small"], "give --curve and a number of steps, too"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(
@@ -31,6 +38,29 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cuda:77"])
     with pytest.raises(ConfigError, match="is not on this machine"):
         gpu.parse()
+
+
+def test_loss_curves_can_be_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "curve.json"
+    # The program raises it; what other tests see stays as it was.
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--device", "cpu", "--curve", "2", "--small", "--seeds", "2", "--json", str(kept)]
+    )
+    gpu.main()
+    losses = json.loads(kept.read_text(encoding="utf-8"))["curve"]
+    assert {way: [len(run) for run in runs] for way, runs in losses.items()} == {
+        way: [2, 2] for way in ("plain", "other batches", "nudged", "fast")
+    }
+    plain, nudged, fast = losses["plain"][0], losses["nudged"][0], losses["fast"][0]
+    assert plain == gpu.learned(gpu.small_row(torch.device("cpu")), 2, 0, "plain")
+    assert plain != losses["plain"][1]
+    assert plain != nudged == pytest.approx(plain, rel=1e-3)
+    assert plain != fast == pytest.approx(plain, rel=1e-2)
+    assert plain != pytest.approx(losses["other batches"][0], rel=1e-4)
+    assert re.search(r"step    1  plain 2\.\d+  other batches [+-]\d\.\d+ ± \d", capsys.readouterr().out)
 
 
 def test_contestants_are_named_by_patterns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError, DataError, Diverged, InputError
 from vitrail.inference.features import KINDS, Computing, Kind, Wanted, feature_batches, gather
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision
+from vitrail.runtime import Precision, autocast
 
 TOLERANCE = 1e-5
 HERE = Computing("cpu", workers=0)
@@ -224,6 +224,10 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
-def test_on_a_cpu_the_model_itself_makes_features(precision: Precision) -> None:
-    model = bundle().model
-    assert Wanted().ready(model, precision) is model
+def test_on_a_cpu_features_are_those_of_the_model_bit_for_bit(precision: Precision) -> None:
+    model, x = bundle().model.eval(), normalised(pictures())
+    for wanted in ASKED:
+        ready = wanted.ready(model, precision)
+        assert isinstance(ready, ViT)
+        with torch.inference_mode(), autocast(torch.device("cpu"), precision):
+            assert torch.equal(wanted.take(ready, x), wanted.take(model, x))

@@ -82,7 +82,9 @@ def test_the_pace_of_the_first_step_counts_for_nothing() -> None:
     shown.update(row(1, seconds=60.0))
     assert printed(shown, 140)[0].endswith("step 1/12,000   … left")
     assert "  … images/s  " in str(shown)
+    assert shown.waited_share == 0
     shown.update(row(2))
+    assert shown.waited_share == pytest.approx(0.25)
     assert "  4,267 images/s  " in str(shown)
     assert str(shown).endswith("24:00 left")
     alone = Status()

@@ -1,7 +1,7 @@
 """What a model makes of pictures before its head: pooled vectors or tokens, of any layer, batch by batch."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitrail.acceleration.casting import cast_once
 from vitrail.acceleration.cuda.encoder import Numbers
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.checkpoints.bundle import Bundle
@@ -65,7 +66,14 @@ class Wanted:
 
     def ready(self, model: ViT, precision: Precision) -> ViT | FastModel:
         """Return what computes these features soonest: in bf16 on a CUDA device the fast encoder, where it can."""
-        return self.folded(model, Numbers()) if precision == "bf16" and runs_fast(model) else model
+        return (
+            self.folded(model, Numbers()) if precision == "bf16" and runs_fast(model) else cast_once(model, precision)
+        )
+
+    def alike(self, config: ViTConfig) -> "Wanted":
+        """Return the one of all features for which a model is made ready as for these."""
+        layer = None if self.layer is None else read_layer(self.layer, config.depth)
+        return replace(self, layer=None if layer == config.depth - 1 else layer, normalise=False, raw=False)
 
     def folded(self, model: ViT, numbers: Numbers) -> FastModel:
         """Return the fast encoder of the layers that these features need, and of all tokens but where one is pooled."""

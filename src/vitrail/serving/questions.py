@@ -93,8 +93,9 @@ class Embed:
 
     def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[Answer]:
         """Return one vector a picture."""
+        ready = model.ready(self.wanted)  # made once, so outside of what holds for these pictures only
         with torch.inference_mode(), autocast(model.device, model.precision):
-            found = self.wanted.take(model.ready(self.wanted), _normalised(model, pictures)).cpu()
+            found = self.wanted.take(ready, _normalised(model, pictures)).cpu()
         return _finite([{"embedding": row} for row in found.tolist()], found)
 
 

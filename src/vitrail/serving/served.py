@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from vitrail.acceleration.auto import SettlingEngine
 from vitrail.acceleration.cuda.graphs import SIZES
-from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
@@ -27,7 +26,7 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, choose_device
 from vitrail.serving.batching import Batcher
 from vitrail.serving.counters import Counters
-from vitrail.serving.questions import Answer, Asked, Predict
+from vitrail.serving.questions import Answer, Asked, Embed, Predict
 from vitrail.serving.settings import NamedSource, Settings
 
 _log = logging.getLogger("vitrail.serving")
@@ -49,9 +48,10 @@ class Served:
         self.engine: Engine | None = None
         if model.config.classes and model.config.pool != "none":
             self.engine = self._opened_engine(settings)
-        # What `auto` settles on has been tried on classes, not on features; other engines have no word in them.
-        named_for_torch = settings.engine == "torch" and settings.precision != "auto"
-        self.precision: Precision = settings.precision if named_for_torch else "float32"  # type: ignore[assignment]
+        # What `auto` settles on has been tried on classes, not on features, and other engines compute no features.
+        self.precision: Precision = (
+            settings.precision if settings.engine == "torch" and settings.precision != "auto" else "float32"
+        )
         self.ready = _ready_for(model, self.precision)
         self._description = describe(named.name, self.bundle, self.device)
         self.users = 0
@@ -88,7 +88,7 @@ class Served:
     def warm_up(self) -> None:
         """Compute once what the first client would otherwise wait for; a model that answers nonsense is found out."""
         # In the thread that will answer: a thread's first work starts threads and opens libraries for that thread.
-        if self.engine is not None:
+        if self.engine is not None or self.bundle.model.config.pool != "none":
             self.batcher.prepare(self._answer_blanks)
         if isinstance(self.engine, SettlingEngine):
             self.engine.begin()
@@ -96,10 +96,12 @@ class Served:
     def _answer_blanks(self) -> None:
         height, width = self.bundle.preprocess.size
         blank = np.zeros((height, width, self.bundle.preprocess.channels), np.uint8)
+        # A model without a head is there for its features.
+        question: Asked = Embed(WantedFeatures()) if self.engine is None else Predict(top=1)
         # On a GPU every size of a small batch is recorded when it first comes, and that takes a while.
         sizes = SIZES if self.device.type == "cuda" else (1, WARM_BATCH)
         for pictures in sorted({min(self.batcher.batch, size) for size in sizes}):
-            for answer in self.answer(Predict(top=1), [blank] * pictures):
+            for answer in self.answer(question, [blank] * pictures):
                 if isinstance(answer, Exception):
                     raise answer
 
@@ -111,8 +113,9 @@ def _ready_for(model: ViT, precision: Precision) -> Callable[[WantedFeatures], V
     def ready(wanted: WantedFeatures) -> ViT | FastModel:
         return wanted.ready(model, precision)
 
-    # Vectors of length 1 are computed as all others are.
-    return lambda wanted: ready(replace(wanted, normalise=False))
+    if precision == "bf16" and runs_fast(model):
+        return lambda wanted: ready(wanted.alike(model.config))
+    return lambda _: ready(WantedFeatures())  # the model itself, which has all of them
 
 
 def _tell_precision(model: str, why: str) -> None:

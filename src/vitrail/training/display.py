@@ -50,19 +50,19 @@ class Status:
     def update(self, row: dict[str, Any]) -> None:
         """Take in a step."""
         keep = SMOOTH if self.row else 0.0
-        took = max(row["seconds"] + row["waited"], 1e-9)
         if self.row:
+            took = max(row["seconds"] + row["waited"], 1e-9)
             rate = row["pictures"] / took
             self.rate = rate if self.rate is None else SMOOTH * self.rate + (1 - SMOOTH) * rate
+            self.waited += row["waited"]
+            self.total += took
         self.row = row
         self.loss = keep * self.loss + (1 - keep) * row["loss"]
         self.accuracy = keep * self.accuracy + (1 - keep) * row["accuracy"]
-        self.waited += row["waited"]
-        self.total += took
 
     @property
     def waited_share(self) -> float:
-        """The share of the time that was spent waiting for pictures."""
+        """The share of the time since the first step that was spent waiting for pictures."""
         return self.waited / self.total if self.total else 0.0
 
     @property

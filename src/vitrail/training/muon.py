@@ -64,6 +64,7 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             whole = (parameter, parameter.grad, state["momentum_buffer"])
+            # A matrix that is one would be cut into a view of itself, three more calls.
             parts = [whole] if count == 1 else zip(*(tensor.chunk(count) for tensor in whole), strict=True)
             for matrix in parts:
                 lying = [_lying(tensor) for tensor in matrix]

@@ -1,0 +1,101 @@
+"""A model that is served, asked without HTTP."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.acceleration.tiny import bundle
+from torch import Tensor
+
+from vitrail.acceleration.engine import open_engine
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.errors import Diverged
+from vitrail.inference.features import Wanted
+from vitrail.runtime import Precision, autocast
+from vitrail.serving.counters import Counters
+from vitrail.serving.questions import Embed
+from vitrail.serving.served import Served
+from vitrail.serving.settings import NamedSource, Settings
+
+CPU = torch.device("cpu")
+Open = Callable[..., Served]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Return what opens a bundle as a service does."""
+    made: list[Served] = []
+
+    def open_bundle(known: Bundle, **settings: object) -> Served:
+        known.save(tmp_path / "m", overwrite=True)
+        named = NamedSource("m", str(tmp_path / "m"))
+        values = {"models": (named,), "device": "cpu", **settings}
+        made.append(Served(named, Settings.model_validate(values), Counters()))
+        return made[-1]
+
+    yield open_bundle
+    for served in made:
+        asyncio.run(served.batcher.close())
+
+
+def embedded(served: Served, pictures: Tensor, wanted: Wanted = Wanted()) -> Tensor:  # noqa: B008 - a constant
+    answers = served.answer(Embed(wanted), [picture.numpy() for picture in pictures])
+    return torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
+
+
+def pictures() -> Tensor:
+    return torch.randint(0, 256, (4, 16, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def expected(known: Bundle, wanted: Wanted, precision: Precision) -> Tensor:
+    with autocast(CPU, precision):
+        return wanted.take(known.model.eval(), known.preprocess.normalise(pictures().permute(0, 3, 1, 2)))
+
+
+@pytest.mark.parametrize("wanted", [Wanted(), Wanted(layer=0), Wanted(normalise=True), Wanted(tokens="patches")])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_features_are_those_of_the_model_bit_for_bit(wanted: Wanted, precision: Precision, opened: Open) -> None:
+    known = bundle()
+    found = embedded(opened(known, precision=precision), pictures(), wanted)
+    assert torch.equal(found, expected(known, wanted, precision))
+    assert not torch.equal(found, expected(known, wanted, "bf16" if precision == "float32" else "float32"))
+
+
+def test_what_auto_settles_on_for_classes_says_nothing_of_features(opened: Open) -> None:
+    known = bundle()
+    served = opened(known, precision="auto")
+    served.engine = open_engine(served.bundle.model, served.bundle.preprocess, precision="bf16", device=CPU)
+    assert served.description["precision"] == "bf16"
+    assert torch.equal(embedded(served, pictures()), expected(known, Wanted(), "float32"))
+
+
+def test_other_engines_do_not_compute_features(opened: Open) -> None:
+    known = bundle()
+    served = opened(known, precision="bf16", engine="openvino")
+    assert torch.equal(embedded(served, pictures()), expected(known, Wanted(), "float32"))
+
+
+def test_a_model_is_made_ready_once(opened: Open) -> None:
+    served = opened(bundle(), precision="bf16")
+    kept = served.ready(Wanted())
+    assert all(served.ready(wanted) is kept for wanted in (Wanted(normalise=True), Wanted(layer=0), Wanted(layer=-1)))
+    assert kept is not served.bundle.model
+
+
+def test_features_for_which_a_model_is_made_ready_alike() -> None:
+    config = bundle().model.config
+    assert Wanted(layer=-1, normalise=True).alike(config) == Wanted(layer=1).alike(config) == Wanted()
+    assert Wanted(layer=-2).alike(config) == Wanted(layer=0).alike(config) == Wanted(layer=0)
+    assert Wanted(tokens="class", raw=True).alike(config) == Wanted(tokens="class")
+
+
+def test_a_model_without_a_head_that_answers_nonsense_is_found_out(opened: Open) -> None:
+    known = bundle("no_head")
+    opened(known).warm_up()
+    with torch.no_grad():
+        next(known.model.parameters()).fill_(float("nan"))
+    with pytest.raises(Diverged):
+        opened(known).warm_up()
