@@ -6,6 +6,7 @@
     python benchmarks/gpu.py --profile B/16                                     where the time goes
     python benchmarks/gpu.py --curve 500 --sizes B/16 --seeds 3                 does the fast training path learn alike?
     python benchmarks/gpu.py --device cpu --curve 400 --small --seeds 14        and over many seeds? (40 minutes)
+    python benchmarks/gpu.py --device cpu --curve 300 --small late --seeds 3    and where learning begins late?
     python benchmarks/gpu.py --device cpu --sizes Ti/16 --batch 2 --seconds 0   does this program run? (minutes)
 
 A row is a task and a size. All contestants of a row are made first, then timed in turns, so that a card that slows down
@@ -77,6 +78,15 @@ JUDGED = 16
 """Pictures whose logits are compared with float64."""
 CLASSES = 100
 """How many classes the loss curve's pictures have."""
+SMALL = {
+    "quick": (ViTConfig(image_size=(32, 32), patch_size=(8, 8), width=64, depth=4, heads=1, classes=20), 64, 1e-3),
+    "late": (
+        ViTConfig(image_size=(224, 224), patch_size=(16, 16), width=192, depth=4, heads=3, classes=CLASSES),
+        32,
+        3e-4,
+    ),
+}
+"""Models for the loss curve that a processor trains, with pictures a step and the learning rate."""
 NUDGE = 1e-6
 """By what share of themselves weights are moved where a start is to be the same but for its last digits."""
 BF16 = torch.bfloat16
@@ -539,11 +549,11 @@ def learned(row: Row, steps: int, seed: int, way: str) -> list[float]:
     return losses
 
 
-def small_row(device: torch.device) -> Row:
-    """Return a task that a processor learns in a minute."""
-    config = ViTConfig(image_size=(32, 32), patch_size=(8, 8), width=64, depth=4, heads=1, classes=20)
-    pictures = torch.zeros(64, 3, 32, 32, dtype=BF16, device=device)
-    return Row("training", "small", config, pictures, torch.zeros(64, dtype=torch.int64, device=device), rate=1e-3)
+def small_row(device: torch.device, kind: str = "quick") -> Row:
+    """Return a task that a processor learns, in a minute or, with a late beginning, in some."""
+    config, batch, rate = SMALL[kind]
+    pictures = torch.zeros(batch, config.channels, *config.image_size, dtype=BF16, device=device)
+    return Row("training", kind, config, pictures, torch.zeros(batch, dtype=torch.int64, device=device), rate=rate)
 
 
 # ── the run ──
@@ -625,7 +635,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--profile", help="a size: print where the time goes")
     parser.add_argument("--curve", type=int, help="train for so many steps, plainly and by the fast path")
-    parser.add_argument("--small", action="store_true", help="with --curve: a small model, which a processor trains")
+    parser.add_argument(
+        "--small", nargs="?", const="quick", choices=SMALL,
+        help="with --curve: a small model, which a processor trains; `late` learns nothing for its first 100 steps",
+    )  # fmt: skip
     parser.add_argument("--seeds", type=int, help="with --curve: how often, each time from other weights (default: 1)")
     parser.add_argument(
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
@@ -682,7 +695,8 @@ def main() -> None:
             profile(make_row(task, options.profile, options), makers[task])
         return
     if options.curve:
-        row = small_row(options.device) if options.small else make_row("training", options.sizes[0], options)
+        small = small_row(options.device, options.small) if options.small else None
+        row = small or make_row("training", options.sizes[0], options)
         for losses in curve(row, options.curve, options.seeds or 1):
             record["curve"] = losses
             write(record, options.json)
