@@ -71,7 +71,7 @@ class Wanted:
         )
 
     def alike(self, config: ViTConfig) -> "Wanted":
-        """Return these features as far as `ready` looks at them: what is made ready for one serves all that are alike."""
+        """Return these features as far as `ready` looks at them: what it makes for one serves all that are alike."""
         layer = None if self.layer is None else read_layer(self.layer, config.depth)
         return replace(self, layer=None if layer == config.depth - 1 else layer, normalise=False, raw=False)
 
