@@ -561,7 +561,9 @@ def small_row(device: torch.device, kind: str = "quick") -> Row:
 
 def config_of(size: str) -> ViTConfig:
     """Return the config of a size, such as B/16 or B/16@384."""
-    name, _, pixels = size.partition("@")
+    name, at, pixels = size.partition("@")
+    if at and not pixels.isdecimal():
+        raise ConfigError(f"{size!r} is no size; behind the @ there is a number of pixels, such as B/16@384")
     config = variant_config(name)
     return config.replace(image_size=(int(pixels), int(pixels))) if pixels else config
 
@@ -652,6 +654,14 @@ def parse() -> argparse.Namespace:
         parser.error("--seeds and --small are about a loss curve; give --curve and a number of steps, too")
     if options.seeds is not None and options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}; give 1 or more")
+    if options.small and (options.sizes or options.batch or options.weights):
+        parser.error("--small is a model of its own; leave --sizes, --batch and --weights out")
+    if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
+        parser.error(f"--json {options.json} is no file in a folder that exists; make {options.json.parent} first")
+    if options.pictures and not (options.weights and options.pictures.is_file()):
+        parser.error(f"--pictures {options.pictures}: give an .npy file that exists, and --weights to go with it")
+    if options.carried and not options.carried.is_dir():
+        parser.error(f"--carried {options.carried} is no folder")
     if not math.isfinite(options.seconds) or options.seconds < 0:
         parser.error(f"--seconds is {options.seconds}; give 0 or more")
     for pattern in options.contestants:
@@ -675,6 +685,8 @@ def parse() -> argparse.Namespace:
         if options.sizes or options.only or options.profile:
             parser.error("--weights are of one size, which --sizes, --only and --profile cannot change; leave them out")
         bundle = vitrail.load(options.weights)
+        if not bundle.model.config.classes:
+            parser.error(f"--weights {options.weights} have no head, so there are no answers to compare; give others")
         options.weights_model, options.preprocess = bundle.model.eval(), bundle.preprocess
         options.sizes = ["given"]
     options.sizes = options.sizes or list(SIZES)

@@ -22,6 +22,10 @@ from vitrail.errors import ConfigError
         (["--curve", "0"], "--curve is 0; give 1 or more steps"),
         (["--curve", "5", "--seeds", "0"], "--seeds is 0; give 1 or more"),
         (["--small"], "give --curve and a number of steps, too"),
+        (["--curve", "5", "--small", "--batch", "3"], "--small is a model of its own"),
+        (["--json", "no/such/folder/file.json"], "make no/such/folder first"),
+        (["--pictures", "nothing.npy"], "give an .npy file that exists"),
+        (["--carried", "nothing"], "--carried nothing is no folder"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(
@@ -38,6 +42,12 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cuda:77"])
     with pytest.raises(ConfigError, match="is not on this machine"):
         gpu.parse()
+
+
+def test_sizes_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'B/16@x' is no size"):
+        gpu.config_of("B/16@x")
+    assert gpu.config_of("B/16@384").image_size == (384, 384)
 
 
 def test_loss_curves_can_be_compared(

@@ -89,3 +89,8 @@ def test_what_cannot_be(precision: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         accelerate(made.model, precision, calibration=pictures)
     assert str(error.value) == message
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"accelerate takes a model, not a Bundle; that of a bundle is bundle\.model"):
+        accelerate(bundle())  # type: ignore[arg-type]

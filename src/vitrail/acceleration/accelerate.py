@@ -67,6 +67,8 @@ def accelerate(
     the ones that they resemble (token merging); fewer are computed, and the answers are others, so measure them.
     A model that the fast encoder does not know is computed under autocast, as it would be anyway.
     """
+    if not isinstance(model, ViT):
+        raise ConfigError(f"accelerate takes a model, not a {type(model).__name__}; that of a bundle is bundle.model")
     like = next(model.parameters())
     device = like.device
     if like.dtype != torch.float32:  # autocast lowers what is in float32, and stumbles over anything else

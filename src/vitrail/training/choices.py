@@ -279,7 +279,7 @@ def _augmentation(facts: Facts, choices: list[Choice]) -> Augmentation:
     else:
         found = Augmentation(crop_area=(0.6, 1.0), randaugment=RandAugment(layers=2, magnitude=7))
         why = "photographs: cut out, mirrored, changed by RandAugment"
-    choices.append(Choice("augmentation", found.crop, why))
+    choices.append(Choice("augmentation", "affine" if found.crop == "none" else found.crop, why))
     return found
 
 

@@ -123,7 +123,7 @@ def _opened(
                 keep_recipe(place, plan.recipe)
                 moved = keep_origin(place, origin)
                 screen = stack.enter_context(Screen(place, quiet=quiet))
-                _introduce(screen, place, plan, parts)
+                _introduce(screen, place, plan, parts, team.device)
                 if moved is not None:
                     screen.note(moved)
         yield screen
@@ -137,7 +137,7 @@ def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: o
     return read_recipe(recipe or default_recipe(start), changes)
 
 
-def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts) -> None:
+def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts, device: torch.device) -> None:
     """Say what will be done, and keep what is known of the data."""
     if not (place / SPLIT).exists():
         report = quick_check(parts, size=plan.model.image_size[0])
@@ -151,7 +151,8 @@ def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts) -> None:
             f"choose another --run, or bring them back"
         )
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
-    screen.note(f"the run is in {place}: {steps}, {len(parts.train):,} pictures to train on")
+    precision = _precision(plan.recipe, device)
+    screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} pictures to train on")
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:
