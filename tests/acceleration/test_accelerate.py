@@ -93,4 +93,4 @@ def test_what_cannot_be(precision: str, message: str) -> None:
 
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"accelerate takes a model, not a Bundle; that of a bundle is bundle\.model"):
-        accelerate(bundle())  # type: ignore[arg-type]
+        accelerate(bundle())
