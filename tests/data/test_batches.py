@@ -1,5 +1,6 @@
 """Batches are a pure function of step, seed and files: whoever makes them, wherever a run starts."""
 
+import contextlib
 import io
 import os
 import pickle
@@ -237,6 +238,37 @@ def test_a_worker_that_dies_is_explained() -> None:
 def test_data_travels_to_other_processes_as_it_is() -> None:
     again = pickle.loads(pickle.dumps(training(FILES)))
     assert same(again[1], STRAIGHT[1])
+
+
+def test_workers_end_with_a_caller_that_is_killed() -> None:
+    """Also where that happens before they have begun, so that they see another parent from the start."""
+    code = """
+        import os, signal, time, numpy as np
+        from vitrail.data import batches
+        from vitrail.data.preprocess import Preprocess
+        from vitrail.data.sources.source import Arrays
+
+        def begin_alone(number):
+            os.kill(caller, signal.SIGKILL)
+            while os.getppid() == caller:
+                time.sleep(0.01)
+            begin(number)
+
+        caller, begin, batches._begin_to_work = os.getpid(), batches._begin_to_work, begin_alone
+        data = Arrays(np.zeros((100, 8, 8), np.uint8), np.zeros(100, np.int64), ("x",))
+        pre = Preprocess(size=8, channels=1, mean=(0.5,), std=(0.5,))
+        for _ in batches.evaluation_batches(batches.Evaluation(data, pre, 2), workers=2, method="fork"):
+            pass
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            process.communicate(timeout=60)  # until nobody is left to write
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_ctrl_c_prints_no_tracebacks_of_workers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A worker makes whole batches: it writes pixels straight into memory it shares wi
 device and normalises there. What a worker cannot read comes back as a value, with the file's name, not as a traceback.
 """
 
+import multiprocessing
 import os
 import re
 import signal
@@ -34,6 +35,8 @@ BadFiles = Literal["skip", "refuse"]
 TRIES = 32
 """How many pictures in a row may be unreadable before the data as a whole counts as broken."""
 MOST_WORKERS = 16
+SECONDS_ALONE = 1
+"""How long a worker may not notice that its caller was killed."""
 
 
 class BadPicture(NamedTuple):
@@ -310,9 +313,16 @@ def _leave_the_end_to_the_caller() -> None:
 
 
 def _end_when_the_caller_says_so() -> None:
-    """Take SIGTERM from the caller alone; what others send to all processes is the caller's to answer."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
+    """Take SIGTERM from the caller alone; what others send to all processes is the caller's to answer.
+
+    A caller that was killed says nothing. torch looks for that, too, but asks who the caller is only after this, when
+    it may be gone already.
+    """
+    caller = multiprocessing.parent_process()
+    while caller is None or caller.is_alive():
+        told = signal.sigtimedwait({signal.SIGTERM}, SECONDS_ALONE)
+        if told is not None and told.si_pid == os.getppid():
+            break
     os._exit(0)
 
 
