@@ -3,30 +3,34 @@
     python benchmarks/agreement.py runs/cifar10/best cifar10/test --calibration cifar10/train
     python benchmarks/agreement.py runs/digits-scratch-small/best digits --device cpu
 
-Every way answers about the same pictures: the model in float32 and under autocast, `vitrail.accelerate` in bf16, with
-exact GELU, in fp8 with scales from the first pictures of `--calibration`, and with some tokens merged in every block.
-"Like bf16" compares with the fast encoder in bf16, "error" is the distance of the logits from float32's.
+Every way answers about the same pictures: the model in float32 and under autocast; what `vitrail.accelerate` computes
+in bf16, with exact GELU, and in fp8 chosen by some pictures of `--calibration`; fp8 with every weight rounded to the
+nearest number, with no block spared, with both; and bf16 with some tokens merged in every block. "Like bf16" compares
+with the fast encoder in bf16, "error" is the distance of the logits from float32's. A processor computes the same
+numbers by plain torch, fp8 too.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import vitrail
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import Numbers, can_quantise
+from vitrail.acceleration.cuda.model import FastModel
 from vitrail.data.batches import Evaluation, evaluation_batches
 from vitrail.data.sources.opening import open_source
-from vitrail.data.sources.source import Source
+from vitrail.data.sources.source import Part, Source
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.runtime import autocast, choose_device
 
 Way = Callable[[Tensor], Tensor]
 CALIBRATION = 1024
-"""Pictures from which scales for fp8 are found."""
+"""By how many pictures fp8 is chosen."""
 
 
 def pictures(
@@ -40,7 +44,7 @@ def pictures(
 def ways(
     bundle: vitrail.Bundle, device: torch.device, calibration: Tensor, merges: list[int]
 ) -> Iterator[tuple[str, Way]]:
-    """Give every way of answering that there is for this model, here."""
+    """Give every way of answering that there is for this model."""
     model = bundle.model.to(device).eval()
     yield "float32", model
 
@@ -50,22 +54,29 @@ def ways(
         return answer
 
     yield "autocast", cast
-    yield "bf16", vitrail.accelerate(model)
-    yield "bf16, exact GELU", vitrail.accelerate(model, exact=True)
-    wanted: list[tuple[str, dict[str, Any]]] = [("fp8", {"precision": "fp8", "calibration": calibration})]
-    wanted += [(f"bf16, merge {tokens}", {"merge": tokens}) for tokens in merges]
-    for name, options in wanted:
+    yield "bf16", FastModel(model, Numbers())
+    yield "bf16, exact GELU", FastModel(model, Numbers(exact=True))
+    if can_quantise(model.config):
+        seen = calibrate(model, calibration)
+        yield "fp8", FastModel(model, Numbers(inputs=seen))
+        nearest = {name: known._replace(together=None) for name, known in seen.items()}
+        yield "fp8, nearest", FastModel(model, Numbers(inputs=nearest))
+        yield "fp8, all blocks", FastModel(model, Numbers(inputs=seen, spared=0))
+        yield "fp8, both", FastModel(model, Numbers(inputs=nearest, spared=0))
+    for tokens in merges:
         try:
-            yield name, vitrail.accelerate(model, **options)
+            merged = FastModel(model, Numbers(), merge=tokens)
         except ConfigError as error:
-            print(f"{name}: left out, {error}")
+            print(f"merge {tokens}: left out, {error}")
+        else:
+            yield f"bf16, merge {tokens}", merged
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a faster way of answering costs.")
     parser.add_argument("model", help="anything that vitrail.load opens")
     parser.add_argument("data", help="labelled pictures: a folder, a manifest, shards, digits")
-    parser.add_argument("--calibration", help="pictures to scale fp8 by (default: the same)")
+    parser.add_argument("--calibration", help="pictures to choose fp8 by (default: the same)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=500)
     parser.add_argument("--merge", type=int, nargs="*", default=[1, 2, 4], help="tokens merged in every block")
@@ -73,7 +84,9 @@ def main() -> None:
     device, bundle = choose_device(options.device), vitrail.load(options.model)
     source = open_source(options.data)
     like = open_source(options.calibration) if options.calibration else source
-    calibration, _ = next(pictures(like, bundle, device, CALIBRATION))
+    # Of all classes: a folder has them one after the other.
+    spread = Part(like, np.linspace(0, len(like) - 1, min(CALIBRATION, len(like))).astype(np.int64))
+    calibration, _ = next(pictures(spread, bundle, device, CALIBRATION))
     names = [source.classes.index(name) for name in bundle.classes or source.classes]
     exact = fast = None
     print(

@@ -247,9 +247,9 @@ def fast(row: Row, model: ViT, numbers: Numbers, *, graphs: bool = False, merge:
 
 
 def low(row: Row, model: ViT, **changes: Any) -> Numbers:
-    """Return fp8 numbers whose scales come from some of the row's pictures."""
+    """Return fp8 numbers that are chosen by some of the row's pictures."""
     model.to(row.device)
-    return Numbers(scales=calibrate(model, row.pictures[:64].to(next(model.parameters()).dtype)), **changes)
+    return Numbers(inputs=calibrate(model, row.pictures[:64].to(next(model.parameters()).dtype)), **changes)
 
 
 def learning(row: Row, trained: nn.Module, forward: nn.Module, mode: str | None = None) -> Ready:
@@ -297,6 +297,7 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         "vitrail bf16 graphs": lambda row: fast(row, ours(row, weights), Numbers(), graphs=True),
         "vitrail fp8 graphs": lambda row: fast(row, model := ours(row, weights), low(row, model), graphs=True),
         "vitrail fp8 all": lambda row: fast(row, model := ours(row, weights), low(row, model, low=frozenset(PRODUCTS))),
+        "vitrail fp8 unspared": lambda row: fast(row, model := ours(row, weights), low(row, model, spared=0)),
         "vitrail fp8 unfused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=False)),
         "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), Numbers(exact=True, fused=True)),
         "vitrail fp8 rows": lambda row: fast(row, model := ours(row, weights), low(row, model, weight_scales="row")),

@@ -23,7 +23,7 @@ from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, FastEncoder, Numbers
 from vitrail.acceleration.cuda.folding import Affine
 from vitrail.acceleration.cuda.model import FastModel, PatchStem
-from vitrail.acceleration.cuda.products import Fp8Product, Product
+from vitrail.acceleration.cuda.products import Fp8Product, Known, Product
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -138,26 +138,36 @@ def predict(config: ViTConfig, batch: int, copied: float, numbers: Numbers) -> f
 
     `copied` is the copy rate in bytes a second. For models of which the head reads one token.
     """
+    low = numbers.low if numbers.inputs is not None else frozenset[str]()
+    spared = min(numbers.spared, config.depth - 1) if low else 0
+    seconds = spared * _block_seconds(config, batch, copied, numbers, frozenset())
+    seconds += (config.depth - 1 - spared) * _block_seconds(config, batch, copied, numbers, low)
+    # The last one: keys and values, its first norm, and one look at them.
+    M, D = batch * config.tokens, config.width
+    products = 2.0 * M * D * config.heads * config.head_width * 2 / SEEN["fp8" if "qkv" in low else "bf16"]
+    return 1e3 * (seconds + products + M * D * (_first_norm(low) + 4) / copied)
+
+
+def _block_seconds(config: ViTConfig, batch: int, copied: float, numbers: Numbers, low: frozenset[str]) -> float:
     M, D, H = batch * config.tokens, config.width, config.mlp_hidden
     flops = {name: 2.0 * M * outputs * inputs for name, (outputs, inputs) in shapes(config).items()}
-    low = numbers.low if numbers.scales is not None else frozenset[str]()
     products = sum(work / SEEN["fp8" if name in low else "bf16"] for name, work in flops.items())
     attended = batch * config.heads * config.tokens**2 * config.head_width
     attention = ATTENTION["cudnn"] / 1e3 * attended / (512 * 12 * 197**2 * 64)
-    # Bytes for each number: read in bf16, a branch read and the stream written where there is one, the result written.
-    first = 2 + (4 if "fc2" in low else 0) + (1 if "qkv" in low else 2)
     second = 2 + (4 if "proj" in low else 0) + (1 if "fc1" in low else 2)
-    moved = M * D * (first + second + (3 if "proj" in low else 0))
+    moved = M * D * (_first_norm(low) + second + (3 if "proj" in low else 0))
     if numbers.fused or (low and numbers.fused is None):
         pass
     elif low:
         moved += M * H * (3 if "fc2" in low else 4)
     elif numbers.exact:
         moved += M * H * 4
-    block = products + attention + moved / copied
-    # The last one: keys and values, its first norm, and one look at them.
-    last = flops["qkv"] * 2 / 3 / SEEN["fp8" if "qkv" in low else "bf16"] + M * D * (first + 4) / copied
-    return 1e3 * ((config.depth - 1) * block + last)
+    return products + attention + moved / copied
+
+
+def _first_norm(low: frozenset[str]) -> int:
+    """Return bytes for each number: read in bf16, and written; a branch read and the stream written if there is one."""
+    return 2 + (4 if "fc2" in low else 0) + (1 if "qkv" in low else 2)
 
 
 # ── the groups ──
@@ -251,12 +261,12 @@ def fp8_products(config: ViTConfig, batch: int, device: torch.device) -> Iterato
         folded, x = weights(outputs, inputs, device), passes.to_fp8(torch.randn(M, inputs, device=device), 0.01)
         flops = 2.0 * M * outputs * inputs
         for scales in ("tensor", "row"):
-            product = Fp8Product(folded, BF16, 0.01, "row" if scales == "row" else "tensor")
+            product = Fp8Product(folded, BF16, Known(0.01), "row" if scales == "row" else "tensor")
             yield Candidate(f"{name} fp8, by {scales}", partial(product, x), flops=flops, kind="fp8")
         if name == "fc1" and device.type == "cuda":
             from vitrail.acceleration.cuda.kernels import multiply
 
-            product = Fp8Product(folded, BF16, 0.01)
+            product = Fp8Product(folded, BF16, Known(0.01))
             factor = float(product.input_scale * product.weight_scale)
             run = partial(multiply, x, product.weight, product.bias, "gelu", sum_scale=factor, scale=0.01)
             yield Candidate("fc1 fp8 with exact gelu to fp8, Triton", run, flops=flops, kind="fp8")
@@ -348,15 +358,16 @@ def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterato
     scramble(model)
     model = model.to(device)
     pictures = random(batch, config.channels, *config.image_size, device=device)
-    scales = calibrate(model, pictures[:64].float())
+    inputs = calibrate(model, pictures[:64].float())
     kinds = {
         "bf16": Numbers(),
         "bf16 exact": Numbers(exact=True),
         "bf16 exact, fused": Numbers(exact=True, fused=True),
-        "fp8": Numbers(scales=scales),
-        "fp8, unfused": Numbers(scales=scales, fused=False),
-        "fp8 with proj": Numbers(scales=scales, low=frozenset(PRODUCTS)),
-        "fp8 by row": Numbers(scales=scales, weight_scales="row"),
+        "fp8": Numbers(inputs=inputs),
+        "fp8, no block spared": Numbers(inputs=inputs, spared=0),
+        "fp8, unfused": Numbers(inputs=inputs, fused=False),
+        "fp8 with proj": Numbers(inputs=inputs, low=frozenset(PRODUCTS)),
+        "fp8 by row": Numbers(inputs=inputs, weight_scales="row"),
     }
     tokens = random(batch, config.tokens, config.width, device=device)
     for name, numbers in kinds.items():

@@ -85,7 +85,7 @@ def accelerate(
                 raise ConfigError(
                     "fp8 needs pictures to find the size of a model's numbers; give a batch as calibration, or use bf16"
                 )
-            numbers = Numbers(exact=exact, scales=calibrate(model, calibration))
+            numbers = Numbers(exact=exact, inputs=calibrate(model, calibration))
             return Accelerated(FastModel(model, numbers, merge=merge), device, graphs=graphs)
         case _:
             known = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"

@@ -16,7 +16,7 @@ from vitrail.acceleration.cuda.folding import Affine
 from vitrail.acceleration.cuda.graphs import SIZES, Replayed
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.cuda.passes import FP8_MAX, to_fp8
-from vitrail.acceleration.cuda.products import Fp8Product, Product
+from vitrail.acceleration.cuda.products import Fp8Product, Known, Product
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
@@ -96,7 +96,7 @@ def test_unusual_tokens_and_patches(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize("low", [False, True])
 def test_no_pictures_get_no_answers(pool: str, low: bool) -> None:
     model, pictures = low_model(pool=pool)
-    numbers = Numbers(torch.float32, scales=calibrate(model, pictures) if low else None)
+    numbers = Numbers(torch.float32, inputs=calibrate(model, pictures) if low else None)
     assert answers(FastModel(model, numbers), pictures[:0]).shape == (0, 5)
 
 
@@ -207,9 +207,13 @@ def low_model(**changes: object) -> tuple[ViT, Tensor]:
     return given("plain", torch.float32, width=32, heads=2, depth=3, **changes)
 
 
+def scales_of(model: ViT, pictures: Tensor | list[Tensor]) -> dict[str, float]:
+    return {name: known.scale for name, known in calibrate(model, pictures).items()}
+
+
 def test_calibration_finds_the_largest_numbers() -> None:
     model, pictures = low_model()
-    scales = calibrate(model, pictures)
+    scales = scales_of(model, pictures)
     assert set(scales) == {f"{block}.{name}" for block in range(3) for name in PRODUCTS}
     assert all(type(scale) is float for scale in scales.values())
     seen: dict[str, float] = {}
@@ -226,9 +230,9 @@ def test_calibration_finds_the_largest_numbers() -> None:
         assert scales[name] * FP8_MAX / MARGIN == pytest.approx(seen[name], rel=1e-4)
     for name in ("2.proj", "2.fc2"):
         assert scales[name] * FP8_MAX / MARGIN <= seen[name] * 1.0001
-    assert calibrate(model, pictures.double()) == pytest.approx(scales, rel=1e-5)
+    assert scales_of(model, pictures.double()) == pytest.approx(scales, rel=1e-5)
     # Several batches are one larger one.
-    assert calibrate(model, list(pictures.split(1))) == pytest.approx(scales, rel=1e-5)
+    assert scales_of(model, list(pictures.split(1))) == pytest.approx(scales, rel=1e-5)
 
 
 @pytest.mark.parametrize("given_pictures", [[], torch.zeros(0, 3, 16, 32), [torch.zeros(0, 3, 16, 32)]], ids=range(3))
@@ -252,22 +256,26 @@ def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
 
 
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])
-def test_a_matrix_of_zeros_in_fp8(weight_scales: str) -> None:
+@pytest.mark.parametrize("together", [None, torch.eye(16)], ids=["nearest", "together"])
+def test_a_matrix_of_zeros_in_fp8(weight_scales: str, together: Tensor | None) -> None:
     folded = Affine(torch.zeros(16, 16, dtype=torch.float64), torch.arange(16, dtype=torch.float64))
-    product = Fp8Product(folded, torch.float32, 0.1, weight_scales)
+    product = Fp8Product(folded, torch.float32, Known(0.1, together), weight_scales)
     assert torch.equal(product(to_fp8(torch.ones(2, 16), 0.1)), torch.arange(16.0).expand(2, 16))
 
 
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])
 @pytest.mark.parametrize("low", [LOW, frozenset(PRODUCTS), frozenset({"fc2"}), frozenset({"qkv", "proj"})], ids=sorted)
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str) -> None:
+@pytest.mark.parametrize("spared", [0, 1])
+def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str, spared: int) -> None:
     """Numbers of three bits behind the point are off by a sixteenth at most; sums of many of them by less."""
     model, pictures = low_model(pool=pool)
-    numbers = Numbers(torch.float32, scales=calibrate(model, pictures), low=low, weight_scales=weight_scales)
+    known = calibrate(model, pictures)
+    numbers = Numbers(torch.float32, inputs=known, low=low, weight_scales=weight_scales, spared=spared)
     fast = FastModel(model, numbers)
-    kinds = {name: type(getattr(fast.encoder.blocks[0], name)) for name in PRODUCTS}
-    assert kinds == {name: Fp8Product if name in low else Product for name in PRODUCTS}
+    for index, block in enumerate(fast.encoder.blocks[:2]):
+        kinds = {name: type(getattr(block, name)) for name in PRODUCTS}
+        assert kinds == {name: Fp8Product if name in low and index >= spared else Product for name in PRODUCTS}
     error = relative_error(answers(fast, pictures), answers(model, pictures))
     assert 1e-5 < error < 0.1
 
@@ -275,17 +283,18 @@ def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str) -> N
 def test_fp8_adds_up_right() -> None:
     """A scale is taken off again behind the product, whatever it is."""
     model, pictures = low_model(pool="mean")
-    scales = calibrate(model, pictures)
+    inputs = calibrate(model, pictures)
     model, pictures = model.double(), pictures.double()
-    base = FastModel(model, Numbers(torch.float64, scales=scales))
-    other = FastModel(model, Numbers(torch.float64, scales={name: scale * 2 for name, scale in scales.items()}))
+    base = FastModel(model, Numbers(torch.float64, inputs=inputs))
+    twice = {name: known._replace(scale=known.scale * 2) for name, known in inputs.items()}
+    other = FastModel(model, Numbers(torch.float64, inputs=twice))
     # Twice the scale is another exponent and the same digits, but for the few numbers that become too small.
     assert relative_error(answers(other, pictures), answers(base, pictures)) < 0.02
 
 
 def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
     model, pictures = low_model()
-    fast = FastModel(model, Numbers(scales=calibrate(model, pictures), low=frozenset(PRODUCTS)))
+    fast = FastModel(model, Numbers(inputs=calibrate(model, pictures), low=frozenset(PRODUCTS)))
     last = fast.encoder.blocks[-1]
     assert isinstance(last, FastBlock)
     assert isinstance(last.q, Fp8Product)
@@ -312,11 +321,12 @@ def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
             return plain(self, *given, fused=fused)
 
         monkeypatch.setattr(product, "activated", noted)
-    scales = calibrate(model, pictures) if low else None
+    inputs = calibrate(model, pictures) if low else None
     asked.clear()
-    answers(FastModel(model, Numbers(torch.float32, exact=exact, scales=scales, fused=fused)), pictures)
-    first = ("Fp8Product", in_fp8) if low else ("Product", in_bf16 and exact)
-    assert asked == [first, first, ("Product", in_bf16 and exact)]  # behind the token that is read nothing is in fp8
+    answers(FastModel(model, Numbers(torch.float32, exact=exact, inputs=inputs, fused=fused)), pictures)
+    high = ("Product", in_bf16 and exact)
+    # The first block is spared, and behind the token that is read nothing is in fp8.
+    assert asked == [high, ("Fp8Product", in_fp8) if low else high, high]
 
 
 def test_numbers_cannot_be_changed() -> None:

@@ -15,6 +15,8 @@ from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers
 from vitrail.acceleration.cuda.gelu_product import can_multiply, gelu_product
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.passes import to_fp8
+from vitrail.acceleration.cuda.rounding import round_together, see
 from vitrail.acceleration.engine import made_ready
 from vitrail.acceleration.training_pass import TrainingPass
 from vitrail.data.sources.source import Arrays
@@ -85,14 +87,26 @@ def test_graphs_give_the_same_bits(batch: int) -> None:
 def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool | None) -> None:
     """On the GPU as by plain torch on the CPU, but for the order of sums and the rounding of bf16."""
     model, pictures, exact = given(pool=pool)
-    scales = calibrate(model, pictures)
-    numbers = Numbers(scales=scales, low=frozenset(low), weight_scales=weight_scales, fused=fused)
+    inputs = calibrate(model, pictures)
+    numbers = Numbers(inputs=inputs, low=frozenset(low), weight_scales=weight_scales, fused=fused)
     with torch.inference_mode():
         found = FastModel(model, numbers)(pictures)
         by_hand = FastModel(model.cpu(), numbers)(pictures.cpu())
     assert found.isfinite().all()
     assert error(found, exact) < 0.2
     assert error(found, exact) < 1.5 * error(by_hand, exact)
+
+
+def test_weights_are_rounded_as_well_as_on_a_processor() -> None:
+    told = torch.Generator().manual_seed(0)
+    rows = torch.randn(4000, 8, generator=told) @ torch.randn(8, 300, generator=told)
+    rows += 0.3 * torch.randn(4000, 300, generator=told)
+    weight = 20 * torch.randn(64, 300, generator=told)
+    found = round_together(weight.cuda(), see(rows.cuda().bfloat16(), None).damped()).cpu()
+    here = round_together(weight, see(rows, None).damped())
+    right = (rows @ weight.t()).double()
+    errors = [error(rows @ rounded.float().t(), right) for rounded in (found, here, to_fp8(weight, 1.0))]
+    assert errors[0] < 1.05 * errors[1] < 0.5 * errors[2]
 
 
 def test_the_training_pass() -> None:

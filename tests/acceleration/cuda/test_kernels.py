@@ -209,8 +209,8 @@ def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypat
     """As on a GPU, but for the products: the same rows go in and out."""
     made = bundle("plain", width=32, heads=2, depth=3, pool=pool)
     pictures = made.preprocess.normalise(pixels(3))
-    scales = calibrate(made.model, pictures) if low else None
-    fast = FastModel(made.model, Numbers(torch.float32, exact=True, scales=scales))
+    inputs = calibrate(made.model, pictures) if low else None
+    fast = FastModel(made.model, Numbers(torch.float32, exact=True, inputs=inputs))
     with torch.inference_mode():
         expected = fast(pictures)
         take_kernels(monkeypatch)

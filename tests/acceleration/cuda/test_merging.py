@@ -170,10 +170,10 @@ def test_other_patches_give_other_answers_and_not_by_much() -> None:
 def test_in_fp8_too() -> None:
     model, pictures = given(width=32, heads=2, pool="mean")
     model, pictures = model.float(), pictures.float()
-    scales = calibrate(model, pictures)
+    inputs = calibrate(model, pictures)
     wanted = answers(FastModel(model, Numbers(torch.float32, exact=True), merge=4), pictures)
     for low in ({"qkv", "fc1", "fc2"}, {"qkv", "proj", "fc1", "fc2"}):
-        numbers = Numbers(torch.float32, scales=scales, low=frozenset(low))
+        numbers = Numbers(torch.float32, inputs=inputs, low=frozenset(low))
         assert relative_error(answers(FastModel(model, numbers, merge=4), pictures), wanted) < 0.3
 
 

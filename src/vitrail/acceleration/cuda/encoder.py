@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from vitrail.acceleration.cuda.folding import Affine, fold
 from vitrail.acceleration.cuda.merging import Merging, log_sizes, merge, read_merging
 from vitrail.acceleration.cuda.passes import FP8, Form, activate, norm, quantise
-from vitrail.acceleration.cuda.products import Fp8Product, Product, WeightScales, can_take_fp8
+from vitrail.acceleration.cuda.products import Fp8Product, Known, Product, WeightScales, can_take_fp8
+from vitrail.acceleration.cuda.rounding import Seen, see
 from vitrail.acceleration.packed import token_read
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block
@@ -29,6 +30,9 @@ from vitrail.models.vit import ViT
 PRODUCTS = ("qkv", "proj", "fc1", "fc2")
 LOW = frozenset({"qkv", "fc1", "fc2"})
 """The products that fp8 is worth it for by default: their inputs are made in fp8 by the pass before, for nothing."""
+SPARED = 1
+"""The first block stands for half of what fp8 rounds away, or more (docs/lab/gpu.md): what it gets wrong goes through
+all others, and there is little yet in the stream to outweigh it."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,12 @@ class Numbers:
     """Of the residual stream, and of every product that is not in fp8."""
     exact: bool = False
     """Compute GELU in its exact form, where cuBLASLt has the tanh form only."""
-    scales: Mapping[str, float] | None = None
-    """What 1 in fp8 stands for, for the input of each product (`calibrate`). None: nothing is in fp8."""
+    inputs: Mapping[str, Known] | None = None
+    """What is known of each product's inputs: `{"0.qkv": …}` (`calibrate`). None: nothing is in fp8."""
     low: frozenset[str] = LOW
     """Which of a block's products are in fp8."""
+    spared: int = SPARED
+    """How many of the first blocks are not."""
     weight_scales: WeightScales = "tensor"
     fused: bool | None = None
     """Let Triton multiply where an activation could not be part of the product otherwise, on a CUDA device. None: where
@@ -115,8 +121,8 @@ class FastEncoder(nn.Module):
         found = read_merging(asked, config, blocks if self.read is None else blocks - 1)
         return merge if found is not None and isinstance(merge, Merging) else found
 
-    def watch(self, record: dict[str, Tensor] | None) -> None:
-        """Keep the largest number that goes into each product in `record`; None ends that."""
+    def watch(self, record: dict[str, Seen]) -> None:
+        """Keep in `record` what is seen of the numbers that go into each product."""
         for block in self.blocks:
             cast("FastBlock", block).record = record
 
@@ -132,7 +138,7 @@ class FastBlock(nn.Module):
     ) -> None:
         super().__init__()
         config, folded = block.config, fold(block)
-        self.index, self.numbers, self.eps = index, numbers, config.norm_eps
+        self.index, self.eps, self.exact, self.fused = index, config.norm_eps, numbers.exact, numbers.fused
         self.heads, self.head_width = config.heads, config.head_width
         self.read = read
         self.merges = 0 if merging is None or read is not None else merging.tokens
@@ -140,17 +146,17 @@ class FastBlock(nn.Module):
         patches = config.layout.patches
         self.before, self.after = patches.start, config.tokens - patches.stop
         self.form = cast("Form", config.activation)
-        self.record: dict[str, Tensor] | None = None
+        self.record: dict[str, Seen] | None = None
 
         inner = self.heads * self.head_width
         if self.read is None:
-            self.qkv = self._product("qkv", folded.qkv)
+            self.qkv = self._product("qkv", folded.qkv, numbers)
         else:  # one query a picture, keys and values of all tokens
-            self.q = self._product("qkv", folded.qkv.rows(0, inner))
-            self.kv = self._product("qkv", folded.qkv.rows(inner, 3 * inner))
-        self.proj = self._product("proj", folded.proj)
-        self.fc1 = self._product("fc1", folded.fc1)
-        self.fc2 = self._product("fc2", folded.fc2)
+            self.q = self._product("qkv", folded.qkv.rows(0, inner), numbers)
+            self.kv = self._product("qkv", folded.qkv.rows(inner, 3 * inner), numbers)
+        self.proj = self._product("proj", folded.proj, numbers)
+        self.fc1 = self._product("fc1", folded.fc1, numbers)
+        self.fc2 = self._product("fc2", folded.fc2, numbers)
 
         wide = _wide(numbers.dtype)
         self.register_buffer("shift1", shift.to(wide), persistent=False)
@@ -200,26 +206,25 @@ class FastBlock(nn.Module):
         return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width), key
 
     def _activated(self, h: Tensor) -> Tensor:
-        scale, fused = _scale(self.fc2), self.numbers.fused
+        scale = _scale(self.fc2)
         if isinstance(self.fc1, Fp8Product):
-            return self.fc1.activated(h, self.form, scale, fused=fused is not False)
+            return self.fc1.activated(h, self.form, scale, fused=self.fused is not False)
         if scale is not None:
             return activate(self.fc1(h), self.form, scale=scale)
-        tanh = self.form == "gelu" and not self.numbers.exact
-        return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=fused is True and self.numbers.exact)
+        tanh = self.form == "gelu" and not self.exact
+        return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=self.fused is True and self.exact)
 
-    def _product(self, name: str, folded: Affine) -> Product | Fp8Product:
+    def _product(self, name: str, folded: Affine, numbers: Numbers) -> Product | Fp8Product:
         """Make a product. Behind the one token that is read there are too few rows for fp8 to pay."""
-        numbers = self.numbers
-        low = numbers.scales is not None and name in numbers.low and (self.read is None or name == "qkv")
-        if numbers.scales is None or not low:
+        low = name in numbers.low and self.index >= numbers.spared and (self.read is None or name == "qkv")
+        if numbers.inputs is None or not low:
             return Product(folded, numbers.dtype)
-        return Fp8Product(folded, numbers.dtype, numbers.scales[f"{self.index}.{name}"], numbers.weight_scales)
+        return Fp8Product(folded, numbers.dtype, numbers.inputs[f"{self.index}.{name}"], numbers.weight_scales)
 
     def _note(self, name: str, x: Tensor) -> None:
         if self.record is not None:
-            name, largest = f"{self.index}.{name}", x.abs().max()
-            self.record[name] = torch.maximum(self.record.get(name, largest), largest)
+            name = f"{self.index}.{name}"
+            self.record[name] = see(x, self.record.get(name))
 
 
 def _joined(x: Tensor, product: Product | Fp8Product, h: Tensor) -> Tensor | None:

@@ -3,7 +3,7 @@
 On a CPU the same arithmetic is done by plain torch, in any dtype, so that it can be checked without a GPU.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.folding import Affine
 from vitrail.acceleration.cuda.passes import FP8_MAX, Form, activate, to_fp8
+from vitrail.acceleration.cuda.rounding import round_together
 
 WeightScales = Literal["tensor", "row"]
 """Whether an fp8 matrix has one scale, or one for each of its outputs."""
+
+
+class Known(NamedTuple):
+    """What is known of a product's inputs before there are any (`calibrate`)."""
+
+    scale: float
+    """What 1 in fp8 stands for."""
+    together: Tensor | None = None
+    """How they go up and down together, by which weights are rounded (`rounding.py`); None: each to the nearest."""
 
 
 class Product(nn.Module):
@@ -59,17 +69,21 @@ class Fp8Product(nn.Module):
     input_scale: Tensor
 
     def __init__(
-        self, folded: Affine, dtype: torch.dtype, input_scale: float, weight_scales: WeightScales = "tensor"
+        self, folded: Affine, dtype: torch.dtype, known: Known, weight_scales: WeightScales = "tensor"
     ) -> None:
         super().__init__()
-        self.dtype, self.scale, self.by_row = dtype, input_scale, weight_scales == "row"
+        self.dtype, self.scale, self.by_row = dtype, known.scale, weight_scales == "row"
         largest = folded.weight.abs().amax(dim=1, keepdim=True) if self.by_row else folded.weight.abs().max()
         scale = (largest / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny).float()
-        self.register_buffer("weight", to_fp8(folded.weight.float(), scale).contiguous(), persistent=False)
-        self.sum_scale = 0.0 if self.by_row else float(scale) * input_scale
+        if known.together is None:
+            weight = to_fp8(folded.weight.float(), scale).contiguous()
+        else:
+            weight = round_together(folded.weight.float() / scale, known.together.to(scale.device))
+        self.register_buffer("weight", weight, persistent=False)
+        self.sum_scale = 0.0 if self.by_row else float(scale) * known.scale
         self.register_buffer("weight_scale", scale.t().contiguous() if self.by_row else scale, persistent=False)
         self.register_buffer("bias", folded.bias.to(dtype).contiguous(), persistent=False)
-        self.register_buffer("input_scale", scale.new_tensor(input_scale), persistent=False)
+        self.register_buffer("input_scale", scale.new_tensor(known.scale), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map fp8 rows (M, inputs) to (M, outputs)."""

@@ -1,0 +1,113 @@
+"""Matrices in fp8 whose products err little, beside those whose every number is rounded to the nearest."""
+
+import pytest
+import torch
+from tests.acceleration.tiny import bundle
+from tests.peers import relative_error
+from torch import Tensor
+
+from vitrail.acceleration.cuda import rounding
+from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.encoder import SPARED, Numbers
+from vitrail.acceleration.cuda.model import FastModel
+from vitrail.acceleration.cuda.passes import FP8, FP8_MAX, to_fp8
+from vitrail.acceleration.cuda.products import Known
+from vitrail.acceleration.cuda.rounding import round_together, see
+
+
+def alike(rows: int, inputs: int, seed: int, kinds: int = 6) -> Tensor:
+    """Rows whose inputs go up and down together: few things of which every input is a mixture, and noise."""
+    told = torch.Generator().manual_seed(seed)
+    mixture = torch.randn(kinds, inputs, generator=torch.Generator().manual_seed(99))
+    return torch.randn(rows, kinds, generator=told) @ mixture + 0.3 * torch.randn(rows, inputs, generator=told)
+
+
+def matrix(outputs: int, inputs: int, seed: int) -> Tensor:
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+    return weight * (FP8_MAX / weight.abs().max())
+
+
+def error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
+    return relative_error(x @ rounded.float().t(), x @ weight.t())
+
+
+@pytest.mark.parametrize("inputs", [48, 200])
+@pytest.mark.parametrize("seed", range(3))
+def test_products_err_less(inputs: int, seed: int) -> None:
+    weight, others = matrix(40, inputs, seed), alike(500, inputs, seed + 10)
+    rounded = round_together(weight, see(alike(4000, inputs, seed), None).damped())
+    assert rounded.dtype == FP8
+    assert rounded.is_contiguous()
+    assert error(weight, rounded, others) < 0.6 * error(weight, to_fp8(weight, 1.0), others)
+
+
+@pytest.mark.parametrize("rows", [2, 20, 100, 400])
+def test_few_pictures_do_no_harm(rows: int) -> None:
+    """What was seen on fewer rows than there are inputs says nothing of most directions."""
+    weight, others = matrix(64, 200, 0), alike(2000, 200, 5, kinds=150)
+    rounded = round_together(weight, see(alike(rows, 200, 1, kinds=150), None).damped())
+    assert error(weight, rounded, others) < 1.05 * error(weight, to_fp8(weight, 1.0), others)
+
+
+def test_inputs_that_go_their_own_ways_are_rounded_to_the_nearest() -> None:
+    weight = matrix(16, 300, 0)
+    assert torch.equal(round_together(weight, torch.rand(300).diag()).float(), to_fp8(weight, 1.0).float())
+
+
+def test_an_input_that_is_always_zero() -> None:
+    weight, x = matrix(16, 32, 0), alike(300, 32, 0)
+    x[:, 5] = 0
+    rounded = round_together(weight, see(x, None).damped()).float()
+    assert torch.isfinite(rounded).all()
+    assert torch.equal(rounded[:, 5], to_fp8(weight[:, 5], 1.0).float())
+
+
+def test_it_is_the_best_step_for_each_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the same by its definition: after each input the others minimise what is left of the error."""
+    monkeypatch.setattr(rounding, "INPUTS_AT_ONCE", 8)
+    weight, together = matrix(10, 21, 3).double(), see(alike(500, 21, 3), None).damped().double()
+    left, expected = weight.clone(), torch.zeros_like(weight)
+    order = together.diagonal().argsort(descending=True).tolist()
+    for number, index in enumerate(order):
+        rest = order[number + 1 :]
+        expected[:, index] = to_fp8(left[:, index], 1.0).double()
+        moved = (left[:, index] - expected[:, index])[:, None] * together[index, rest]
+        left[:, rest] += torch.linalg.solve(together[rest][:, rest], moved.t()).t() if rest else 0
+    assert torch.equal(round_together(weight.float(), together.float()).double(), expected)
+
+
+def test_what_is_seen_in_parts_is_what_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = alike(100, 16, 0)
+    whole = see(x, None)
+    monkeypatch.setattr(rounding, "ROWS_AT_ONCE", 7)
+    parts = None
+    for part in x.bfloat16().split(30):
+        parts = see(part, parts)
+    assert parts is not None
+    assert parts.rows == whole.rows == 100
+    assert float(parts.largest) == pytest.approx(float(x.abs().max()), rel=0.01)
+    assert relative_error(parts.together, whole.together) < 0.01
+    assert relative_error(whole.together, x.t() @ x) < 1e-5
+
+
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_a_model_in_fp8_answers_more_as_it_does(pool: str) -> None:
+    made = bundle("plain", width=64, heads=2, depth=3, pool=pool)
+    told = torch.Generator().manual_seed(0)
+    # Pictures of few things, so that a model's numbers go together as those of real ones do.
+    things = torch.randn(4, 3, *made.preprocess.size, generator=told)
+
+    def pictures(count: int) -> Tensor:
+        return torch.einsum("bk,kchw->bchw", torch.randn(count, 4, generator=told), things)
+
+    seen, others = calibrate(made.model, pictures(400)), pictures(100)
+    nearest = {name: known._replace(together=None) for name, known in seen.items()}
+
+    @torch.inference_mode()
+    def error(inputs: dict[str, Known], spared: int) -> float:
+        numbers = Numbers(torch.float32, exact=True, inputs=inputs, spared=spared)
+        return relative_error(FastModel(made.model, numbers)(others), made.model(others))
+
+    assert error(seen, 0) < 0.95 * error(nearest, 0)
+    assert error(seen, 1) < 0.95 * error(nearest, 1)
+    assert error(seen, SPARED) < 0.7 * error(nearest, 0)
