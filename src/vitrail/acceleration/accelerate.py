@@ -60,11 +60,12 @@ def accelerate(
 ) -> Accelerated:
     """Return something that answers as a model does, within the rounding of a lower precision, and sooner.
 
-    `calibration`: normalised pictures (B, C, H, W), or batches of them, like those to be answered later; `fp8` needs
-    them. `exact`: on a CUDA device in bf16, compute GELU in its exact form, rather than in the tanh form, which costs
-    nothing there. `graphs`: on a CUDA device, record the work of each of the first few batch sizes once and replay it,
-    for small batches, which wait for the processor otherwise. `merge`: in each block, let so many tokens become part of
-    the ones that they resemble (token merging); fewer are computed, and the answers are others, so measure them.
+    `calibration`: normalised pictures (B, C, H, W), or batches of them, like those to be answered later, a thousand
+    or so; `fp8` needs them, and rounds weights by them once. `exact`: on a CUDA device in bf16, compute GELU in its
+    exact form, rather than in the tanh form, which costs nothing there. `graphs`: on a CUDA device, record the work of
+    each of the first few batch sizes once and replay it, for small batches, which wait for the processor otherwise.
+    `merge`: in each block, let so many tokens become part of the ones that they resemble (token merging); fewer are
+    computed, and the answers are others, so measure them.
     A model that the fast encoder does not know is computed under autocast, as it would be anyway.
     """
     if not isinstance(model, ViT):
