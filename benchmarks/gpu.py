@@ -248,8 +248,10 @@ def fast(row: Row, model: ViT, numbers: Numbers, *, graphs: bool = False, merge:
 
 def low(row: Row, model: ViT, **changes: Any) -> Numbers:
     """Return fp8 numbers that are chosen by some of the row's pictures."""
-    model.to(row.device)
-    return Numbers(inputs=calibrate(model, row.pictures[:64].to(next(model.parameters()).dtype)), **changes)
+    like = next(model.to(row.device).parameters())
+    numbers = Numbers(**changes)
+    inputs = calibrate(model, row.pictures[:64].to(like.dtype), low=numbers.low, spared=numbers.spared)
+    return dataclasses.replace(numbers, inputs=inputs)
 
 
 def learning(row: Row, trained: nn.Module, forward: nn.Module, mode: str | None = None) -> Ready:

@@ -55,11 +55,11 @@ def test_batches_are_those_made_from_files(folder: Path, workers: int) -> None:
 @pytest.mark.parametrize("stop", [9, 10_000])
 def test_workers_draw_the_same_batches(folder: Path, stop: int) -> None:
     """The end may come early."""
-    data = training(folder)
+    data, before = training(folder), set(multiprocessing.active_children())  # a failure's, while it is remembered
     with closing(Resident(data, CPU, 2).batches(3, stop)) as made:
         for one, other in zip(islice(made, 6), training_batches(data, 3, 9, workers=0), strict=True):
             assert all(map(torch.equal, one.tensors, other.tensors))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_part_of_several_processes(folder: Path) -> None:

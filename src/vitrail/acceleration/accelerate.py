@@ -81,11 +81,12 @@ def accelerate(
                 return Accelerated(FastModel(model, Numbers(exact=exact), merge=merge), device, graphs=graphs)
             return Accelerated(made_ready(model, "bf16").eval(), device, graphs=graphs)
         case "fp8":
-            _check_fp8(model, device)
+            check_fp8(model, device)
             if calibration is None:
                 raise ConfigError(
-                    "fp8 needs pictures to find the size of a model's numbers; give a batch as calibration, or use bf16"
+                    "fp8 is chosen by what pictures make of a model; give a batch of them as calibration, or use bf16"
                 )
+            # Merged tokens are means of others, so that what is seen without merging holds for them, too.
             numbers = Numbers(exact=exact, inputs=calibrate(model, calibration))
             return Accelerated(FastModel(model, numbers, merge=merge), device, graphs=graphs)
         case _:
@@ -105,7 +106,7 @@ def _can_merge(model: ViT, device: torch.device) -> bool:
     return True
 
 
-def _check_fp8(model: ViT, device: torch.device) -> None:
+def check_fp8(model: ViT, device: torch.device) -> None:
     """Refuse fp8 where there are no units for it, and where the model does not fit them."""
     if device.type != "cuda":
         raise ConfigError(f"fp8 needs a GPU that has it (NVIDIA, Ada or later), but the model is on {device}; use bf16")

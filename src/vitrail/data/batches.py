@@ -36,7 +36,7 @@ TRIES = 32
 """How many pictures in a row may be unreadable before the data as a whole counts as broken."""
 MOST_WORKERS = 16
 SECONDS_ALONE = 1
-"""How long a worker may not notice that its caller was killed."""
+"""After how long a worker looks whether its caller was killed."""
 
 
 class BadPicture(NamedTuple):
@@ -307,8 +307,9 @@ def _begin_to_work(_: int) -> None:
 def _leave_the_end_to_the_caller() -> None:
     """A request to stop reaches every process; the caller ends the workers, when it has saved what it wants to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_the_caller_says_so, daemon=True).start()
+    if hasattr(signal, "sigtimedwait"):  # which a Mac does not have
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_the_caller_says_so, daemon=True).start()
     sys.excepthook = _print_unless_the_caller_left
 
 
@@ -316,12 +317,12 @@ def _end_when_the_caller_says_so() -> None:
     """Take SIGTERM from the caller alone; what others send to all processes is the caller's to answer.
 
     A caller that was killed says nothing. torch looks for that, too, but asks who the caller is only after this, when
-    it may be gone already.
+    it may be gone already; then its end of a pipe is closed, unless a worker that was forked later holds that as well.
     """
-    caller = multiprocessing.parent_process()
-    while caller is None or caller.is_alive():
+    caller, parent = multiprocessing.parent_process(), os.getppid()  # which is another one where a server forks
+    while caller is None or (caller.is_alive() and os.getppid() == parent):
         told = signal.sigtimedwait({signal.SIGTERM}, SECONDS_ALONE)
-        if told is not None and told.si_pid == os.getppid():
+        if told is not None and told.si_pid == (parent if caller is None else caller.pid):
             break
     os._exit(0)
 

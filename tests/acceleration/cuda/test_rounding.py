@@ -6,7 +6,7 @@ from tests.acceleration.tiny import bundle
 from tests.peers import relative_error
 from torch import Tensor
 
-from vitrail.acceleration.cuda import rounding
+from vitrail.acceleration.cuda import calibration, rounding
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import SPARED, Numbers
 from vitrail.acceleration.cuda.model import FastModel
@@ -27,6 +27,12 @@ def matrix(outputs: int, inputs: int, seed: int) -> Tensor:
     return weight * (FP8_MAX / weight.abs().max())
 
 
+def known(x: Tensor) -> Tensor:
+    together = see(x, None).damped()
+    assert together is not None
+    return together
+
+
 def error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
     return relative_error(x @ rounded.float().t(), x @ weight.t())
 
@@ -35,7 +41,7 @@ def error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 @pytest.mark.parametrize("seed", range(3))
 def test_products_err_less(inputs: int, seed: int) -> None:
     weight, others = matrix(40, inputs, seed), alike(500, inputs, seed + 10)
-    rounded = round_together(weight, see(alike(4000, inputs, seed), None).damped())
+    rounded = round_together(weight, known(alike(4000, inputs, seed)))
     assert rounded.dtype == FP8
     assert rounded.is_contiguous()
     assert error(weight, rounded, others) < 0.6 * error(weight, to_fp8(weight, 1.0), others)
@@ -45,19 +51,20 @@ def test_products_err_less(inputs: int, seed: int) -> None:
 def test_few_pictures_do_no_harm(rows: int) -> None:
     """What was seen on fewer rows than there are inputs says nothing of most directions."""
     weight, others = matrix(64, 200, 0), alike(2000, 200, 5, kinds=150)
-    rounded = round_together(weight, see(alike(rows, 200, 1, kinds=150), None).damped())
+    rounded = round_together(weight, known(alike(rows, 200, 1, kinds=150)))
     assert error(weight, rounded, others) < 1.05 * error(weight, to_fp8(weight, 1.0), others)
 
 
 def test_inputs_that_go_their_own_ways_are_rounded_to_the_nearest() -> None:
     weight = matrix(16, 300, 0)
-    assert torch.equal(round_together(weight, torch.rand(300).diag()).float(), to_fp8(weight, 1.0).float())
+    own = 0.1 + torch.rand(300, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_together(weight, own.diag()).float(), to_fp8(weight, 1.0).float())
 
 
 def test_an_input_that_is_always_zero() -> None:
     weight, x = matrix(16, 32, 0), alike(300, 32, 0)
     x[:, 5] = 0
-    rounded = round_together(weight, see(x, None).damped()).float()
+    rounded = round_together(weight, known(x)).float()
     assert torch.isfinite(rounded).all()
     assert torch.equal(rounded[:, 5], to_fp8(weight[:, 5], 1.0).float())
 
@@ -65,7 +72,7 @@ def test_an_input_that_is_always_zero() -> None:
 def test_it_is_the_best_step_for_each_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the same by its definition: after each input the others minimise what is left of the error."""
     monkeypatch.setattr(rounding, "INPUTS_AT_ONCE", 8)
-    weight, together = matrix(10, 21, 3).double(), see(alike(500, 21, 3), None).damped().double()
+    weight, together = matrix(10, 21, 3).double(), known(alike(500, 21, 3)).double()
     left, expected = weight.clone(), torch.zeros_like(weight)
     order = together.diagonal().argsort(descending=True).tolist()
     for number, index in enumerate(order):
@@ -84,10 +91,46 @@ def test_what_is_seen_in_parts_is_what_is_seen_at_once(monkeypatch: pytest.Monke
     for part in x.bfloat16().split(30):
         parts = see(part, parts)
     assert parts is not None
+    assert parts.together is not None
+    assert whole.together is not None
     assert parts.rows == whole.rows == 100
     assert float(parts.largest) == pytest.approx(float(x.abs().max()), rel=0.01)
     assert relative_error(parts.together, whole.together) < 0.01
     assert relative_error(whole.together, x.t() @ x) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_what_cannot_be_squared_is_rounded_to_the_nearest(size: float) -> None:
+    seen = see(size * alike(10, 8, 0), None)
+    assert 0 < float(seen.largest) < float("inf")
+    assert seen.damped() is None
+
+
+def test_inputs_of_which_one_follows_from_others() -> None:
+    """However many rows are seen, such a matrix cannot be inverted as it is."""
+    x = alike(5000, 64, 0)
+    x[:, 32:] = x[:, :32]
+    weight = matrix(16, 64, 0)
+    assert error(weight, round_together(weight, known(x)), x) < 0.5 * error(weight, to_fp8(weight, 1.0), x)
+
+
+def test_only_what_is_to_be_in_fp8_is_summed() -> None:
+    made = bundle("plain", width=32, heads=2, depth=4)
+    pictures = torch.randn(3, 3, *made.preprocess.size)
+    found = {name for name, seen in calibrate(made.model, pictures).items() if seen.together is not None}
+    assert found == {f"{block}.{name}" for block in (1, 2) for name in ("qkv", "fc1", "fc2")} | {"3.qkv"}
+
+
+def test_several_batches_are_one_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bundle("plain", width=32, heads=2, depth=3)
+    pictures = torch.randn(7, 3, *made.preprocess.size)
+    whole = calibrate(made.model, pictures)
+    monkeypatch.setattr(calibration, "AT_ONCE", 2)
+    for parts in (calibrate(made.model, pictures), calibrate(made.model, iter(pictures.split(3)))):
+        for name, seen in whole.items():
+            assert parts[name].scale == pytest.approx(seen.scale, rel=1e-5)
+            if seen.together is not None:
+                assert relative_error(parts[name].together, seen.together) < 1e-5
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
@@ -100,7 +143,7 @@ def test_a_model_in_fp8_answers_more_as_it_does(pool: str) -> None:
     def pictures(count: int) -> Tensor:
         return torch.einsum("bk,kchw->bchw", torch.randn(count, 4, generator=told), things)
 
-    seen, others = calibrate(made.model, pictures(400)), pictures(100)
+    seen, others = calibrate(made.model, pictures(400), spared=0), pictures(100)
     nearest = {name: known._replace(together=None) for name, known in seen.items()}
 
     @torch.inference_mode()

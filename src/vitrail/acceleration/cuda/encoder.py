@@ -9,7 +9,7 @@ Where one token only is read behind it, the last block computes that token only.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -31,8 +31,8 @@ PRODUCTS = ("qkv", "proj", "fc1", "fc2")
 LOW = frozenset({"qkv", "fc1", "fc2"})
 """The products that fp8 is worth it for by default: their inputs are made in fp8 by the pass before, for nothing."""
 SPARED = 1
-"""The first block stands for half of what fp8 rounds away, or more (docs/lab/gpu.md): what it gets wrong goes through
-all others, and there is little yet in the stream to outweigh it."""
+"""In the models that were looked at, the first block makes half of fp8's error or more (docs/lab/gpu.md): what it gets
+wrong goes through all others, and there is little yet in the stream to outweigh it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Numbers:
     """Of the residual stream, and of every product that is not in fp8."""
     exact: bool = False
     """Compute GELU in its exact form, where cuBLASLt has the tanh form only."""
-    inputs: Mapping[str, Known] | None = None
+    inputs: Mapping[str, Known] | None = field(default=None, repr=False, compare=False)
     """What is known of each product's inputs: `{"0.qkv": …}` (`calibrate`). None: nothing is in fp8."""
     low: frozenset[str] = LOW
     """Which of a block's products are in fp8."""
@@ -121,10 +121,10 @@ class FastEncoder(nn.Module):
         found = read_merging(asked, config, blocks if self.read is None else blocks - 1)
         return merge if found is not None and isinstance(merge, Merging) else found
 
-    def watch(self, record: dict[str, Seen]) -> None:
-        """Keep in `record` what is seen of the numbers that go into each product."""
+    def watch(self, record: dict[str, Seen], low: frozenset[str], spared: int) -> None:
+        """Keep in `record` what is seen of the numbers that go into each product, all of it for those to be in fp8."""
         for block in self.blocks:
-            cast("FastBlock", block).record = record
+            cast("FastBlock", block).watch(record, low, spared)
 
 
 class FastBlock(nn.Module):
@@ -147,6 +147,7 @@ class FastBlock(nn.Module):
         self.before, self.after = patches.start, config.tokens - patches.stop
         self.form = cast("Form", config.activation)
         self.record: dict[str, Seen] | None = None
+        self.summed = set[str]()
 
         inner = self.heads * self.head_width
         if self.read is None:
@@ -215,16 +216,27 @@ class FastBlock(nn.Module):
         return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=self.fused is True and self.exact)
 
     def _product(self, name: str, folded: Affine, numbers: Numbers) -> Product | Fp8Product:
-        """Make a product. Behind the one token that is read there are too few rows for fp8 to pay."""
-        low = name in numbers.low and self.index >= numbers.spared and (self.read is None or name == "qkv")
-        if numbers.inputs is None or not low:
+        """Make a product. Behind the one token that is read there are too few rows for fp8 to pay.
+
+        That token's query is rounded by what was seen of all tokens, as keys and values are: by its own rows alone the
+        answers hardly change.
+        """
+        if numbers.inputs is None or not self._takes_fp8(name, numbers.low, numbers.spared):
             return Product(folded, numbers.dtype)
         return Fp8Product(folded, numbers.dtype, numbers.inputs[f"{self.index}.{name}"], numbers.weight_scales)
 
+    def _takes_fp8(self, name: str, low: frozenset[str], spared: int) -> bool:
+        return name in low and self.index >= spared and (self.read is None or name == "qkv")
+
+    def watch(self, record: dict[str, Seen], low: frozenset[str], spared: int) -> None:
+        """Keep in `record` what is seen of the numbers that go into each product."""
+        self.record = record
+        self.summed = {name for name in PRODUCTS if self._takes_fp8(name, low, spared)}
+
     def _note(self, name: str, x: Tensor) -> None:
         if self.record is not None:
-            name = f"{self.index}.{name}"
-            self.record[name] = see(x, self.record.get(name))
+            key = f"{self.index}.{name}"
+            self.record[key] = see(x, self.record.get(key), together=name in self.summed)
 
 
 def _joined(x: Tensor, product: Product | Fp8Product, h: Tensor) -> Tensor | None:

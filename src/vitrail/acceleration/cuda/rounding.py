@@ -5,6 +5,7 @@ for each other: after one input's weights are rounded, those of the inputs still
 least of the error in the products (GPTQ, arXiv 2210.17323). It costs nothing when pictures are answered.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,31 +29,39 @@ class Seen(NamedTuple):
 
     largest: Tensor
     """Its largest number."""
-    together: Tensor
-    """Sums over rows of the products of any two inputs, (inputs, inputs), float32."""
+    together: Tensor | None
+    """Sums over rows of the products of any two inputs, (inputs, inputs), float32; None: not asked for."""
     rows: int
 
-    def damped(self) -> Tensor:
+    def damped(self) -> Tensor | None:
         """Return what is known of all rows there will ever be: the means of those products, damped.
 
         From fewer rows than inputs little can be told, so that inputs count as going each their own way the more, the
-        fewer rows there are.
+        fewer rows there are. None where nothing was summed, or float32 cannot hold the squares.
         """
+        if self.together is None:
+            return None
         mean = self.together / self.rows
-        share = LEAST_DAMPING + DAMPING * mean.shape[0] / self.rows
-        mean.diagonal().add_(share * mean.diagonal().mean())
+        square = float(mean.diagonal().mean())
+        if not torch.finfo(torch.float32).tiny / LEAST_DAMPING < square < math.inf:
+            return None
+        mean.diagonal().add_((LEAST_DAMPING + DAMPING * mean.shape[0] / self.rows) * square)
         return mean
 
 
-def see(x: Tensor, before: Seen | None) -> Seen:
-    """Look at rows (M, inputs) that go into a product."""
-    largest, together = x.abs().max(), x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float32)
-    for rows in x.split(ROWS_AT_ONCE):
-        wide = rows.float()
-        together.addmm_(wide.t(), wide)
+def see(x: Tensor, before: Seen | None, *, together: bool = True) -> Seen:
+    """Look at rows (M, inputs) that go into a product, after `before`, which is used up."""
     if before is None:
-        return Seen(largest, together, len(x))
-    return Seen(torch.maximum(before.largest, largest), before.together.add_(together), before.rows + len(x))
+        sums = x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float32) if together else None
+        before = Seen(x.new_zeros(()), sums, 0)
+    largest = before.largest
+    for rows in x.split(ROWS_AT_ONCE):
+        least, most = rows.aminmax()
+        largest = torch.maximum(largest, torch.maximum(-least, most))
+        if before.together is not None:
+            wide = rows.float()
+            before.together.addmm_(wide.t(), wide)
+    return Seen(largest, before.together, before.rows + len(x))
 
 
 def round_together(weight: Tensor, together: Tensor) -> Tensor:
