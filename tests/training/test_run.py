@@ -1,5 +1,6 @@
 """A run as a person starts it: stopped at any moment and started again, it is the run that never stopped."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
@@ -394,6 +395,24 @@ def test_the_journal_the_average_and_the_best_model_agree(straight: Path) -> Non
     assert any(not torch.equal(state[f"average/{name}"], state[f"model/{name}"]) for name in best.model.state_dict())
     parts = open_data("digits", val=recipe.data.val, test=recipe.data.test)
     assert json.loads((straight / "verdict.json").read_text())["pictures"] == len(parts.test) != len(parts.val)
+
+
+def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:
+    """As can be left where a run's folder is deleted and made anew while the run still saves."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    for state in (folder / "state").iterdir():
+        file = state / "state.safetensors"
+        tensors = load_file(file)
+        tensors["model/head.bias"] = torch.zeros(3)
+        save_file(tensors, file)
+        content = json.loads((state / "state.json").read_text())
+        content["checksum"] = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+        (state / "state.json").write_text(json.dumps(content))
+    done = run(folder, "--workers", "0")
+    assert done.returncode == 2
+    assert f"what was saved in {folder / 'state'} is of another model than the recipe makes; delete" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_one_wrong_bit_is_noticed(straight: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def load_state(folder: Path, state: State, setting: Setting, team: Team) -> list
         tensors, content = _newest(folder, setting, notes) if team.is_main else (None, None)
     content = team.from_main(content)
     if content is not None:
-        _restore(state, team.tensors_from_main(tensors), content)
+        _restore(folder, state, team.tensors_from_main(tensors), content)
     return notes
 
 
@@ -152,11 +152,17 @@ def _tensors(state: State) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _restore(state: State, tensors: dict[str, Tensor], content: dict[str, Any]) -> None:
+def _restore(folder: Path, state: State, tensors: dict[str, Tensor], content: dict[str, Any]) -> None:
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "average": {}, "optimizer": {}}
     for name, tensor in tensors.items():
         part, _, rest = name.partition("/")
         parts[part][rest] = tensor
+    wanted = {name: tensor.shape for name, tensor in state.model.state_dict().items()}
+    if wanted != {name: tensor.shape for name, tensor in parts["model"].items()}:
+        raise CheckpointError(
+            f"what was saved in {folder} is of another model than the recipe makes; delete the folder of that run, or "
+            f"name another one with --run"
+        )
     state.model.load_state_dict(parts["model"])
     if state.average is not None:
         state.average.load(parts["average"])
