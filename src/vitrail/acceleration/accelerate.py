@@ -86,7 +86,8 @@ def accelerate(
                 raise ConfigError(
                     "fp8 is chosen by what pictures make of a model; give a batch of them as calibration, or use bf16"
                 )
-            # Merged tokens are means of others, so that what is seen without merging holds for them, too.
+            # Calibrated without merging: merged tokens are means of others, and so no larger. What their rounding would
+            # gain by being seen themselves was not measured.
             numbers = Numbers(exact=exact, inputs=calibrate(model, calibration))
             return Accelerated(FastModel(model, numbers, merge=merge), device, graphs=graphs)
         case _:
