@@ -5,6 +5,7 @@
     python benchmarks/gpu.py --lab                                              every means by itself, with predictions
     python benchmarks/gpu.py --profile B/16                                     where the time goes
     python benchmarks/gpu.py --curve 500 --sizes B/16 --seeds 3                 does the fast training path learn alike?
+    python benchmarks/gpu.py --curve 500 --sizes B/16 --starts 2 --nudges 8     and scatter alike, from one start?
     python benchmarks/gpu.py --device cpu --curve 400 --small --seeds 14        and over many seeds? (40 minutes)
     python benchmarks/gpu.py --device cpu --curve 300 --small late --seeds 3    and where learning begins late?
     python benchmarks/gpu.py --device cpu --sizes Ti/16 --batch 2 --seconds 0   does this program run? (minutes)
@@ -89,6 +90,8 @@ SMALL = {
 """Models for the loss curve that a processor trains, with pictures a step and the learning rate."""
 NUDGE = 1e-6
 """By what share of themselves weights are moved where a start is to be the same but for its last digits."""
+LEARNED = 2.0
+"""The loss that says when a run of the loss curve has learned something: it begins near 4.6, that of 100 classes."""
 BF16 = torch.bfloat16
 EAGER = "eager"
 """Not compiled. Some versions of transformers make an attention mask while they are compiled, which shuts fast kernels
@@ -529,18 +532,39 @@ def compare(losses: Losses) -> None:
         print("  ".join(words), flush=True)
 
 
-def learned(row: Row, steps: int, seed: int, way: str) -> list[float]:
+def scatter(row: Row, steps: int, starts: list[int], nudges: int, size: float) -> Iterator[list[dict[str, Any]]]:
+    """Train from each start plainly and by our fast path, several times, its weights moved a little more each time."""
+    runs: list[dict[str, Any]] = []
+    for start in starts:
+        for number in range(nudges + 1):
+            nudge = size * (1 + (number - 1) / 10) if number else 0.0
+            for way in ("plain", "fast"):
+                losses = learned(row, steps, start, way, nudge)
+                runs.append({"start": start, "way": way, "nudge": nudge, "losses": losses})
+                below = next((step for step, loss in enumerate(losses) if loss < LEARNED), None)
+                print(
+                    f"start {start}, {way}, nudged by {nudge:.1e}: "
+                    f"{f'below {LEARNED:g} at step {below}' if below is not None else f'never below {LEARNED:g}'}, "
+                    f"{statistics.fmean(losses[-max(1, steps // 10) :]):.4f} at the end",
+                    flush=True,
+                )
+                torch.compiler.reset()
+                yield runs
+
+
+def learned(row: Row, steps: int, seed: int, way: str, nudge: float = 0.0) -> list[float]:
     """Return the losses of one run."""
+    nudge = NUDGE if way == "nudged" else nudge
     noise = torch.Generator(row.device).manual_seed(seed)
     classes = min(CLASSES, row.config.classes)
     patterns = torch.randn(classes, *row.pictures.shape[1:], generator=noise, dtype=BF16, device=row.device)
     labels = torch.randint(classes, (16, len(row.labels)), generator=noise, device=row.device)
     torch.manual_seed(seed)
     model, losses = ViT(row.config), list[float]()
-    if way == "nudged":
+    if nudge:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1 + NUDGE * torch.randn(parameter.shape))
+                parameter.mul_(1 + nudge * torch.randn(parameter.shape))
     mode = EAGER if row.device.type == "cpu" else None  # there is no time to win
     made = learning_fast(row, model, mode) if way == "fast" else learning_plainly(row, model, mode)
     for number in range(steps):
@@ -645,6 +669,11 @@ def parse() -> argparse.Namespace:
         help="with --curve: a small model, which a processor trains; `late` learns nothing for its first 100 steps",
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, help="with --curve: how often, each time from other weights (default: 1)")
+    parser.add_argument("--starts", type=int, nargs="+", help="with --curve: from which weights, in place of --seeds")
+    parser.add_argument("--nudges", type=int, help="with --starts: how many times besides, from weights moved a little")
+    parser.add_argument(
+        "--nudge", type=float, default=NUDGE, help=f"by which share of themselves, at first (default: {NUDGE:g})"
+    )
     parser.add_argument(
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
     )
@@ -657,6 +686,12 @@ def parse() -> argparse.Namespace:
         parser.error("--seeds and --small are about a loss curve; give --curve and a number of steps, too")
     if options.seeds is not None and options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}; give 1 or more")
+    if options.starts and (options.curve is None or options.seeds is not None):
+        parser.error("--starts are those of a loss curve; give --curve and a number of steps, and leave --seeds out")
+    if options.nudges is not None and (not options.starts or options.nudges < 0):
+        parser.error("--nudges is how often runs from --starts are repeated; give those, and 0 or more")
+    if not 0 < options.nudge < 1:
+        parser.error(f"--nudge is {options.nudge:g}; give a share between 0 and 1, such as {NUDGE:g}")
     if options.small and (options.sizes or options.batch or options.weights):
         parser.error("--small is a model of its own; leave --sizes, --batch and --weights out")
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
@@ -712,6 +747,11 @@ def main() -> None:
     if options.curve:
         small = small_row(options.device, options.small) if options.small else None
         row = small or make_row("training", options.sizes[0], options)
+        if options.starts:
+            for runs in scatter(row, options.curve, options.starts, options.nudges or 0, options.nudge):
+                record["scatter"] = runs
+                write(record, options.json)
+            return
         for losses in curve(row, options.curve, options.seeds or 1):
             record["curve"] = losses
             write(record, options.json)

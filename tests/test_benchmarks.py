@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ from vitrail.errors import ConfigError
         (["--curve", "0"], "--curve is 0; give 1 or more steps"),
         (["--curve", "5", "--seeds", "0"], "--seeds is 0; give 1 or more"),
         (["--small"], "give --curve and a number of steps, too"),
+        (["--starts", "2"], "--starts are those of a loss curve; give --curve"),
+        (["--curve", "5", "--starts", "2", "--seeds", "3"], "leave --seeds out"),
+        (["--curve", "5", "--nudges", "3"], "--nudges is how often runs from --starts are repeated; give those"),
+        (["--curve", "5", "--nudge", "0"], "--nudge is 0; give a share between 0 and 1, such as 1e-06"),
         (["--curve", "5", "--small", "--batch", "3"], "--small is a model of its own"),
         (["--json", "no/such/folder/file.json"], "make no/such/folder first"),
         (["--pictures", "nothing.npy"], "give an .npy file that exists"),
@@ -50,12 +55,19 @@ def test_sizes_that_are_none_are_refused() -> None:
     assert gpu.config_of("B/16@384").image_size == (384, 384)
 
 
+@pytest.fixture
+def _recompile_limit() -> Iterator[None]:
+    """Keep what the program raises as it was for other tests. monkeypatch cannot: torch hides what it puts back."""
+    limit = torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=limit):  # type: ignore[no-untyped-call]
+        yield
+
+
+@pytest.mark.usefixtures("_recompile_limit")
 def test_loss_curves_can_be_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     kept = tmp_path / "curve.json"
-    # The program raises it; what other tests see stays as it was.
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", torch._dynamo.config.recompile_limit)
     monkeypatch.setattr(
         sys, "argv", ["gpu.py", "--device", "cpu", "--curve", "2", "--small", "--seeds", "2", "--json", str(kept)]
     )
@@ -71,6 +83,23 @@ def test_loss_curves_can_be_compared(
     assert plain != fast == pytest.approx(plain, rel=1e-2)
     assert plain != pytest.approx(losses["other batches"][0], rel=1e-4)
     assert re.search(r"step    1  plain 2\.\d+  other batches [+-]\d\.\d+ ± \d", capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("_recompile_limit")
+def test_one_start_can_be_taken_many_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "scatter.json"
+    asked = ["--curve", "2", "--small", "--starts", "3", "--nudges", "2", "--nudge", "1e-4", "--json", str(kept)]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", *asked])
+    gpu.main()
+    runs = json.loads(kept.read_text(encoding="utf-8"))["scatter"]
+    assert [(run["way"], pytest.approx(run["nudge"])) for run in runs] == [
+        (way, nudge) for nudge in (0, 1e-4, 1.1e-4) for way in ("plain", "fast")
+    ]
+    assert runs[0]["losses"] == gpu.learned(gpu.small_row(torch.device("cpu")), 2, 3, "plain")
+    assert len({tuple(run["losses"]) for run in runs}) == 6
+    assert "start 3, fast, nudged by 1.1e-04: never below 2, 2." in capsys.readouterr().out
 
 
 def test_contestants_are_named_by_patterns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def test_with_gradient_checkpointing() -> None:
     ("kind", "activation"), [("plain", "gelu"), ("mean_of_all", "gelu"), ("plain", "swiglu"), ("plain", "relu")]
 )
 def test_under_autocast(kind: str, activation: str) -> None:
-    """The stream is bf16, gradients of trained numbers are float32, and as near to the exact ones as autocast's."""
+    """The stream and gradients of trained numbers are float32, and these as near to the exact ones as autocast's."""
     model, pictures, labels = given(kind, layer_scale=0.5, depth=3, activation=activation)
     exact = gradients(model.double(), model, pictures.double(), labels)
     model.float()
@@ -126,12 +126,29 @@ def test_under_autocast(kind: str, activation: str) -> None:
         behind = model.norm if kind == "plain" else model.fc_norm  # which sees the stream as it leaves the blocks
         behind.register_forward_hook(lambda _, inputs, __: streams.append(inputs[0].dtype))
         found = gradients(model, TrainingPass(model), pictures, labels)
-    assert streams == [torch.bfloat16]
+    assert streams == [torch.float32]
     assert set(found) == set(exact)
     for name, value in exact.items():
         assert name == "logits" or found[name].dtype == torch.float32
         off, allowed = ((some[name].double() - value).norm() / value.norm() for some in (found, usual))
         assert off < 0.02 + 2 * allowed, name
+
+
+def test_gradients_are_no_worse_than_autocasts_behind_many_blocks() -> None:
+    """A stream that every block rounds to bf16 makes those of this head 1.7 times as wrong."""
+    model, pictures, labels = given("plain", depth=12)
+    exact = gradients(model.double(), model, pictures.double(), labels)
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        usual, found = (gradients(model, forward, pictures, labels) for forward in (model, TrainingPass(model)))
+
+    def off(some: dict[str, Tensor], names: list[str]) -> float:
+        squares = sum((some[name].double() - exact[name]).square().sum() for name in names)
+        return float((squares / sum(exact[name].square().sum() for name in names)).sqrt())
+
+    for part in ("head", "patch_embed", "blocks"):
+        names = [name for name in exact if name.startswith(part)]
+        assert off(found, names) < 1.2 * off(usual, names), part
 
 
 def test_it_learns_what_the_model_learns() -> None:

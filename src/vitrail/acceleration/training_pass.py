@@ -6,9 +6,11 @@ A norm's γ and β are multiplied into the matrix behind it, anew in each step. 
 matrix, where a norm would have to sum over all tokens. Where the head reads one token only, the last block computes
 keys and values of all tokens, but everything else of that token alone: the others' numbers would reach no loss. So
 every gradient stays what it is, up to rounding. Patches are cut and projected by a product, which a GPU does several
-times as fast as a convolution. In bf16 the residual stream is bf16, too, which halves what norms and additions move,
-and gradients of biases are summed while what they are the sum of is written. GELU is there cuBLASLt's tanh form, and
-its slope on the way back a polynomial near that of the exact one, 9e-4 from the tanh form's at most.
+times as fast as a convolution. In bf16 gradients of biases are summed while what they are the sum of is written. GELU
+is there cuBLASLt's tanh form, and its slope on the way back a polynomial near that of the exact one, 9e-4 from the
+tanh form's at most. The residual stream is float32, as under autocast: rounded to bf16 in every block it makes
+gradients up to twice as wrong (docs/lab/gpu.md). Its gradient is bf16, which was seen to change nothing, and a norm's
+gradient is made of what the norm returned, which is kept anyway for the matrix behind it.
 """
 
 from collections.abc import Callable
@@ -60,8 +62,7 @@ class TrainingPass(nn.Module):
         """Map pictures (B, C, H, W) to logits (B, classes)."""
         model = self.model
         tokens, places = self._embed(x)
-        if torch.is_autocast_enabled(x.device.type):
-            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
+        tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
         *blocks, last = (cast("Block", block) for block in model.blocks)
         for block in blocks:
             tokens = self._run(_all_tokens, block, tokens, places)
@@ -92,13 +93,13 @@ def _all_tokens(block: Block, x: Tensor, places: Places, can_attend: bool) -> Te
     """Map (B, T, D) to (B, T, D), in the dtype it came in; attention among few tokens as `can_attend` says."""
     x = block.place(x, places).to(x.dtype)
     attention, normed, (weight, bias) = block.attn, _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
-    if x.dtype != torch.bfloat16:
+    if normed.dtype != torch.bfloat16:
         query, key, value = F.linear(normed, weight, bias).chunk(3, dim=-1)
     elif can_attend and _is_plain(attention) and is_short(x.shape[1], attention.head_width):
-        seen = _Seen.apply(normed, weight.to(x.dtype), bias, attention.heads)  # type: ignore[no-untyped-call]
+        seen = _Seen.apply(normed, weight.to(normed.dtype), bias, attention.heads)  # type: ignore[no-untyped-call]
         return _added(block, x, attention.proj_drop(attention.proj(seen)))
     else:
-        query, key, value = _Qkv.apply(normed, weight.to(x.dtype), bias)  # type: ignore[no-untyped-call]
+        query, key, value = _Qkv.apply(normed, weight.to(normed.dtype), bias)  # type: ignore[no-untyped-call]
     return _added(block, x, _attended(block, query, key, value))
 
 
@@ -136,20 +137,34 @@ def _is_plain(attention: Attention) -> bool:
 
 
 def _added(block: Block, x: Tensor, attended: Tensor) -> Tensor:
-    """Add the attention's branch, then the MLP's. LayerScale's factors are float32, so each sum is cast back."""
-    mlp, dtype = block.mlp, x.dtype
-    x = (x + block.drop_path(block.ls1(attended))).to(dtype)
+    """Add the attention's branch, then the MLP's."""
+    mlp = block.mlp
+    x = _sum(x, block.drop_path(block.ls1(attended)))
     normed, (weight, bias) = _normed(x, block.norm2), _folded(block.norm2, mlp.fc1)
-    if dtype == torch.bfloat16 and mlp.activation is F.gelu:
-        hidden = _Hidden.apply(normed, weight.to(dtype), bias)  # type: ignore[no-untyped-call]
+    if normed.dtype == torch.bfloat16 and mlp.activation is F.gelu:
+        hidden = _Hidden.apply(normed, weight.to(normed.dtype), bias)  # type: ignore[no-untyped-call]
     else:
         hidden = mlp.activated(F.linear(normed, weight, bias))
-    thought = mlp.drop2(mlp.fc2(mlp.drop1(hidden)))
-    return cast("Tensor", (x + block.drop_path(block.ls2(thought))).to(dtype))
+    return _sum(x, block.drop_path(block.ls2(mlp.drop2(mlp.fc2(mlp.drop1(hidden))))))
+
+
+def _sum(x: Tensor, branch: Tensor) -> Tensor:
+    if _low(x) != torch.bfloat16:
+        return x + branch
+    return cast("Tensor", _Sum.apply(x, branch))  # type: ignore[no-untyped-call]
 
 
 def _normed(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    return F.layer_norm(x, norm.normalized_shape, eps=norm.eps).to(x.dtype)
+    """Return what a product is to be made of: x as the norm leaves it, but for γ and β."""
+    if _low(x) != torch.bfloat16:
+        return F.layer_norm(x, norm.normalized_shape, eps=norm.eps).to(_low(x))
+    return cast("Tensor", _Normed.apply(x, norm.eps))  # type: ignore[no-untyped-call]
+
+
+def _low(x: Tensor) -> torch.dtype:
+    """Return the dtype that products are made in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _folded(norm: nn.LayerNorm, linear: nn.Linear) -> tuple[Tensor, Tensor]:
@@ -160,6 +175,39 @@ def _folded(norm: nn.LayerNorm, linear: nn.Linear) -> tuple[Tensor, Tensor]:
 
 
 # ── layers with a gradient of their own, in bf16 ──
+
+
+class _Sum(torch.autograd.Function):
+    """The stream, float32, and a branch. What comes back is rounded once, for both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor) -> Tensor:
+        ctx.dtype = branch.dtype
+        return x + branch
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        low = gradients[0].to(torch.bfloat16)
+        return low.to(gradients[0].dtype), low.to(ctx.dtype)
+
+
+class _Normed(torch.autograd.Function):
+    """The stream (B, T, D), float32, to what a norm without γ and β makes of it, bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
+        scale = torch.rsqrt(variance + eps)
+        normed = ((x - mean) * scale).to(torch.bfloat16)
+        ctx.save_for_backward(normed, scale)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        normed, scale = ctx.saved_tensors
+        normed, gradient = normed.to(scale.dtype), gradients[0].to(scale.dtype)
+        along = (gradient * normed).mean(dim=-1, keepdim=True)
+        return scale * (gradient - gradient.mean(dim=-1, keepdim=True) - normed * along), None
 
 
 class _Qkv(torch.autograd.Function):
