@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.acceleration.tiny import KINDS, bundle, pixels
+from tests.peers import relative_error
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,7 +17,7 @@ from vitrail.acceleration.cuda.attention import for_training
 from vitrail.acceleration.cuda.gelu_product import can_multiply, gelu_product
 from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
 from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
-from vitrail.acceleration.training_pass import TrainingPass, can_hasten
+from vitrail.acceleration.training_pass import TrainingPass, _Normed, _Sum, can_hasten
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
@@ -239,6 +240,38 @@ def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # ── the layers with a gradient of their own ──
+
+
+def test_the_gradient_of_a_norm_needs_only_what_the_norm_returned() -> None:
+    x, gradient = (5 + 3 * torch.randn(4, 7, 64)).requires_grad_(), torch.randn(4, 7, 64).bfloat16()
+    exact = x.detach().double().requires_grad_()
+    expected = F.layer_norm(exact, (64,), eps=1e-6)
+    expected.backward(gradient.double())
+    kept: list[Tensor] = []
+
+    def keep(some: Tensor) -> Tensor:
+        kept.append(some)
+        return some
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda some: some):
+        found = _Normed.apply(x, 1e-6)
+    found.backward(gradient)
+    assert found.dtype == torch.bfloat16
+    assert relative_error(found.detach(), expected.detach()) < 2**-8
+    assert relative_error(x.grad, exact.grad) < 2**-9
+    assert sorted(tuple(some.shape) for some in kept) == [(4, 7, 1), (4, 7, 64)]
+    assert all(some.dtype == torch.float32 or torch.equal(some, found) for some in kept)
+
+
+@pytest.mark.parametrize("branch", [torch.bfloat16, torch.float32])
+def test_a_sum_is_exact_and_its_gradient_is_rounded_once(branch: torch.dtype) -> None:
+    x, y = torch.randn(5, 8, requires_grad=True), torch.randn(5, 8).to(branch).requires_grad_()
+    summed, gradient = _Sum.apply(x, y), torch.randn(5, 8)
+    assert torch.equal(summed, x + y.float())
+    summed.backward(gradient)
+    assert (x.grad.dtype, y.grad.dtype) == (torch.float32, branch)
+    assert torch.equal(x.grad, gradient.bfloat16().float())
+    assert torch.equal(y.grad.float(), x.grad)
 
 
 def test_the_slope_of_gelu() -> None:
