@@ -91,7 +91,9 @@ SMALL = {
 NUDGE = 1e-6
 """By what share of themselves weights are moved where a start is to be the same but for its last digits."""
 LEARNED = 2.0
-"""The loss that says when a run of the loss curve has learned something: it begins near 4.6, that of 100 classes."""
+"""The loss that says when a run of the loss curve has learned something; chance is 4.6 for 100 classes."""
+SMOOTHED = 10
+"""Over how many steps that loss is averaged."""
 BF16 = torch.bfloat16
 EAGER = "eager"
 """Not compiled. Some versions of transformers make an attention mask while they are compiled, which shuts fast kernels
@@ -533,27 +535,30 @@ def compare(losses: Losses) -> None:
 
 
 def scatter(row: Row, steps: int, starts: list[int], nudges: int, size: float) -> Iterator[list[dict[str, Any]]]:
-    """Train from each start plainly and by our fast path, several times, its weights moved a little more each time."""
+    """Train from each start plainly and by our fast path, then several times from weights moved a little, by chance."""
     runs: list[dict[str, Any]] = []
     for start in starts:
         for number in range(nudges + 1):
-            nudge = size * (1 + (number - 1) / 10) if number else 0.0
             for way in ("plain", "fast"):
-                losses = learned(row, steps, start, way, nudge)
-                runs.append({"start": start, "way": way, "nudge": nudge, "losses": losses})
-                below = next((step for step, loss in enumerate(losses) if loss < LEARNED), None)
-                print(
-                    f"start {start}, {way}, nudged by {nudge:.1e}: "
-                    f"{f'below {LEARNED:g} at step {below}' if below is not None else f'never below {LEARNED:g}'}, "
-                    f"{statistics.fmean(losses[-max(1, steps // 10) :]):.4f} at the end",
-                    flush=True,
-                )
+                told = torch.Generator().manual_seed(number)
+                losses = learned(row, steps, start, way, size if number else 0.0, told)
+                runs.append({"start": start, "way": way, "nudge": number, "losses": losses})
+                end = statistics.fmean(losses[-max(1, steps // 10) :])
+                print(f"start {start}, {way}, nudge {number}: {when_learned(losses)}, {end:.4f} at the end", flush=True)
                 torch.compiler.reset()
                 yield runs
 
 
-def learned(row: Row, steps: int, seed: int, way: str, nudge: float = 0.0) -> list[float]:
-    """Return the losses of one run."""
+def when_learned(losses: list[float]) -> str:
+    means = (statistics.fmean(losses[step : step + SMOOTHED]) for step in range(len(losses) - SMOOTHED + 1))
+    below = next((step for step, mean in enumerate(means) if mean < LEARNED), None)
+    return f"never below {LEARNED:g}" if below is None else f"below {LEARNED:g} from step {below} on"
+
+
+def learned(
+    row: Row, steps: int, seed: int, way: str, nudge: float = 0.0, told: torch.Generator | None = None
+) -> list[float]:
+    """Return the losses of one run, from weights moved by so much of themselves, as a generator draws."""
     nudge = NUDGE if way == "nudged" else nudge
     noise = torch.Generator(row.device).manual_seed(seed)
     classes = min(CLASSES, row.config.classes)
@@ -564,7 +569,7 @@ def learned(row: Row, steps: int, seed: int, way: str, nudge: float = 0.0) -> li
     if nudge:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1 + nudge * torch.randn(parameter.shape))
+                parameter.mul_(1 + nudge * torch.randn(parameter.shape, generator=told))
     mode = EAGER if row.device.type == "cpu" else None  # there is no time to win
     made = learning_fast(row, model, mode) if way == "fast" else learning_plainly(row, model, mode)
     for number in range(steps):
@@ -672,7 +677,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--starts", type=int, nargs="+", help="with --curve: from which weights, in place of --seeds")
     parser.add_argument("--nudges", type=int, help="with --starts: how many times besides, from weights moved a little")
     parser.add_argument(
-        "--nudge", type=float, default=NUDGE, help=f"by which share of themselves, at first (default: {NUDGE:g})"
+        "--nudge", type=float, help=f"with --nudges: by about which share of themselves (default: {NUDGE:g})"
     )
     parser.add_argument(
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
@@ -690,8 +695,8 @@ def parse() -> argparse.Namespace:
         parser.error("--starts are those of a loss curve; give --curve and a number of steps, and leave --seeds out")
     if options.nudges is not None and (not options.starts or options.nudges < 0):
         parser.error("--nudges is how often runs from --starts are repeated; give those, and 0 or more")
-    if not 0 < options.nudge < 1:
-        parser.error(f"--nudge is {options.nudge:g}; give a share between 0 and 1, such as {NUDGE:g}")
+    if options.nudge is not None and (not options.nudges or not 0 < options.nudge < 1):
+        parser.error(f"--nudge is how far --nudges go; give those, and a share between 0 and 1, such as {NUDGE:g}")
     if options.small and (options.sizes or options.batch or options.weights):
         parser.error("--small is a model of its own; leave --sizes, --batch and --weights out")
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
@@ -748,7 +753,7 @@ def main() -> None:
         small = small_row(options.device, options.small) if options.small else None
         row = small or make_row("training", options.sizes[0], options)
         if options.starts:
-            for runs in scatter(row, options.curve, options.starts, options.nudges or 0, options.nudge):
+            for runs in scatter(row, options.curve, options.starts, options.nudges or 0, options.nudge or NUDGE):
                 record["scatter"] = runs
                 write(record, options.json)
             return

@@ -26,7 +26,8 @@ from vitrail.errors import ConfigError
         (["--starts", "2"], "--starts are those of a loss curve; give --curve"),
         (["--curve", "5", "--starts", "2", "--seeds", "3"], "leave --seeds out"),
         (["--curve", "5", "--nudges", "3"], "--nudges is how often runs from --starts are repeated; give those"),
-        (["--curve", "5", "--nudge", "0"], "--nudge is 0; give a share between 0 and 1, such as 1e-06"),
+        (["--curve", "5", "--nudge", "1e-3"], "--nudge is how far --nudges go; give those"),
+        (["--curve", "5", "--starts", "2", "--nudges", "3", "--nudge", "0"], "and a share between 0 and 1"),
         (["--curve", "5", "--small", "--batch", "3"], "--small is a model of its own"),
         (["--json", "no/such/folder/file.json"], "make no/such/folder first"),
         (["--pictures", "nothing.npy"], "give an .npy file that exists"),
@@ -95,10 +96,17 @@ def test_one_start_can_be_taken_many_times(
     gpu.main()
     runs = json.loads(kept.read_text(encoding="utf-8"))["scatter"]
     assert [run["way"] for run in runs] == ["plain", "fast"] * 3
-    assert [run["nudge"] for run in runs] == pytest.approx([0, 0, 1e-4, 1e-4, 1.1e-4, 1.1e-4])
+    assert [run["nudge"] for run in runs] == [0, 0, 1, 1, 2, 2]
     assert runs[0]["losses"] == gpu.learned(gpu.small_row(torch.device("cpu")), 2, 3, "plain")
     assert len({tuple(run["losses"]) for run in runs}) == 6
-    assert "start 3, fast, nudged by 1.1e-04: never below 2, 2." in capsys.readouterr().out
+    assert "start 3, fast, nudge 2: never below 2, 2." in capsys.readouterr().out
+
+
+def test_when_something_is_learned() -> None:
+    assert (
+        gpu.when_learned([4.0] * 7 + [1.0] * 20) == "below 2 from step 4 on"
+    )  # ten steps with more than 20/3 of these
+    assert gpu.when_learned([4.0] * 30) == "never below 2"
 
 
 def test_contestants_are_named_by_patterns(monkeypatch: pytest.MonkeyPatch) -> None:

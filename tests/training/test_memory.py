@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import Parts, part_of
 from vitrail.errors import ConfigError
+from vitrail.runtime import faster_in_bf16
 from vitrail.training.fitting import is_lack_of_memory, settle_batch, shown, within_memory
 from vitrail.training.memory import Forecast, forecast, resident_pictures
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
@@ -51,7 +52,13 @@ def really_taken(work: Callable[[], None]) -> int:
         {"gradient_checkpointing": True, "model": {**SMALL, "depth": 5}},
         {"averaging": {"kind": "none"}, "optimizer": {"kind": "sgd"}, "mixing": {"mixup": 0.0}},
         {"freeze": ("*", "!head.*", "!blocks.1.*")},
-        {"precision": "bf16", "batch": 2, "model": {**SMALL, "depth": 1, "width": 32, "heads": 1}},
+        pytest.param(
+            {"precision": "bf16", "batch": 2, "model": {**SMALL, "depth": 1, "width": 32, "heads": 1}},
+            marks=pytest.mark.skipif(
+                not faster_in_bf16(torch.device("cpu")),
+                reason="a processor without units for bf16 widens matrices to multiply them, which takes memory",
+            ),
+        ),
         {"model": {**SMALL, "width": 192}, "batch": 2},
     ],
     ids=["plain", "parts", "checkpointing", "sgd", "frozen", "bf16", "few pictures"],

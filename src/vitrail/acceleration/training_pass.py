@@ -8,9 +8,8 @@ keys and values of all tokens, but everything else of that token alone: the othe
 every gradient stays what it is, up to rounding. Patches are cut and projected by a product, which a GPU does several
 times as fast as a convolution. In bf16 gradients of biases are summed while what they are the sum of is written. GELU
 is there cuBLASLt's tanh form, and its slope on the way back a polynomial near that of the exact one, 9e-4 from the
-tanh form's at most. The residual stream is float32, as under autocast: rounded to bf16 in every block it makes
-gradients up to twice as wrong (docs/lab/gpu.md). Its gradient is bf16, which was seen to change nothing, and a norm's
-gradient is made of what the norm returned, which is kept anyway for the matrix behind it.
+tanh form's at most. The residual stream is float32, as under autocast: rounded to bf16 in every block it made
+gradients up to twice as wrong (docs/lab/gpu.md).
 """
 
 from collections.abc import Callable
@@ -62,7 +61,8 @@ class TrainingPass(nn.Module):
         """Map pictures (B, C, H, W) to logits (B, classes)."""
         model = self.model
         tokens, places = self._embed(x)
-        tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+        if torch.is_autocast_enabled(x.device.type):
+            tokens = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
         *blocks, last = (cast("Block", block) for block in model.blocks)
         for block in blocks:
             tokens = self._run(_all_tokens, block, tokens, places)
@@ -90,8 +90,8 @@ class TrainingPass(nn.Module):
 
 
 def _all_tokens(block: Block, x: Tensor, places: Places, can_attend: bool) -> Tensor:
-    """Map (B, T, D) to (B, T, D), in the dtype it came in; attention among few tokens as `can_attend` says."""
-    x = block.place(x, places).to(x.dtype)
+    """Map (B, T, D) to (B, T, D); attention among few tokens as `can_attend` says."""
+    x = block.place(x, places)
     attention, normed, (weight, bias) = block.attn, _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
     if normed.dtype != torch.bfloat16:
         query, key, value = F.linear(normed, weight, bias).chunk(3, dim=-1)
@@ -105,7 +105,7 @@ def _all_tokens(block: Block, x: Tensor, places: Places, can_attend: bool) -> Te
 
 def _one_token(block: Block, x: Tensor, places: Places, _: bool) -> Tensor:
     """Map (B, T, D) to the token that is read, (B, 1, D)."""
-    x = block.place(x, places).to(x.dtype)
+    x = block.place(x, places)
     read = token_read(block.config) or 0  # asked for each time: a model can be resized
     here, inner = slice(read, read + 1), block.attn.heads * block.attn.head_width
     normed, (weight, bias) = _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
@@ -149,20 +149,25 @@ def _added(block: Block, x: Tensor, attended: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, branch: Tensor) -> Tensor:
-    if _low(x) != torch.bfloat16:
+    """Add a branch to the stream."""
+    if not _is_mixed(x):
         return x + branch
-    return cast("Tensor", _Sum.apply(x, branch))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _MixedSum.apply(x, branch))  # type: ignore[no-untyped-call]
 
 
 def _normed(x: Tensor, norm: nn.LayerNorm) -> Tensor:
-    """Return what a product is to be made of: x as the norm leaves it, but for γ and β."""
-    if _low(x) != torch.bfloat16:
-        return F.layer_norm(x, norm.normalized_shape, eps=norm.eps).to(_low(x))
-    return cast("Tensor", _Normed.apply(x, norm.eps))  # type: ignore[no-untyped-call]
+    """Return what a product is to be made of: the stream as the norm leaves it, but for γ and β."""
+    if not _is_mixed(x):
+        return F.layer_norm(x, norm.normalized_shape, eps=norm.eps).to(_product_dtype(x))
+    return cast("Tensor", _MixedNorm.apply(x, norm.eps))  # type: ignore[no-untyped-call]
 
 
-def _low(x: Tensor) -> torch.dtype:
-    """Return the dtype that products are made in."""
+def _is_mixed(x: Tensor) -> bool:
+    """Say whether the stream is float32 and products are made in bf16."""
+    return x.dtype == torch.float32 and _product_dtype(x) == torch.bfloat16
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -177,8 +182,12 @@ def _folded(norm: nn.LayerNorm, linear: nn.Linear) -> tuple[Tensor, Tensor]:
 # ── layers with a gradient of their own, in bf16 ──
 
 
-class _Sum(torch.autograd.Function):
-    """The stream, float32, and a branch. What comes back is rounded once, for both."""
+class _MixedSum(torch.autograd.Function):
+    """The stream, float32, and a branch, bf16 or float32.
+
+    Its gradient is rounded to bf16, once for both, so that one buffer of two bytes a number serves the stream and the
+    product of the branch. torch's compiler takes out a cast to bf16 and back that nobody else reads: this one is read.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor) -> Tensor:
@@ -191,21 +200,23 @@ class _Sum(torch.autograd.Function):
         return low.to(gradients[0].dtype), low.to(ctx.dtype)
 
 
-class _Normed(torch.autograd.Function):
-    """The stream (B, T, D), float32, to what a norm without γ and β makes of it, bf16."""
+class _MixedNorm(torch.autograd.Function):
+    """The stream (B, T, D), float32, to what a norm without γ and β makes of it, bf16.
+
+    Its gradient is made of that, which the product behind it keeps anyway, so that the stream itself is not kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
-        scale = torch.rsqrt(variance + eps)
-        normed = ((x - mean) * scale).to(torch.bfloat16)
+        wide, _, scale = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+        normed = wide.to(torch.bfloat16)
         ctx.save_for_backward(normed, scale)
         return normed
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         normed, scale = ctx.saved_tensors
-        normed, gradient = normed.to(scale.dtype), gradients[0].to(scale.dtype)
+        normed, gradient = normed.float(), gradients[0].float()
         along = (gradient * normed).mean(dim=-1, keepdim=True)
         return scale * (gradient - gradient.mean(dim=-1, keepdim=True) - normed * along), None
 
@@ -217,7 +228,7 @@ class _Qkv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, weight)
         made = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t())
-        return made.view(*x.shape[:2], -1).chunk(3, dim=-1)
+        return made.view(*x.shape[:2], weight.shape[0]).chunk(3, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,7 +242,7 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, heads: int) -> Tensor:
-        made = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t()).view(*x.shape[:2], -1)
+        made = torch.addmm(bias.to(x.dtype), x.flatten(0, 1), weight.t()).view(*x.shape[:2], weight.shape[0])
         seen, totals = short_attention(made, heads)
         ctx.save_for_backward(x, weight, made, seen, totals)
         ctx.heads = heads
@@ -252,7 +263,7 @@ class _Hidden(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         hidden, made = gelu_product(x.flatten(0, 1), weight, bias.to(x.dtype))
         ctx.save_for_backward(x, weight, made)
-        return cast("Tensor", hidden.view(*x.shape[:2], -1))
+        return cast("Tensor", hidden.view(*x.shape[:2], weight.shape[0]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
