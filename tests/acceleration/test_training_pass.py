@@ -203,7 +203,7 @@ def test_without_autocast_in_bf16() -> None:
 @pytest.mark.parametrize(
     "frozen", [("patch_embed", "pos_embed", "cls_token", "blocks.0."), ()], ids=["a stem", "nothing"]
 )
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -> None:
     """What is computed again on the way back, outside of autocast, is what was computed."""
     torch.compiler.reset()

@@ -159,6 +159,7 @@ def test_a_signal_saves_first(straight: Path, tmp_path: Path) -> None:
     assert same(weights(folder), weights(straight))
 
 
+@pytest.mark.slow
 def test_a_damaged_state_falls_back(straight: Path, tmp_path: Path) -> None:
     folder, often = tmp_path / "run", ("--workers", "0", "--set", "save_minutes=0")
     process = subprocess.Popen(command(folder, *often), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -441,6 +442,7 @@ def test_when_all_states_are_damaged_the_run_begins_again(straight: Path, tmp_pa
     assert len(list((folder / "state").glob("[0-9]*"))) == 2
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_saves_first(straight: Path, tmp_path: Path) -> None:
     """As systemd, Slurm and `timeout` send it: the processes that read pictures get it, too."""
     folder = tmp_path / "run"
