@@ -186,7 +186,7 @@ class _MixedSum(torch.autograd.Function):
     """The stream, float32, and a branch, bf16 or float32.
 
     Its gradient is rounded to bf16, once for both, so that one buffer of two bytes a number serves the stream and the
-    product of the branch. torch's compiler takes out a cast to bf16 and back that nobody else reads: this one is read.
+    product of the branch. Since a branch in bf16 reads it, too, no compiler can take that cast out.
     """
 
     @staticmethod
