@@ -209,7 +209,10 @@ def test_a_folder_without_permission(checkpoint: Path, tmp_path: Path) -> None:
     assert list(kept.iterdir()) == []
 
 
-@pytest.mark.parametrize("form", ["bundle", "google", "torchvision", "transformers"])
+@pytest.mark.parametrize(
+    "form",
+    ["bundle", *(pytest.param(form, marks=pytest.mark.slow) for form in ("google", "torchvision", "transformers"))],
+)
 def test_a_full_disk_leaves_the_target_as_it_was(form: str, checkpoint: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands in for the end of the disk: writing stops with an error half-way."""
     target = tmp_path / {"google": "out.npz", "torchvision": "out.pth"}.get(form, "out")

@@ -99,6 +99,7 @@ def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
         assert running.process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> None:
     with server(str(save_tiny(tmp_path / "m")), "--precision", "auto") as running:
         with httpx.Client(base_url=running.url, timeout=60) as client:

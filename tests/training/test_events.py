@@ -45,6 +45,7 @@ def assert_the_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert [value for _, value in found[tag]] == pytest.approx([value for _, value in points], rel=1e-6), tag
 
 
+@pytest.mark.slow
 def test_a_run_killed_and_resumed_has_no_point_twice_and_none_too_few(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [word for change in CHANGES for word in ("--set", change)]

@@ -416,6 +416,7 @@ def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_one_wrong_bit_is_noticed(straight: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)

@@ -189,6 +189,7 @@ def _screen(written: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_without_the_extra_a_run_says_what_it_leaves_out_and_a_later_one_adds_it(tmp_path: Path) -> None:
     code = f"""
 import sys
