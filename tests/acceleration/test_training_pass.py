@@ -11,17 +11,26 @@ import torch.nn.functional as F
 from tests.acceleration.tiny import KINDS, bundle, pixels
 from tests.peers import relative_error
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.acceleration.cuda.attention import for_training
 from vitrail.acceleration.cuda.gelu_product import can_multiply, gelu_product
 from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
 from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
-from vitrail.acceleration.training_pass import TrainingPass, _MixedNorm, _MixedSum, can_hasten
+from vitrail.acceleration.training_pass import TrainingPass, _MixedNorm, _MixedSum, can_forget, can_hasten
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
 HASTENED = [kind for kind in KINDS if can_hasten(bundle(kind).model.config) and bundle(kind).model.config.classes]
+
+
+PARTED = aot_autograd(
+    fw_compiler=lambda graph, _: graph.forward, bw_compiler=lambda graph, _: graph.forward,
+    partition_fn=min_cut_rematerialization_partition,
+)  # fmt: skip
+"""What torch's compiler makes of a pass and its gradients, as far as what is kept in between; then no code is made."""
 
 
 def given(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
@@ -223,6 +232,28 @@ def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert set(found[0]) == {name for name, p in model.named_parameters() if p.requires_grad}
     assert all(torch.allclose(found[1][name], value, atol=1e-2 * value.abs().max()) for name, value in found[0].items())
+
+
+@pytest.mark.skipif(not can_forget(), reason="torch 2.11's compiler keeps it all, so training goes another way")
+def test_checkpointing_compiled_takes_less_memory() -> None:
+    """Of blocks, the compiler keeps only what they begin with."""
+    made = bundle("plain", depth=4)
+    model, pictures = made.model.train(), made.preprocess.normalise(pixels(64))
+    kept: list[int] = []
+    for model.gradient_checkpointing in (False, True):
+        torch.compiler.reset()
+        forward = torch.compile(TrainingPass(model), fullgraph=True, backend=PARTED)
+        tensors: dict[int, Tensor] = {}  # one may be kept twice
+
+        def keep(tensor: Tensor, into: dict[int, Tensor] = tensors) -> Tensor:
+            into[tensor.data_ptr()] = tensor
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            forward(pictures)
+        kept.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
+    assert kept[1] < kept[0] / 2
 
 
 def test_it_learns_what_the_model_learns() -> None:

@@ -2,8 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
+from torch.torch_version import TorchVersion
 
+from vitrail.models.config import ViTConfig
+from vitrail.training.forward import goes_shorter
+from vitrail.training.recipe import Recipe
 from vitrail.training.train import train
 
 SMALL = ("steps=2", "batch=16", "evaluations=1", "model.depth=1", "model.heads=1", "model.stem=conv", "compile=true")
@@ -19,3 +24,17 @@ def test_every_model_of_a_sweep_is_compiled(tmp_path: Path) -> None:
         for width in (16, 24):
             changes = [*SMALL, f"model.width={width}"]
             train("digits", changes=changes, folder=tmp_path / str(width), device="cpu", workers=0, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "checkpointing", "shorter"),
+    [("2.11.0+cu130", False, True), ("2.11.0+cu130", True, False), ("2.12.0", True, True), ("2.13.0+cpu", True, True)],
+)
+def test_checkpointing_goes_the_way_that_takes_less_memory(
+    version: str, checkpointing: bool, shorter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled by torch 2.11, our own gradients have everything kept that they read."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))  # CI has no GPU
+    recipe = Recipe(compile=True, gradient_checkpointing=checkpointing)
+    assert goes_shorter(ViTConfig(), recipe, "bf16", torch.device("cuda"), alone=True) == shorter

@@ -41,6 +41,11 @@ def can_hasten(config: ViTConfig) -> bool:
     return config.norm_order == "pre" and config.position not in ("rope_2d", "relative")
 
 
+def can_forget() -> bool:
+    """Say whether gradient checkpointing saves memory here: torch 2.11's compiler keeps what our own gradients read."""
+    return bool(torch.__version__ >= "2.12")
+
+
 class TrainingPass(nn.Module):
     """A model, computed in fewer steps. It has no parameters but the model's own, and trains those.
 

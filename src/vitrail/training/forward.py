@@ -6,7 +6,7 @@ import threading
 import torch
 from torch import nn
 
-from vitrail.acceleration.training_pass import TrainingPass, can_hasten
+from vitrail.acceleration.training_pass import TrainingPass, can_forget, can_hasten
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, faster_in_bf16
@@ -28,7 +28,8 @@ def goes_shorter(config: ViTConfig, recipe: Recipe, precision: Precision, device
     """Say whether a run takes the shorter way of a GPU."""
     # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
     asked = recipe.compile and precision == "bf16" and not recipe.deterministic and alone
-    return asked and device.type == "cuda" and faster_in_bf16(device) and can_hasten(config)
+    spares = not recipe.gradient_checkpointing or can_forget()
+    return asked and spares and device.type == "cuda" and faster_in_bf16(device) and can_hasten(config)
 
 
 def is_recorded(recipe: Recipe) -> bool:
