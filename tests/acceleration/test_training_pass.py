@@ -235,6 +235,7 @@ def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -
 
 
 @pytest.mark.skipif(not can_forget(), reason="torch 2.11's compiler keeps it all, so training goes another way")
+@pytest.mark.slow
 def test_checkpointing_compiled_takes_less_memory() -> None:
     """Of blocks, the compiler keeps only what they begin with."""
     made = bundle("plain", depth=4)
