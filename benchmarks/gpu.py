@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --json gpu.json                                    everything, some minutes a row
     python benchmarks/gpu.py --only inference:B/16 training:B/16 --seconds 4    two rows
+    python benchmarks/gpu.py --only training:B/16 --checkpointing               one with gradient checkpointing
     python benchmarks/gpu.py --lab                                              every means by itself, with predictions
     python benchmarks/gpu.py --profile B/16                                     where the time goes
     python benchmarks/gpu.py --curve 500 --sizes B/16 --seeds 3                 does the fast training path learn alike?
@@ -61,7 +62,7 @@ from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_quantise
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.training_pass import TrainingPass, can_hasten
+from vitrail.acceleration.training_pass import TrainingPass, can_forget, can_hasten
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost
@@ -115,6 +116,8 @@ class Row:
     labels: Tensor
     rate: float = 1e-4
     """At which it learns."""
+    checkpointing: bool = False
+    """Whether training computes activations again on the way back."""
 
     @property
     def device(self) -> torch.device:
@@ -167,6 +170,7 @@ def ours(row: Row, weights: ViT | None) -> ViT:
         return copy.deepcopy(weights)
     torch.manual_seed(0)
     model = ViT(row.config)
+    model.gradient_checkpointing = row.checkpointing
     if row.task != "training":
         scramble(model)
     return model
@@ -179,10 +183,13 @@ def of_timm(row: Row, weights: ViT | None) -> nn.Module:
         num_heads=config.heads, num_classes=config.classes,
     )  # fmt: skip
     model.load_state_dict(ours(row, weights).state_dict())
+    model.set_grad_checkpointing(row.checkpointing)
     return cast("nn.Module", model)
 
 
 def of_torchvision(row: Row, _: ViT | None) -> nn.Module:
+    if row.checkpointing:
+        raise ConfigError("torchvision's ViT has no gradient checkpointing")
     config = row.config
     model = import_peer("torchvision.models.vision_transformer").VisionTransformer(
         image_size=config.image_size[0], patch_size=config.patch_size[0], num_layers=config.depth,
@@ -211,6 +218,8 @@ def of_transformers(row: Row, _: ViT | None) -> nn.Module:
         num_labels=config.classes, layer_norm_eps=config.norm_eps, attn_implementation="sdpa",
     )  # fmt: skip
     model = peer.ViTForImageClassification(settings)
+    if row.checkpointing:
+        model.gradient_checkpointing_enable()
     return LogitsOnly(model if row.task == "training" else scramble(model))
 
 
@@ -287,7 +296,8 @@ def learning_plainly(row: Row, model: nn.Module, mode: str | None = None) -> Rea
 def learning_fast(row: Row, model: ViT, mode: str | None = None) -> Ready:
     """Make our own training path, as `vitrail train` does when it compiles on a GPU."""
     model = model.to(row.device).train()
-    return learning(row, model, TrainingPass(model) if can_hasten(row.config) else model, mode)
+    short = can_hasten(row.config) and (can_forget() or not row.checkpointing)
+    return learning(row, model, TrainingPass(model) if short else model, mode)
 
 
 def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, dict[str, Maker]]:
@@ -611,7 +621,8 @@ def make_row(task: str, size: str, options: argparse.Namespace) -> Row:
     else:
         pictures = torch.randn(batch, config.channels, *config.image_size, generator=generator)
     labels = torch.randint(config.classes, (len(pictures),), generator=generator)
-    return Row(task, size, config, pictures.to(options.device, BF16), labels.to(options.device))
+    again = options.checkpointing and task == "training"
+    return Row(task, size, config, pictures.to(options.device, BF16), labels.to(options.device), checkpointing=again)
 
 
 def rows(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -656,6 +667,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--batch", type=int, help=f"pictures a step (default: {usual}, half for {' and '.join(SMALLER)})"
     )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="training computes activations again on the way back"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="of timing for each contestant of a row")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no further contestant is made")
     parser.add_argument(
@@ -683,6 +697,8 @@ def parse() -> argparse.Namespace:
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
     )
     options = parser.parse_args()
+    if options.checkpointing and "training" not in options.tasks:
+        parser.error("--checkpointing is about training; have it among the --tasks")
     if options.batch is not None and options.batch < 1:
         parser.error(f"--batch is {options.batch}; give 1 or more")
     if options.curve is not None and options.curve < 1:

@@ -28,8 +28,8 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Processes, choose_device, faster_in_bf16
 from vitrail.training.averaging import Average
 from vitrail.training.choices import Facts, Plan, choose
-from vitrail.training.forward import forward_of
-from vitrail.training.optimizers import make_optimizer
+from vitrail.training.forward import forward_of, goes_shorter
+from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper
@@ -54,11 +54,14 @@ def prepared(plan: Plan, options: argparse.Namespace, device: torch.device) -> t
     precision = recipe.precision if recipe.precision != "auto" else "bf16" if faster_in_bf16(device) else "float32"
     torch.manual_seed(0)
     model = ViT(plan.model).to(device).train()
+    model.gradient_checkpointing = recipe.gradient_checkpointing
+    freeze(model, recipe.freeze)
     average = Average(model, recipe.averaging) if recipe.averaging.on else None
     state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
     forward = forward_of(model, recipe, precision, team)
     if options.mode is not None:
-        inner = TrainingPass(model) if device.type == "cuda" else model
+        shorter = goes_shorter(model.config, recipe, precision, device, alone=True)
+        inner = TrainingPass(model) if shorter else model
         forward = cast("nn.Module", torch.compile(inner, mode=options.mode))
     return Stepper(recipe, plan.preprocess, device, precision, None, team), state, forward
 

@@ -42,7 +42,7 @@ def can_hasten(config: ViTConfig) -> bool:
 
 
 def can_forget() -> bool:
-    """Say whether gradient checkpointing saves memory here: torch 2.11's compiler keeps what our own gradients read."""
+    """Say whether gradient checkpointing saves memory once compiled: torch 2.11 keeps what our own gradients read."""
     return bool(torch.__version__ >= "2.12")
 
 
