@@ -297,6 +297,7 @@ def test_it_compiles_into_one_graph() -> None:
     assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bf16"])
 def test_the_kinds_that_compile(low: bool) -> None:
     torch.compiler.reset()
@@ -549,6 +550,7 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
         assert off < 0.03 + 2 * allowed, name
 
 
+@pytest.mark.slow
 def test_short_attention_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.acceleration.training_pass.is_short", lambda *_: True)
     torch.compiler.reset()
