@@ -166,12 +166,10 @@ def ours(row: Row, weights: ViT | None) -> ViT:
     Training starts from weights as a fresh model has them, inference from random ones everywhere: how much power a
     product takes, and so how fast the card may be, depends on its numbers.
     """
-    if weights is not None:
-        return copy.deepcopy(weights)
     torch.manual_seed(0)
-    model = ViT(row.config)
+    model = ViT(row.config) if weights is None else copy.deepcopy(weights)
     model.gradient_checkpointing = row.checkpointing
-    if row.task != "training":
+    if weights is None and row.task != "training":
         scramble(model)
     return model
 
@@ -697,8 +695,8 @@ def parse() -> argparse.Namespace:
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
     )
     options = parser.parse_args()
-    if options.checkpointing and "training" not in options.tasks:
-        parser.error("--checkpointing is about training; have it among the --tasks")
+    if options.checkpointing and ("training" not in options.tasks or options.curve is not None):
+        parser.error("--checkpointing is about rows of training; have that among the --tasks, and leave --curve out")
     if options.batch is not None and options.batch < 1:
         parser.error(f"--batch is {options.batch}; give 1 or more")
     if options.curve is not None and options.curve < 1:
