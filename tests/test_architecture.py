@@ -17,6 +17,7 @@ LAYER = {
     "errors": 0,
     "schema": 1,
     "runtime": 1,
+    "io": 1,
     "models": 2,
     "data": 2,
     "metrics": 2,

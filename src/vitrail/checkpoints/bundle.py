@@ -1,7 +1,7 @@
 """The bundle: a model as one folder, with everything it needs to be used: weights, architecture, preprocessing, names.
 
 model.safetensors   the weights, under our names (timm's)
-config.json         under "vitrail": format_version, vit, preprocess, classes, provenance;
+config.json         under "vitrail": format_version, vit, preprocess, classes, provenance, weights_sha256;
                     beside it, where timm can express the model, what timm needs to open the folder
 README.md           a model card
 """
@@ -19,11 +19,14 @@ from vitrail.checkpoints.timm_config import timm_config
 from vitrail.checkpoints.writing import whole_folder, write_safetensors
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
+from vitrail.io import file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+WEIGHTS_DIGEST = "weights_sha256"
+"""What config.json calls the digest of the weights, as `sha256sum model.safetensors` prints it."""
 
 
 @dataclass
@@ -68,16 +71,18 @@ class Bundle:
         """Write the bundle's files into a folder that is there. `save` is the safe way."""
         weights = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
         write_safetensors(folder / WEIGHTS, weights, {"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
+        config = self._config(file_digest(folder / WEIGHTS))
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (folder / CARD).write_text(self._card(), encoding="utf-8")
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, digest: str) -> dict[str, Any]:
         ours = {
             "format_version": FORMAT_VERSION,
             "vit": json.loads(self.model.config.resolved().to_json()),
             "preprocess": json.loads(self.preprocess.to_json()),
             "classes": None if self.classes is None else list(self.classes),
             "provenance": {"written_by": f"vitrail {__version__}", **self.provenance},
+            WEIGHTS_DIGEST: digest,
         }
         return {"vitrail": ours, **timm_config(self.model.config, self.preprocess, self.classes)}
 
@@ -122,6 +127,23 @@ def is_bundle(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("vitrail"), dict)
 
 
+def check_weights(folder: Path, ours: Mapping[str, Any]) -> None:
+    """Refuse weights that are not those that the bundle was written with; one without a digest is taken as it is."""
+    wanted = ours.get(WEIGHTS_DIGEST)
+    if wanted is None:
+        return
+    file = folder / WEIGHTS
+    try:
+        found = file_digest(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+    if found != wanted:
+        raise CheckpointError(
+            f"{file} is corrupt: its digest is not the {WEIGHTS_DIGEST} in {folder / CONFIG}; copy it again, or remove "
+            f"that line where you have changed the weights yourself"
+        )
+
+
 def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
     """Read a bundle's folder."""
     ours = read_json(folder / CONFIG)["vitrail"]
@@ -134,7 +156,9 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
     missing = [key for key in ("vit", "preprocess", "classes", "provenance") if key not in ours]
     if missing:
         raise CheckpointError(f"{folder / CONFIG} lacks {', '.join(missing)} under 'vitrail'; was it edited?")
-    config, weights = ViTConfig.from_json(json.dumps(ours["vit"])), read_weights(folder / WEIGHTS)
+    config = ViTConfig.from_json(json.dumps(ours["vit"]))
+    check_weights(folder, ours)
+    weights = read_weights(folder / WEIGHTS)
     if config.depth > len(weights):
         raise CheckpointError(
             f"{folder} says {config.depth} layers, but has only {len(weights)} tensors; was it edited?"

@@ -20,7 +20,6 @@ axis = 1
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +32,7 @@ from vitrail.checkpoints.family import Family, Hints
 from vitrail.checkpoints.keys import KeyMap, Rule, Weights
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
+from vitrail.io import BadContent, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import Frozen, Sequence
 
@@ -67,11 +67,11 @@ def read_key_table(path: str | Path) -> Family:
     """Read a table, and return the family it describes."""
     file = Path(path)
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = read_toml(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not TOML ({error})") from None
+    except BadContent as error:
+        raise CheckpointError(f"{path} {error}") from None
     try:
         table = KeyTable.model_validate(content)
         ViTConfig.model_validate({**ViTConfig().model_dump(), **table.config})

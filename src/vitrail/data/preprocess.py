@@ -17,6 +17,9 @@ Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lan
 Numbers = Annotated[tuple[Annotated[float, Field()], ...], Sequence]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MOST_NUMBERS = 1 << 28
+"""In one image: a GB as float32, more than 9,000×9,000 pixels in colour. More is a slip that would end in a lack of
+memory."""
 HALF = (0.5, 0.5, 0.5)
 """As mean and as std: maps 0…255 to ±1."""
 
@@ -47,6 +50,12 @@ class Preprocess(Frozen):
             if len(numbers) != self.channels:
                 raise ConfigError(
                     f"preprocess.{name} has {len(numbers)} numbers for {self.channels} channels; give one for each"
+                )
+        for name, box in (("size", self.size), ("resize_to", self.resize_to or self.size)):
+            if box[0] * box[1] * self.channels > MOST_NUMBERS:
+                raise ConfigError(
+                    f"preprocess.{name} is {box[0]:,}×{box[1]:,} with {self.channels:,} channels, more than "
+                    f"{MOST_NUMBERS:,} numbers for one image; make it smaller"
                 )
         if min(self.std) <= 0:
             raise ConfigError(f"preprocess.std is {self.std}; every number must be greater than 0")

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError, Diverged
+from vitrail.io import BadContent, read_json
 from vitrail.runtime import choose_device
 from vitrail.training.folder import (
     RECIPE,
@@ -212,8 +213,8 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
 def _read(folder: Path) -> dict[str, Any]:
     """Return what is written down of a candidate; nothing where it is damaged, because the run knows it again."""
     try:
-        content = json.loads((folder / CANDIDATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(folder / CANDIDATE)
+    except (OSError, BadContent):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -18,6 +18,7 @@ from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.splits import Parts
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
+from vitrail.io import read_json
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.choices import Choice, Plan, choose, look_at
 from vitrail.training.fitting import settle_batch
@@ -31,6 +32,7 @@ from vitrail.training.folder import (
     keep_origin,
     keep_recipe,
     origin_of,
+    read_in_run,
     write_json,
 )
 from vitrail.training.loop import Where, train_run
@@ -145,7 +147,7 @@ def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts, device: to
         write_json(place / SPLIT, parts.split)
         screen.note(report.verdict)
         screen.choices(plan.choices)
-    elif json.loads((place / SPLIT).read_text(encoding="utf-8")) != json.loads(json.dumps(parts.split)):
+    elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(parts.split)):
         raise DataError(
             f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
             f"choose another --run, or bring them back"

@@ -1,6 +1,5 @@
 """Choosing the pictures that a model is measured on, and counting their classes as the model does."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from vitrail.data.sources.parquet import ParquetPictures
 from vitrail.data.sources.source import Labels, Pixels, Source
 from vitrail.data.sources.splits import Parts, part_of
 from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.io import BadContent, read_json
 
 CHOICES = ("test", "val", "train", "all")
 
@@ -108,8 +108,8 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
     if bundle is None:
         return None
     try:
-        record = json.loads((bundle.absolute().parent / "split.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_json(bundle.absolute().parent / "split.json")
+    except (OSError, BadContent):
         return None
     return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
 

@@ -18,6 +18,7 @@ from vitrail.data.sources.listing import Names, NamesBuilder, Progress, shown
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
 from vitrail.data.sources.splits import PARTS
 from vitrail.errors import DataError
+from vitrail.io import open_text
 
 PICTURE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
 LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name")
@@ -243,7 +244,7 @@ def choose_columns(
 
 def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
     """Return the columns and the rows of a CSV file."""
-    with open(place, newline="", encoding="utf-8-sig") as file:
+    with open_text(place, newline="") as file:
         header = next(_csv_lines(place, csv.reader(file)), [])
     columns = choose_columns(place, header, unlabelled=unlabelled)
     return columns, _csv_rows(place, header, columns)
@@ -251,7 +252,7 @@ def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
 
 def _csv_rows(place: str, header: list[str], columns: Columns) -> Iterator[Row]:
     places = [None if column is None else header.index(column) for column in columns]
-    with open(place, newline="", encoding="utf-8-sig") as file:
+    with open_text(place, newline="") as file:
         reader = csv.reader(file)
         lines = _csv_lines(place, reader)
         next(lines, None)
@@ -288,7 +289,7 @@ def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object]]]:
-    with open(place, encoding="utf-8-sig") as file:
+    with open_text(place) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

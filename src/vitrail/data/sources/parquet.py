@@ -25,6 +25,7 @@ from vitrail.data.sources.manifests import (
 )
 from vitrail.data.sources.source import Labels, reason_of, stamp_file
 from vitrail.errors import DataError
+from vitrail.io import open_regular
 
 GROUPS_HELD = 4
 """How many row groups a process keeps in memory."""
@@ -78,7 +79,7 @@ class ParquetPictures:
         if values is None:
             arrow = import_pyarrow(self.place)
             try:
-                with open(self.place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+                with open_regular(self.place) as raw, arrow.parquet.ParquetFile(raw) as file:
                     table = file.read_row_group(group, columns=[self.column], use_threads=False)
             except (OSError, arrow.ArrowException, IndexError) as fault:
                 raise DataError(f"{self.name(index)} cannot be read: {_one_line(fault)}") from None
@@ -112,7 +113,7 @@ def open_parquet(
     place = os.fspath(place)
     arrow = import_pyarrow(place)
     try:
-        with open(place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             return _open(place, arrow, file, unlabelled, on_progress)
     except (OSError, arrow.ArrowException) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
@@ -144,7 +145,7 @@ def read_parquet(place: str) -> Iterator[Row]:
     """Go through a file without holding its rows; `Row.picture` is a picture's bytes, its path, or both in a dict."""
     arrow = import_pyarrow(place)
     try:
-        with open(place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             columns = Columns(_columns(place, arrow, file, True).picture, None, None, None)
             at_once = 65_536 if _bytes_column(arrow, file, columns.picture) is None else 16
             yield from _rows(file, columns, at_once)
