@@ -1,7 +1,7 @@
 """Files: only regular ones are read, whole ones are written, and what was written is known again by its digest.
 
-Whatever is wrong with a file is an `OSError`, where the system refuses it, or a `BadContent`, where its content is not
-what it should be; whoever reads it says so in its own words, through the `VitrailError` tree.
+Whatever is wrong with a file is an `OSError`, where the system refuses it, or a `ContentError`, where its content is
+not what it should be; whoever reads it says so in its own words, through the `VitrailError` tree.
 """
 
 import errno
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MOST_TEXT = 1 << 30
-"""Bytes of the longest text we read at once: split.json of ten million images is shorter, and nothing else is as long."""
+"""Bytes of the longest text we read at once; split.json of ten million images is shorter."""
 MOST_NESTED = 100
 """How deep a JSON or TOML file may be nested: far more than any config, far less than what Python can walk through."""
 DIGEST = "sha256"
@@ -25,12 +25,12 @@ DIGEST = "sha256"
 one that people can check with `sha256sum`."""
 
 
-class BadContent(ValueError):
+class ContentError(ValueError):
     """A file holds something else than it should."""
 
 
 def open_regular(path: str | bytes | os.PathLike[str]) -> io.FileIO:
-    """Open a file to be read. A pipe would never answer and a device never end, so that only regular files are taken."""
+    """Open a file to be read: a regular one, because a pipe may never answer and a device never end."""
     # Without O_NONBLOCK the call itself would wait until somebody writes to a pipe.
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -68,7 +68,7 @@ def read_text(path: str | os.PathLike[str], *, most: int = MOST_TEXT) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadContent(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise ContentError(f"is not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -77,13 +77,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON says; what is not JSON, or nothing that a person would write, is a `BadContent`."""
+    """Return what JSON says; what is not JSON, or nothing that a person would write, is a `ContentError`."""
     try:
         content = json.loads(text)
     except RecursionError:
         _refuse_nesting()
     except ValueError as error:  # also a number of more digits than Python reads
-        raise BadContent(f"is not JSON ({error})") from None
+        raise ContentError(f"is not JSON ({error})") from None
     return _not_too_deep(content)
 
 
@@ -93,13 +93,13 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the table that TOML says; what is not TOML is a `BadContent`."""
+    """Return the table that TOML says; what is not TOML is a `ContentError`."""
     try:
         content = tomllib.loads(text)
     except RecursionError:
         _refuse_nesting()
     except ValueError as error:
-        raise BadContent(f"is not TOML ({error})") from None
+        raise ContentError(f"is not TOML ({error})") from None
     return dict(_not_too_deep(content))
 
 
@@ -115,7 +115,7 @@ def _not_too_deep(content: Any) -> Any:
 
 
 def _refuse_nesting() -> NoReturn:
-    raise BadContent(f"is nested more than {MOST_NESTED} deep") from None
+    raise ContentError(f"is nested more than {MOST_NESTED} deep") from None
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:

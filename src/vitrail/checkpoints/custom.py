@@ -32,7 +32,7 @@ from vitrail.checkpoints.family import Family, Hints
 from vitrail.checkpoints.keys import KeyMap, Rule, Weights
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.io import BadContent, read_toml
+from vitrail.io import ContentError, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import Frozen, Sequence
 
@@ -70,7 +70,7 @@ def read_key_table(path: str | Path) -> Family:
         content = read_toml(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except BadContent as error:
+    except ContentError as error:
         raise CheckpointError(f"{path} {error}") from None
     try:
         table = KeyTable.model_validate(content)

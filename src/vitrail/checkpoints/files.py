@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitrail.checkpoints.keys import Weights
 from vitrail.errors import CheckpointError
-from vitrail.io import BadContent, open_regular
+from vitrail.io import ContentError, open_regular
 from vitrail.io import read_json as read_any_json
 
 SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin")
@@ -24,6 +24,7 @@ _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "mod
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "backbone.")
 """What torch's and other wrappers put before every name."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LONGEST_REASON = 160
 MOST_UNPACKED = 1 << 28
 """Bytes that any compressed file may unpack to; a larger one has to have a size that numbers can be compressed to."""
 MOST_COMPRESSED = 20
@@ -164,7 +165,8 @@ def _read_pickle(path: Path) -> tuple[Weights, str | None]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
+    # zipfile quotes a header at full length, and that may be most of the file.
+    return str(error).strip().split("\n", 1)[0].rstrip(".")[:LONGEST_REASON] or type(error).__name__
 
 
 def _tensors_in(content: object, path: Path, inside: str | None = None) -> tuple[Weights, str | None]:
@@ -186,7 +188,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = read_any_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except BadContent as error:
+    except ContentError as error:
         raise CheckpointError(f"{path} {error}; was it copied whole?") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found {type(content).__name__}")

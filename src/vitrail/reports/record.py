@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError, model_validator
 
 from vitrail.errors import ConfigError
-from vitrail.io import BadContent, parse_toml, read_json, read_text
+from vitrail.io import ContentError, parse_toml, read_json, read_text
 from vitrail.training.folder import CHECK, LOCK, ORIGIN, RECIPE, SPLIT, SWEEP, VERDICT, Journal
 
 BEST = "best"
@@ -156,7 +156,7 @@ def read_run(folder: str | Path) -> Record:
     try:
         text = read_text(place / RECIPE)
         recipe = parse_toml(text)
-    except BadContent as error:
+    except ContentError as error:
         raise ConfigError(f"{place / RECIPE} {error}") from None
     except OSError as error:
         raise ConfigError(f"{place / RECIPE} cannot be read: {error.strerror or error}") from None
@@ -204,7 +204,7 @@ def _read(path: Path, kind: type[Model]) -> tuple[Model | None, str]:
 def _json(path: Path) -> dict[str, Any] | None:
     try:
         content = read_json(path)
-    except (OSError, BadContent):
+    except (OSError, ContentError):
         return None
     return content if isinstance(content, dict) else None
 

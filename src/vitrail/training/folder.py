@@ -1,7 +1,7 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
-recipe.toml split.json check.json metrics.jsonl log.txt best/ last/ state/ verdict.json; and with the extra `train`:
-curves.png tensorboard/ held_out.parquet
+recipe.toml split.json stamps.npz check.json metrics.jsonl log.txt best/ last/ state/ verdict.json; and with the extra
+`train`: curves.png tensorboard/ held_out.parquet
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.io import BadContent, open_regular, parse_json, parse_toml, read_json, read_text, read_toml
+from vitrail.io import ContentError, open_regular, parse_json, parse_toml, read_json, read_text, read_toml
 from vitrail.io import whole as whole_file
 from vitrail.training.recipe import Recipe, write_toml
 
@@ -89,7 +89,7 @@ def read_in_run(path: Path, read: Callable[[Path], T]) -> T:
         return read(path)
     except OSError as error:
         raise damaged(path, f"cannot be read: {error.strerror or error}") from None
-    except BadContent as error:
+    except ContentError as error:
         raise damaged(path, str(error)) from None
 
 
@@ -207,7 +207,7 @@ class Journal:
             raise CheckpointError(f"{folder / METRICS} cannot be read: {error.strerror or error}") from None
         rows: list[dict[str, Any]] = []
         for line in lines:
-            with contextlib.suppress(BadContent):
+            with contextlib.suppress(ContentError):
                 rows += [row] if _is_row(row := parse_json(line)) else []
         return rows
 

@@ -20,7 +20,7 @@ from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadFiles
 from vitrail.errors import ConfigError, suggest
-from vitrail.io import BadContent, parse_toml, read_toml
+from vitrail.io import ContentError, parse_toml, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
@@ -162,7 +162,7 @@ def read_value(text: str) -> Any:
     try:
         value = parse_toml(f"value = {number}")["value"]
         json.dumps(value)  # a date is TOML, too, but no value of a recipe
-    except (BadContent, TypeError):
+    except (ContentError, TypeError):
         return None if word == "none" else word
     return value
 
@@ -184,7 +184,7 @@ def _table(name: str | Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ConfigError(f"the recipe {name} cannot be read: {error.strerror or error}") from None
-    except BadContent as error:
+    except ContentError as error:
         raise ConfigError(f"the recipe {name} {error}") from None
 
 

@@ -90,7 +90,9 @@ def save_state(folder: Path, state: State, setting: Setting) -> None:
         reason = getattr(error, "strerror", None) or error
         kept = _states(folder)
         then = (
-            f"the one of step {int(kept[-1].name):,} is intact" if kept else "none was saved before, so none is there"
+            f"the one of step {int(kept[-1].name):,} is intact"
+            if kept
+            else "no state was saved before, so none is there"
         )
         raise CheckpointError(f"the state of the run could not be saved in {folder}: {reason}; {then}") from None
     for old in _states(folder)[:-KEPT]:

@@ -14,12 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
-from vitrail.errors import ConfigError, Diverged
-from vitrail.io import BadContent, read_json
+from vitrail.errors import CheckpointError, ConfigError, Diverged
+from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
 from vitrail.training.folder import (
+    METRICS,
     RECIPE,
     SWEEP,
     Journal,
@@ -192,7 +195,8 @@ def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped:
 
 def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
     """Train a candidate, or go on with it, without a look at the test part."""
-    began = time.monotonic() - _read(folder).get("seconds", 0.0)
+    spent_before = _read(folder).get("seconds")
+    began = time.monotonic() - (spent_before if isinstance(spent_before, float) else 0.0)
     try:
         training.run(trial, folder, "val")
     except Stopped:
@@ -202,26 +206,37 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
         training.say(str(error))
         outcome = Outcome(None, None, None, trial.plan.steps, time.monotonic() - began, str(error))
     else:
-        rows = {row["step"]: row for row in Journal.read(folder) if "val_top1" in row}
-        best = rows[rows[max(rows)]["best"]]
+        best = _best_row(folder)
         spent = time.monotonic() - began
         outcome = Outcome(best["val_top1"], best["val_loss"], best["step"], trial.plan.steps, spent, None)
     write_json(folder / CANDIDATE, asdict(outcome))
     return outcome
 
 
+def _best_row(folder: Path) -> dict[str, Any]:
+    """Return what the journal of a finished candidate says of its best moment."""
+    rows = {row["step"]: row for row in Journal.read(folder) if {"val_top1", "val_loss", "best"} <= row.keys()}
+    best = rows.get(rows[max(rows)]["best"]) if rows else None
+    if best is None:
+        raise CheckpointError(f"{folder / METRICS} is damaged; delete {folder}, and the same command trains it again")
+    return best
+
+
 def _read(folder: Path) -> dict[str, Any]:
     """Return what is written down of a candidate; nothing where it is damaged, because the run knows it again."""
     try:
         content = read_json(folder / CANDIDATE)
-    except (OSError, BadContent):
+    except (OSError, ContentError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _recorded(folder: Path) -> Outcome | None:
     content = _read(folder)
-    return Outcome(**content) if content.keys() == Outcome.__dataclass_fields__.keys() else None
+    try:
+        return TypeAdapter(Outcome).validate_python(content)
+    except ValidationError:
+        return None
 
 
 def _best(candidates: Sequence[Candidate], place: Path) -> Candidate:

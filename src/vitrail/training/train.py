@@ -39,6 +39,7 @@ from vitrail.training.loop import Where, train_run
 from vitrail.training.memory import Job, resident_pictures
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.room import room
+from vitrail.training.stamps import check_stamps
 from vitrail.training.team import Team
 from vitrail.training.watch import Screen, Silence
 
@@ -126,8 +127,9 @@ def _opened(
                 moved = keep_origin(place, origin)
                 screen = stack.enter_context(Screen(place, quiet=quiet))
                 _introduce(screen, place, plan, parts, team.device)
-                if moved is not None:
-                    screen.note(moved)
+                for said in (moved, check_stamps(place, parts)):
+                    if said is not None:
+                        screen.note(said)
         yield screen
 
 

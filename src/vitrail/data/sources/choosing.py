@@ -15,7 +15,7 @@ from vitrail.data.sources.parquet import ParquetPictures
 from vitrail.data.sources.source import Labels, Pixels, Source
 from vitrail.data.sources.splits import Parts, part_of
 from vitrail.errors import ConfigError, DataError, suggest
-from vitrail.io import BadContent, read_json
+from vitrail.io import ContentError, read_json
 
 CHOICES = ("test", "val", "train", "all")
 
@@ -109,7 +109,7 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
         return None
     try:
         record = read_json(bundle.absolute().parent / "split.json")
-    except (OSError, BadContent):
+    except (OSError, ContentError):
         return None
     return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
 

@@ -81,7 +81,7 @@ class ParquetPictures:
             try:
                 with open_regular(self.place) as raw, arrow.parquet.ParquetFile(raw) as file:
                     table = file.read_row_group(group, columns=[self.column], use_threads=False)
-            except (OSError, arrow.ArrowException, IndexError) as fault:
+            except _damage(arrow) as fault:
                 raise DataError(f"{self.name(index)} cannot be read: {_one_line(fault)}") from None
             values = table.column(0)
             for inner in self.column.split(".")[1:]:
@@ -115,7 +115,7 @@ def open_parquet(
     try:
         with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             return _open(place, arrow, file, unlabelled, on_progress)
-    except (OSError, arrow.ArrowException) as fault:
+    except _damage(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
@@ -149,7 +149,7 @@ def read_parquet(place: str) -> Iterator[Row]:
             columns = Columns(_columns(place, arrow, file, True).picture, None, None, None)
             at_once = 65_536 if _bytes_column(arrow, file, columns.picture) is None else 16
             yield from _rows(file, columns, at_once)
-    except (OSError, arrow.ArrowException) as fault:
+    except _damage(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
@@ -215,6 +215,11 @@ def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[Row]:
         cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
         for picture, label, name, split in zip(*cells, strict=False):
             yield Row(next(numbers), picture, label, name, split)
+
+
+def _damage(arrow: Any) -> tuple[type[Exception], ...]:
+    """Return what comes out of pyarrow for a damaged file, or for one that is not Parquet."""
+    return OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError, arrow.ArrowException
 
 
 def _one_line(fault: Exception) -> str:

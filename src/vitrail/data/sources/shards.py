@@ -27,7 +27,7 @@ from vitrail.data.sources.listing import (
 from vitrail.data.sources.source import SUFFIXES, Labels, reason_of, stamp_file
 from vitrail.data.sources.tar import Member, members
 from vitrail.errors import DataError
-from vitrail.io import BadContent, open_regular, read_text
+from vitrail.io import ContentError, open_regular, read_text
 
 CLASSES_FILE = "classes.txt"
 LABEL_SUFFIXES = (b"cls", b"json", b"txt")
@@ -137,7 +137,7 @@ def _read_classes(shard: str) -> list[str] | None:
         return [line.strip() for line in read_text(path).removeprefix("\ufeff").rstrip().splitlines()]
     except FileNotFoundError:
         return None
-    except BadContent as fault:
+    except ContentError as fault:
         raise DataError(f"{shown(path)} {fault}; save it as UTF-8") from None
     except OSError as fault:
         raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
