@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-
 from tests.damaging import RECIPE, make_run, train_tiny
+
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.training.state import Progress, Setting, State, save_state
 from vitrail.training.train import Run, train
@@ -177,7 +177,7 @@ def tiny_state(step: int) -> State:
 def test_a_first_state_that_cannot_be_saved(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / f".00000002.{os.getpid()}").write_text("in the way")
-    with pytest.raises(CheckpointError, match="could not be saved in .*; no state was saved before, so none is there"):
+    with pytest.raises(CheckpointError, match=r"could not be saved in .*; no state was saved before, so none is there"):
         save_state(tmp_path / "state", tiny_state(2), SETTING)
 
 

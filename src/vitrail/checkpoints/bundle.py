@@ -22,6 +22,7 @@ from vitrail.errors import CheckpointError
 from vitrail.io import file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+from vitrail.schema import LONGEST_SHOWN
 
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -122,6 +123,15 @@ def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
     return f"{len(classes)} ({shown}{', …' if len(classes) > 10 else ''})"
 
 
+def _short(found: object) -> str:
+    text = repr(found)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+
+
+def _sides(size: tuple[int, int], channels: int) -> str:
+    return f"{size[0]}×{size[1]} pixels in {channels} channels"
+
+
 def is_bundle(config: Mapping[str, Any]) -> bool:
     """Say whether a config.json is that of a bundle."""
     return isinstance(config.get("vitrail"), dict)
@@ -150,8 +160,8 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
     version = ours.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} is a bundle of format {version!r}, and this version of vitrail reads format {FORMAT_VERSION}; "
-            f"update vitrail"
+            f"{folder} is a bundle of format {_short(version)}, and this version of vitrail reads format "
+            f"{FORMAT_VERSION}; update vitrail"
         )
     missing = [key for key in ("vit", "preprocess", "classes", "provenance") if key not in ours]
     if missing:
@@ -165,11 +175,18 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
         )
     model, started_fresh = loaded_model(config, weights, fresh=fresh)
     preprocess = Preprocess.from_json(json.dumps(ours["preprocess"]))
+    if (preprocess.size, preprocess.channels) != (config.image_size, config.channels):
+        raise CheckpointError(
+            f"{folder / CONFIG} prepares images of {_sides(preprocess.size, preprocess.channels)} for a model that "
+            f"takes {_sides(config.image_size, config.channels)}; was it edited?"
+        )
     names = ours["classes"]
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {names!r}")
+        found = _short(names)
+        raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {found}")
     if not isinstance(ours["provenance"], dict):
-        raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {ours['provenance']!r}")
+        found = _short(ours["provenance"])
+        raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {found}")
     classes = None if names is None else tuple(names)
     provenance = {**ours["provenance"], **({"fresh": started_fresh} if started_fresh else {})}
     return Bundle(model, preprocess, classes, provenance)

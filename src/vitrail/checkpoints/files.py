@@ -56,14 +56,7 @@ def read_checkpoint(files: Sequence[Path]) -> Stored:
 
 def _stored(weights: Weights, inside: str | None, file: Path) -> Stored:
     """See to it that all are numbers a model can be made of, and of one kind."""
-    for name, tensor in weights.items():
-        counter = name.endswith("num_batches_tracked")
-        if tensor.layout != torch.strided or tensor.is_meta or not (tensor.dtype in _FLOATS or counter):
-            kind = "no" if tensor.is_meta else "sparse" if tensor.layout != torch.strided else f"{tensor.dtype}"
-            raise CheckpointError(
-                f"{file} holds {kind.removeprefix('torch.')} numbers in {name}; save the model in float32 with the "
-                f"library that made it, and open that"
-            )
+    _check_numbers(weights, file)
     kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     notes = [] if inside is None else [f"the weights are those under {inside!r} in the file"]
     if len(kinds) > 1:
@@ -73,9 +66,23 @@ def _stored(weights: Weights, inside: str | None, file: Path) -> Stored:
     return Stored(weights, inside, notes)
 
 
+def _check_numbers(weights: Weights, file: Path) -> None:
+    """Refuse tensors that no model of ours can be made of."""
+    for name, tensor in weights.items():
+        counter = name.endswith("num_batches_tracked")
+        if tensor.layout != torch.strided or tensor.is_meta or not (tensor.dtype in _FLOATS or counter):
+            kind = "no" if tensor.is_meta else "sparse" if tensor.layout != torch.strided else f"{tensor.dtype}"
+            raise CheckpointError(
+                f"{file} holds {kind.removeprefix('torch.')} numbers in {name}; save the model in float32 with the "
+                f"library that made it, and open that"
+            )
+
+
 def read_weights(path: Path) -> Weights:
     """Read every tensor of a file, whatever its kind; the kind is seen from its content, not from its name."""
-    return _read_file(path)[0]
+    weights = _read_file(path)[0]
+    _check_numbers(weights, path)
+    return weights
 
 
 def _read_file(path: Path) -> tuple[Weights, str | None]:

@@ -58,7 +58,7 @@ def known_from_folder(folder: Path) -> Known:
             return _transformers(folder, config)
         if "architecture" in config:
             return _timm(config)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, ConfigError) as error:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"the configs in {folder} are not as their library writes them: {reason}") from None
     return Known()
