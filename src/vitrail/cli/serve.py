@@ -37,7 +37,17 @@ def serve(
     deadline: Annotated[
         float, typer.Option(help="Seconds until an answer is due; then it is 504.", envvar=f"{_ENV}DEADLINE")
     ] = 30.0,
-    decoders: Annotated[int, typer.Option(help="Threads that decode pictures.", envvar=f"{_ENV}DECODERS")] = 2,
+    decoders: Annotated[int, typer.Option(help="Processes that decode images.", envvar=f"{_ENV}DECODERS")] = 2,
+    decode_time: Annotated[
+        float, typer.Option(help="Seconds that one image may take to decode.", envvar=f"{_ENV}DECODE_TIME")
+    ] = 10.0,
+    connections: Annotated[int, typer.Option(help="Most connections.", envvar=f"{_ENV}CONNECTIONS")] = 512,
+    client_connections: Annotated[
+        int, typer.Option(help="Most connections of one client.", envvar=f"{_ENV}CLIENT_CONNECTIONS")
+    ] = 128,
+    head_time: Annotated[
+        float, typer.Option(help="Seconds that a request's head may take to arrive.", envvar=f"{_ENV}HEAD_TIME")
+    ] = 10.0,
     body_limit: Annotated[
         float, typer.Option(help="Most megabytes of one request.", envvar=f"{_ENV}BODY_LIMIT")
     ] = 32.0,
@@ -99,6 +109,10 @@ def serve(
         queue=queue,
         deadline=deadline,
         decoders=decoders,
+        decode_time=decode_time,
+        connections=connections,
+        client_connections=client_connections,
+        head_time=head_time,
         body_limit=body_limit,
         uploads_limit=uploads_limit,
         upload_time=upload_time,

@@ -56,8 +56,16 @@ class Settings(Frozen):
     deadline: Seconds = 30.0
     """Seconds from a request's last byte to its answer; later it is 504."""
     decoders: Annotated[int, Field(gt=0, le=256)] = 2
-    """Threads that decode pictures."""
+    """Processes that decode images."""
+    decode_time: Seconds = 10.0
+    """Seconds that one image may take to decode; then its decoder is ended, and it is 422."""
 
+    connections: Positive = 512
+    """Most connections; fewer where there are not as many file descriptors."""
+    client_connections: Positive = 128
+    """Most connections of one client."""
+    head_time: Seconds = 10.0
+    """Seconds that the head of a request may take to arrive."""
     body_limit: Amount = 32.0
     """Most megabytes of one request."""
     uploads_limit: Amount = 512.0
