@@ -78,6 +78,13 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="A file that holds the token.", envvar=f"{_ENV}TOKEN_FILE")
     ] = None,
+    allow_host: Annotated[
+        str,
+        typer.Option(
+            help="Host names to answer for, beside the address and localhost; '*' is any.",
+            envvar=f"{_ENV}ALLOW_HOST",
+        ),
+    ] = "",
     origins: Annotated[
         str, typer.Option(help="Web origins whose pages may call the service (CORS).", envvar=f"{_ENV}ORIGINS")
     ] = "",
@@ -120,6 +127,7 @@ def serve(
         pictures_limit=pictures_limit,
         formats=_words(formats),  # type: ignore[arg-type]
         token=_token(token, token_file),
+        allow_hosts=_words(allow_host),
         origins=_words(origins),
         grace=grace,
         log_requests=log_requests,
