@@ -18,6 +18,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError, Diverged
 from vitrail.runtime import choose_device
+from vitrail.terminal import printable
 from vitrail.training.folder import (
     RECIPE,
     SWEEP,
@@ -109,7 +110,7 @@ class _Training:
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def sweep(
