@@ -19,7 +19,7 @@ from vitrail.__main__ import main
 from vitrail.terminal import printable
 
 EVIL = "\x1b]0;owned\x07\x1b[2Jcat\x9b31m"
-TEXT = st.text("\x00\x07\t\n\r\x1b\x7f\x85\x9b\u202e\u2066\u2028 aé猫😀[]\"\\\\")
+TEXT = st.text('\x00\x07\t\n\r\x1b\x7f\x85\x9b\u202e\u2066\u2028 aé猫😀[]"\\\\')
 CLI = Path(vitrail.__file__).parent / "cli"
 
 

@@ -1,10 +1,13 @@
 """`vitrail serve`: models behind HTTP, and the explorer page."""
 
+import atexit
+import contextlib
 import importlib.util
 import os
+import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -135,6 +138,16 @@ def serve(
     from vitrail.serving.run import serve as run
 
     run(settings, started=started)
+    _end()
+
+
+def _end() -> NoReturn:
+    """End now: the log has said "stopped", and taking every library down would take seconds more."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+            stream.flush()
+    os._exit(0)
 
 
 def _check_extra() -> None:

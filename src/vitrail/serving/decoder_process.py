@@ -15,6 +15,8 @@ HEAD = struct.Struct(">IQ")
 """Before a task: how long its settings are, as JSON, and its file."""
 MADE = struct.Struct(">BIII")
 """Before a result: whether there is one, then height, width and channels; or 0, 0 and the length of a JSON."""
+READY = b"R"
+"""Said once, when everything is imported: from then on it is the image that takes the time."""
 ROOM, ROOM_PER_PIXEL = 512 * 2**20, 24
 """Bytes of address space: for the program, and for every pixel that an image may have, in all the copies made of it."""
 NICE = 5
@@ -31,6 +33,7 @@ def main() -> None:
 
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICE)
+    _write(results, READY)
     while head := tasks.read(HEAD.size):
         words, size = HEAD.unpack(head)
         asked = json.loads(tasks.read(words))

@@ -18,12 +18,14 @@ import numpy as np
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
-from vitrail.serving.decoder_process import HEAD, MADE
+from vitrail.serving.decoder_process import HEAD, MADE, READY
 from vitrail.serving.decoding import check_upload
 from vitrail.serving.refusal import Refusal
 from vitrail.serving.settings import Settings
 from vitrail.serving.turns import Turns
 
+START_TIME = 60.0
+"""Seconds that a new process may take to import what it needs; a tenth of a second on an idle machine."""
 LARGE = 16_000_000
 """Pixels times scans from which an image is large work: about a third of a second."""
 
@@ -122,6 +124,9 @@ class Decoders:
             async with asyncio.timeout(self._settings.decode_time):
                 made = await self._decoded(process, job)
         except TimeoutError:
+            if process is None:
+                _fail(job, Refusal(503, "no decoder could be started; try again soon", retry_after=1, reason="decode"))
+                return
             await _ended(process)
             process = None
             sentence = f"the picture takes more than {self._settings.decode_time:g} s to decode; send a simpler file"
@@ -175,9 +180,17 @@ def _fail(job: _Job, error: BaseException) -> None:
 async def _started() -> Process:
     # A session of its own: Ctrl-C in a terminal ends the service in order, and it ends its decoders.
     command = (sys.executable, "-m", "vitrail.serving.decoder_process")
-    return await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
     )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_TIME):
+            await process.stdout.readexactly(len(READY))
+    except BaseException:
+        await _ended(process)
+        raise
+    return process
 
 
 async def _ended(process: Process | None) -> None:
