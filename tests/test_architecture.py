@@ -15,6 +15,7 @@ SOURCE = Path(vitrail.__file__).parent
 LAYER = {
     "_version": 0,
     "errors": 0,
+    "terminal": 0,
     "schema": 1,
     "runtime": 1,
     "io": 1,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.sources.choosing import Chosen
@@ -61,7 +62,7 @@ def eval(
             on_progress=on_measured,
         )
     if as_json:
-        typer.echo(_compact_json({"part": chosen.part, **found.as_dict()}))
+        echo(_compact_json({"part": chosen.part, **found.as_dict()}))
         return
     _print_evaluation(found, every_class)
 
@@ -76,8 +77,8 @@ def _kind(chosen: "Chosen") -> str:
 def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
     from vitrail.evaluation import percent
 
-    typer.echo(found.verdict + ".")
-    typer.echo("")
+    echo(found.verdict + ".")
+    echo("")
     loss, f1 = found.loss_interval, found.macro_f1_interval
     rows = [
         ("top-1", f"{percent(found.top1)}%", f"{percent(found.top1_interval.low)}–{percent(found.top1_interval.high)}"),
@@ -88,7 +89,7 @@ def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
         ("calibration error", f"{percent(found.ece)}%", ""),
     ]
     print_table(("measure", "value", "95% interval"), rows, numbers=("value",))
-    typer.echo(_calibration(found))
+    echo(_calibration(found))
     _print_classes(found, every_class)
     confusions = found.most_confused(LISTED)
     if confusions:
@@ -108,9 +109,9 @@ def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
     if found.bad:
         _heading("Pictures that could not be read")
         for picture in found.bad[:LISTED]:
-            typer.echo(f"{picture.name}: {picture.reason}")
+            echo(f"{picture.name}: {picture.reason}")
         if len(found.bad) > LISTED:
-            typer.echo(f"… and {len(found.bad) - LISTED:,} more")
+            echo(f"… and {len(found.bad) - LISTED:,} more")
 
 
 def _calibration(found: "Evaluation") -> str:
@@ -133,10 +134,10 @@ def _print_classes(found: "Evaluation", every_class: bool) -> None:
         numbers=("pictures", "recall", "precision", "F1"),
     )
     if len(rows) > len(listed):
-        typer.echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
+        echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
     without = len(found.per_class) - len(rows)
     if without:
-        typer.echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without pictures here.")
+        echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without pictures here.")
 
 
 def _share(share: float | None) -> str:
@@ -146,7 +147,7 @@ def _share(share: float | None) -> str:
 
 
 def _heading(text: str) -> None:
-    typer.secho(f"\n{text}", bold=True)
+    echo(f"\n{text}", bold=True)
 
 
 def _compact_json(found: dict[str, Any]) -> str:

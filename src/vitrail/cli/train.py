@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli.tables import print_table
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.training.sweep import Sweep
@@ -63,11 +64,11 @@ def train(
             )
     except Stopped as stopped:
         if is_main:
-            typer.echo("stopped; the run is saved, and the same command goes on with it", err=True)
+            echo("stopped; the run is saved, and the same command goes on with it", err=True)
         raise typer.Exit(128 + stopped.number) from None
     if is_main and not _shown_together():  # else it was shown a moment ago
-        typer.echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
-        typer.echo(done.verdict)
+        echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
+        echo(done.verdict)
     if is_main:
         _report(done.folder)
 
@@ -77,7 +78,7 @@ def _report(folder: Path) -> None:
     from vitrail.reports.report import report_of_finished
 
     path, said = report_of_finished(folder)
-    typer.echo(said, err=path is None)
+    echo(said, err=path is None)
 
 
 def _shown_together() -> bool:
@@ -127,13 +128,13 @@ def _print_sweep(done: "Sweep", keys: list[str]) -> None:
     print_table((*keys, *numbers, "result"), rows, numbers=(*keys, *numbers))
     for spread in done.seeds:
         which = "".join(f"{key}={shown(value)}, " for key, value in spread.values.items())
-        typer.echo(
+        echo(
             f"{which}{spread.runs} seeds: {percent(spread.mean)}% of the val part on average, "
             f"{percent(spread.low)}–{percent(spread.high)}"
         )
     if done.seeds:
-        typer.echo(
+        echo(
             "The best of several seeds is partly luck: expect the average of a new run. Where the data names no parts, "
             "every seed has drawn its own."
         )
-    typer.echo("")
+    echo("")

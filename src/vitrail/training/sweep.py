@@ -21,6 +21,7 @@ from vitrail.checkpoints.load import load
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
+from vitrail.terminal import printable
 from vitrail.training.folder import (
     METRICS,
     RECIPE,
@@ -113,7 +114,7 @@ class _Training:
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def sweep(
