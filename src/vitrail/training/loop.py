@@ -105,7 +105,11 @@ class _Run:
             watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
         elif self.state.progress.step:
             watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        self.records = Records(folder, self.state.progress.step, watcher.note) if team.is_main else None
+        self.records = (
+            Records(folder, self.state.progress.step, watcher.note, compiled=plan.recipe.compile)
+            if team.is_main
+            else None
+        )
         self.bad: set[str] = set(self.state.progress.bad_files or [])
         self.measured_by = parts.val or parts.train
         self.kept: Kept | None = None

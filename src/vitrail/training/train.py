@@ -122,7 +122,7 @@ def _opened(
                 stack.enter_context(claimed(place))
                 keep_recipe(place, plan.recipe)
                 moved = keep_origin(place, origin)
-                screen = stack.enter_context(Screen(place, quiet=quiet))
+                screen = stack.enter_context(Screen(place, quiet=quiet, compiled=plan.recipe.compile))
                 _introduce(screen, place, plan, parts, team.device)
                 if moved is not None:
                     screen.note(moved)

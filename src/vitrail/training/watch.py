@@ -23,11 +23,11 @@ REFRESHED = 0.1
 class Screen:
     """Shows a run to a person."""
 
-    def __init__(self, folder: Path, *, quiet: bool = False) -> None:
+    def __init__(self, folder: Path, *, quiet: bool = False, compiled: bool = False) -> None:
         self.log = (folder / "log.txt").open("a", encoding="utf-8")
         self.quiet = quiet
         self.console = Console(stderr=True, highlight=False)
-        self.status = Status()
+        self.status = Status(compiled=compiled)
         # It has no thread of its own: processes that read pictures are forked while it shows.
         self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
         self.on_terminal = self.console.is_terminal and not quiet
