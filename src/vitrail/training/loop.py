@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from vitrail.data.stream import Share, Stream
 from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.evaluation import Evaluation as Measured
 from vitrail.evaluation import Predictions, measure, predict_all
+from vitrail.metrics.baselines import warning_about_gap
 from vitrail.metrics.classification import log_losses
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, derive_seed, seed_torch
@@ -40,6 +41,9 @@ from vitrail.training.state import Progress, Setting, State, load_state, save_st
 from vitrail.training.step import Stepped, Stepper, Taken, first_not_finite
 from vitrail.training.team import Team
 from vitrail.training.underway import Underway
+
+GAP_SHARE = 20
+"""Training accuracy is that of the last twentieth of the steps."""
 
 
 class Watcher(Protocol):
@@ -227,6 +231,7 @@ class _Run:
         answers = self._predict(best.model.to(self.where.device), source)
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
+        measured = replace(measured, warnings=(*measured.warnings, *_gap_warning(Journal.read(self.folder))))
         if final and self.records is not None:
             self.records.held_out(answers, source)
             if not (self.folder / VERDICT).exists():
@@ -376,6 +381,14 @@ def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) ->
 def _evenly(steps: int, count: int) -> set[int]:
     """Return the steps after which the val part is measured; the last one is among them."""
     return {max(1, round(steps * (number + 1) / count)) for number in range(count)} | {steps}
+
+
+def _gap_warning(rows: list[dict[str, Any]]) -> list[str]:
+    """Say that training and validation accuracy are far apart at the end of a run, by its journal."""
+    training = [row["accuracy"] for row in rows if "accuracy" in row]
+    validation = [row["val_top1"] for row in rows if "val_top1" in row]
+    last = training[-max(1, len(training) // GAP_SHARE) :]
+    return warning_about_gap(sum(last) / len(last), validation[-1]) if last and validation else []
 
 
 def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:

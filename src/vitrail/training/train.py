@@ -94,6 +94,8 @@ def train(
             best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
             verdict = _verdict(measured, shown, bad, screen.waited_share)
             screen.note(f"the best model is {place / 'best'}")
+            for warning in measured.warnings:
+                screen.warning(warning)
             screen.verdict(verdict)
     return Run(place, best, measured, plan.choices, verdict)
 
@@ -177,7 +179,8 @@ def _workers(asked: int | None, team: Team) -> int:
 
 
 def _verdict(measured: Evaluation, parts: Parts, bad: list[str], waited: float | None) -> str:
-    chosen_by = "" if parts.test is not None else "; selected on these pictures"
+    split = "test" if parts.test is not None else "validation" if parts.val is not None else "training"
+    chosen_by = f"; evaluated on the {split} split" + ("" if parts.test is not None else "; selected on these images")
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     left_out = f"; left out of training: {', '.join(bad[:3])}{more}" if bad else ""
     waiting = "" if waited is None else f"; waiting for data {waited:.0%}"

@@ -51,6 +51,10 @@ class Screen:
         if choices:
             self._say("\n".join(choices_lines(choices)), choices_table(choices))
 
+    def warning(self, text: str) -> None:
+        """Say loudly, on a line of its own, what must not be overlooked."""
+        self._say(f"WARNING: {text}", Text(f"WARNING: {text}", "bold yellow"), wrap=False)
+
     def verdict(self, text: str) -> None:
         """Say how good the model is; nothing comes after it."""
         self.live.stop()
@@ -100,6 +104,9 @@ class Silence:
         """Say nothing."""
 
     def measured(self, row: dict[str, Any]) -> None:
+        """Say nothing."""
+
+    def warning(self, text: str) -> None:
         """Say nothing."""
 
     def verdict(self, text: str) -> None:
