@@ -16,6 +16,7 @@ from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.variants import variant_config
+from vitrail.training.criterion import Criterion
 from vitrail.training.recipe import Recipe
 from vitrail.training.schedules import learning_rate
 from vitrail.training.starting import Start, planned_model
@@ -109,6 +110,7 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
         augmentation=augmentation,
         mixing=mixing,
         start=recipe.start if start is None else recipe.start or Start(),
+        criterion=_criterion(recipe, choices),
     )
     steps = _steps(settled, facts.pictures, batch)
     learning_rate(settled.schedule, 0, steps, rate)  # refuses a schedule that does not fit, before anything is written
@@ -263,6 +265,13 @@ def _rate(recipe: Recipe, model: ViTConfig, start: Bundle | None, choices: list[
         why = f"for {kind} and a model that knows {'a little' if small else 'much'}, judged by its width {model.width}"
     choices.append(Choice("optimizer.lr", rate, why))
     return rate
+
+
+def _criterion(recipe: Recipe, choices: list[Choice]) -> Criterion:
+    found = recipe.settled_criterion()
+    if recipe.criterion is None and found != "accuracy":
+        choices.append(Choice("criterion", found, "classes are weighted, so the best checkpoint is best over classes"))
+    return found
 
 
 def _augmentation(facts: Facts, choices: list[Choice]) -> Augmentation:

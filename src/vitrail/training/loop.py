@@ -22,11 +22,11 @@ from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.evaluation import Evaluation as Measured
 from vitrail.evaluation import Predictions, measure, predict_all
 from vitrail.metrics.baselines import warning_about_gap
-from vitrail.metrics.classification import log_losses
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.choices import Plan
+from vitrail.training.criterion import score, validated
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
 from vitrail.training.forward import forget_compiled, forward_of
@@ -259,19 +259,18 @@ class _Run:
         progress = self.state.progress
         with self._averaged():
             answers = self._predict(self.state.model, self.measured_by)
-            top1 = float((answers.probabilities.argmax(axis=1) == answers.labels).mean())
-            loss = float(log_losses(answers.probabilities, answers.labels).mean())
-            score = top1 - 1e-6 * loss  # the loss decides between equals
-            if score > progress.best_score:
-                progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
+            found = validated(answers)
+            reached = score(found, self.plan.recipe.settled_criterion())
+            if not progress.best_step or reached > progress.best_score:
+                progress.best_score, progress.best_step, progress.since_best = reached, progress.step, 0
                 if self.team.is_main:
                     self._bundle_now().save(self.folder / "best", overwrite=True)
             else:
                 progress.since_best += 1
-        row = {"step": progress.step, "val_top1": top1, "val_loss": loss, "best": progress.best_step}
+        row = {"step": progress.step, **found, "best": progress.best_step}
         if self.records is not None:
             self.records.measured(row)
-        self.watcher.measured(row)
+        self.watcher.measured({**row, "criterion": self.plan.recipe.settled_criterion()})
         return self._tired()
 
     def _predict(self, model: nn.Module, source: Source) -> Predictions:

@@ -25,6 +25,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
 from vitrail.training.averaging import Averaging
+from vitrail.training.criterion import Criterion, default_criterion
 from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.schedules import Schedule
@@ -82,6 +83,9 @@ class Recipe(Frozen):
     """How often, spread evenly over the run, the val part is measured."""
     patience: Count = 0
     """Stop after so many measurements without a better one; 0 never stops early."""
+    criterion: Criterion | None = None
+    """What the best checkpoint has most of on the val part: `accuracy`, `balanced_accuracy`, `macro_f1`, or the least
+    `loss`. None: balanced_accuracy where classes are balanced or weighted, else accuracy."""
     save_minutes: Annotated[float, Field(ge=0, le=1e5)] = 5.0
     """Minutes between two saved states; every measurement of the val part saves one, too."""
     model: dict[str, Any] = Field(default_factory=dict)
@@ -121,6 +125,11 @@ class Recipe(Frozen):
         """Refuse a recipe that trains a model that exists where none is given."""
         if self.start is not None and start is None:
             raise ConfigError("this recipe trains a model that exists; say which with --from, or take another recipe")
+
+    def settled_criterion(self) -> Criterion:
+        """Return the criterion, or what follows from the class weights where none is named."""
+        alike = self.data.balance or self.objective.class_weights != "none"
+        return self.criterion or default_criterion(classes_count_alike=alike)
 
     def fingerprint(self) -> str:
         """Return a short name for exactly these settings."""

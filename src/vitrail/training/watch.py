@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from vitrail.training.choices import Choice
+from vitrail.training.criterion import COLUMNS, TITLES, Criterion
 from vitrail.training.display import Status, choices_lines, choices_table
 
 EVERY = 15.0
@@ -74,9 +75,12 @@ class Screen:
             print(self.status, file=sys.stderr, flush=True)
 
     def measured(self, row: dict[str, Any]) -> None:
-        """Say what the val part came to."""
+        """Say what the validation split came to."""
         star = "  (best so far)" if row["best"] == row["step"] else ""
-        self.note(f"step {row['step']:,}: {row['val_top1']:.1%} on the val part, loss {row['val_loss']:.3f}{star}")
+        criterion: Criterion = row["criterion"]
+        by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
+        said = f"{row['val_top1']:.1%} on the val part{by}, loss {row['val_loss']:.3f}"
+        self.note(f"step {row['step']:,}: {said}{star}")
 
     @property
     def waited_share(self) -> float | None:
