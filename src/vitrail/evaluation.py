@@ -37,6 +37,7 @@ from vitrail.metrics.intervals import (
     bootstrap_mean,
     wilson_interval,
 )
+from vitrail.models.checks import per_token
 from vitrail.runtime import Precision, autocast, choose_device
 
 WORST = 20
@@ -196,6 +197,8 @@ def evaluate_bundle(
     """
     if not bundle.model.config.classes:
         raise CheckpointError("the model has no head, so it knows no classes; train one on it first")
+    if refusal := per_token(bundle.model.config):
+        raise CheckpointError(refusal)
     source = match_classes(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
     place = choose_device(device)
     data = EveryPicture(source, bundle.preprocess, batch, bad_files="skip")

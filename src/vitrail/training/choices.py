@@ -14,6 +14,7 @@ from vitrail.data.decode import decode, open_picture
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError
+from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.variants import variant_config
 from vitrail.training.criterion import Criterion
@@ -92,6 +93,8 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     """Settle what a recipe leaves open."""
     choices: list[Choice] = []
     model = _model(recipe, facts, start, choices)
+    if refusal := per_token(model):
+        raise ConfigError(refusal)
     preprocess = _preprocess(recipe, model, start)
     batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, choices)
     epochs = recipe.epochs
