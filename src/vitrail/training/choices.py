@@ -16,7 +16,7 @@ from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError
 from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
-from vitrail.models.variants import variant_config
+from vitrail.models.variants import PAPER, variant_config
 from vitrail.training.criterion import Criterion
 from vitrail.training.recipe import Recipe
 from vitrail.training.schedules import learning_rate
@@ -141,6 +141,13 @@ def _written(model: ViTConfig) -> dict[str, Any]:
 def _model(recipe: Recipe, facts: Facts, start: Bundle | None, choices: list[Choice]) -> ViTConfig:
     fields = dict(recipe.model)
     classes = len(facts.classes)
+    paper = fields.pop("paper", False)
+    if not isinstance(paper, bool) or (paper and start is not None):
+        raise ConfigError(
+            f"model.paper is {paper!r}; it is true for a fresh model as the ViT paper has it, else left out"
+        )
+    if paper and "name" not in fields:  # a named model is the paper's already
+        fields = {**PAPER, **fields}
     if fields.get("classes", classes) != classes:
         raise ConfigError(f"model.classes is {fields['classes']}, but the data has {classes} classes; leave it out")
     if start is not None:
