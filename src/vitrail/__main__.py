@@ -28,7 +28,8 @@ def _run() -> int:
     except usage_error as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help already
             return 2
-        print(printable(f"vitrail: {error.format_message()} (see vitrail --help)"), file=sys.stderr)  # type: ignore[attr-defined]
+        said = error.format_message()  # type: ignore[attr-defined]
+        print(printable(f"vitrail: {said}{_recipe_hint(error) or ' (see vitrail --help)'}"), file=sys.stderr)
     except typer.Abort:
         return 130
     except VitrailError as error:
@@ -40,6 +41,24 @@ def _run() -> int:
     else:
         return code if isinstance(code, int) else 0
     return 2
+
+
+def _recipe_hint(error: Exception) -> str:
+    """Say how an option that is no option of `train` is set in the recipe, where the recipe has it."""
+    option = getattr(error, "option_name", None)
+    if not isinstance(option, str) or sys.argv[1:2] != ["train"]:
+        return ""
+    from vitrail.training.recipe import full_name
+
+    name, _, value = option.lstrip("-").partition("=")
+    full = full_name(name.replace("-", "_"))
+    if full is None:
+        return ""
+    words = sys.argv[1:]
+    given = next((word for word in words if word.startswith(f"{option.partition('=')[0]}=")), "").partition("=")[2]
+    place = words.index(option) + 1 if option in words else len(words)
+    after = words[place] if place < len(words) and not words[place].startswith("--") else "…"
+    return f" It is set in the recipe: --set {full}={value or given or after}"
 
 
 if __name__ == "__main__":

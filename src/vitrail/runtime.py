@@ -45,6 +45,10 @@ def choose_device(name: str = "auto") -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
+        kind, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if kind.lower() in ("gpu", "nvidia"):
+            meant = "mps" if usable["mps"] else f"cuda{colon}{number}"
+            raise ConfigError(f"no device is called {name!r}; did you mean {meant!r}?") from None
         raise ConfigError(f"no device is called {name!r}{suggest(name, usable)}") from None
     if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
         device = torch.device("cuda", _number("LOCAL_RANK"))

@@ -113,15 +113,18 @@ def _sweep(
 
 def _print_sweep(done: "Sweep", keys: list[str]) -> None:
     from vitrail.evaluation import percent
+    from vitrail.training.criterion import COLUMNS, TITLES
     from vitrail.training.grid import shown
 
-    numbers = ("val accuracy", "val loss", "best step", "minutes")
+    by = done.criterion if done.criterion in ("balanced_accuracy", "macro_f1") else None
+    numbers = ("val accuracy", *((f"val {TITLES[by]}",) if by else ()), "val loss", "best step", "minutes")
     rows = []
     for candidate in done.candidates:
         outcome = candidate.outcome
-        measured = ["–", "–", "–"]
+        measured = ["–"] * (4 if by else 3)
         if outcome.val_top1 is not None and outcome.val_loss is not None:
-            measured = [f"{percent(outcome.val_top1)}%", f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
+            reached = [f"{percent(getattr(outcome, COLUMNS[by]))}%"] if by else []
+            measured = [f"{percent(outcome.val_top1)}%", *reached, f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
         result = "diverged" if outcome.diverged else "best" if candidate is done.chosen else ""
         values = [shown(candidate.values[key]) for key in keys]
         rows.append((*values, *measured, f"{outcome.seconds / 60:.1f}", result))

@@ -44,6 +44,14 @@ class Mistake(BaseModel):
     confidence: float
 
 
+class Baselines(BaseModel):
+    """What guessing gives."""
+
+    majority_class: str
+    majority: float
+    chance: float
+
+
 class Verdict(BaseModel):
     """What the best model is worth, as verdict.json holds it."""
 
@@ -53,11 +61,15 @@ class Verdict(BaseModel):
     top1: float
     top1_interval: tuple[float, float]
     top5: float | None
+    top5_interval: tuple[float, float] | None
     loss: float
     loss_interval: tuple[float, float]
     balanced_accuracy: float
+    balanced_accuracy_interval: tuple[float, float]
     macro_f1: float
     macro_f1_interval: tuple[float, float]
+    baselines: Baselines
+    warnings: list[str]
     per_class: list[ClassScore]
     confusion: list[list[int]]
     ece: float

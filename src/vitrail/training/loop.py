@@ -4,7 +4,7 @@ import copy
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,12 +23,13 @@ from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.evaluation import Evaluation as Measured
 from vitrail.evaluation import Predictions, measure, predict_all
 from vitrail.io import file_digest
-from vitrail.metrics.classification import log_losses
+from vitrail.metrics.baselines import warning_about_gap
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.best import ASIDE, BEST, best_fault, put_aside
 from vitrail.training.choices import Plan
+from vitrail.training.criterion import score, validated
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
 from vitrail.training.forward import forget_compiled, forward_of
@@ -43,6 +44,9 @@ from vitrail.training.state import Progress, Setting, State, load_state, save_st
 from vitrail.training.step import Stepped, Stepper, Taken, first_not_finite
 from vitrail.training.team import Team
 from vitrail.training.underway import Underway
+
+GAP_SHARE = 20
+"""Training accuracy is that of the last twentieth of the steps."""
 
 
 class Watcher(Protocol):
@@ -109,7 +113,11 @@ class _Run:
             watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
         elif self.state.progress.step:
             watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        self.records = Records(folder, self.state.progress.step, watcher.note) if team.is_main else None
+        self.records = (
+            Records(folder, self.state.progress.step, watcher.note, compiled=plan.recipe.compile)
+            if team.is_main
+            else None
+        )
         self.replaced = False
         self.bad: set[str] = set(self.state.progress.bad_files or [])
         self.measured_by = parts.val or parts.train
@@ -228,6 +236,7 @@ class _Run:
         answers = self._predict(best.model.to(self.where.device), source)
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
+        measured = replace(measured, warnings=(*measured.warnings, *_gap_warning(Journal.read(self.folder))))
         if final and self.records is not None:
             self.records.held_out(answers, source)
             if self.replaced or not (self.folder / VERDICT).exists():
@@ -305,19 +314,18 @@ class _Run:
         progress = self.state.progress
         with self._averaged():
             answers = self._predict(self.state.model, self.measured_by)
-            top1 = float((answers.probabilities.argmax(axis=1) == answers.labels).mean())
-            loss = float(log_losses(answers.probabilities, answers.labels).mean())
-            score = top1 - 1e-6 * loss  # the loss decides between equals
-            if score > progress.best_score:
-                progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
+            found = validated(answers)
+            reached = score(found, self.plan.recipe.settled_criterion())
+            if not progress.best_step or reached > progress.best_score:
+                progress.best_score, progress.best_step, progress.since_best = reached, progress.step, 0
                 if self.team.is_main:
                     self._save_best(self._bundle_now())
             else:
                 progress.since_best += 1
-        row = {"step": progress.step, "val_top1": top1, "val_loss": loss, "best": progress.best_step}
+        row = {"step": progress.step, **found, "best": progress.best_step}
         if self.records is not None:
             self.records.measured(row)
-        self.watcher.measured(row)
+        self.watcher.measured({**row, "criterion": self.plan.recipe.settled_criterion()})
         return self._tired()
 
     def _predict(self, model: nn.Module, source: Source) -> Predictions:
@@ -430,6 +438,14 @@ def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) ->
 def _evenly(steps: int, count: int) -> set[int]:
     """Return the steps after which the val part is measured; the last one is among them."""
     return {max(1, round(steps * (number + 1) / count)) for number in range(count)} | {steps}
+
+
+def _gap_warning(rows: list[dict[str, Any]]) -> list[str]:
+    """Say that training and validation accuracy are far apart at the end of a run, by its journal."""
+    training = [row["accuracy"] for row in rows if "accuracy" in row]
+    validation = [row["val_top1"] for row in rows if "val_top1" in row]
+    last = training[-max(1, len(training) // GAP_SHARE) :]
+    return warning_about_gap(sum(last) / len(last), validation[-1]) if last and validation else []
 
 
 def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:

@@ -22,6 +22,7 @@ from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
 from vitrail.terminal import printable
+from vitrail.training.criterion import TITLES, Criterion, score, shared_criterion
 from vitrail.training.folder import (
     METRICS,
     RECIPE,
@@ -47,6 +48,8 @@ class Outcome:
 
     val_top1: float | None
     val_loss: float | None
+    val_balanced_accuracy: float | None
+    val_macro_f1: float | None
     best_step: int | None
     steps: int
     seconds: float
@@ -83,6 +86,8 @@ class Sweep:
     chosen: Candidate
     best: Run
     """The run of the chosen candidate, measured on the test part."""
+    criterion: Criterion
+    """By what the candidate was chosen."""
 
     @property
     def seeds(self) -> list[Spread]:
@@ -132,8 +137,8 @@ def sweep(
     """Train with every combination of some settings, and return what came of each, and the best run.
 
     `over` is such as {"optimizer.lr": [0.003, 0.01]}; the other arguments are those of `train`. The val part chooses,
-    by accuracy and among equals by the loss; only the chosen run is measured on the test part. The same call goes on
-    with a sweep that was stopped, and repeats nothing that is finished.
+    by the criterion of the recipe and among equals by the loss; only the chosen run is measured on the test part. The
+    same call goes on with a sweep that was stopped, and repeats nothing that is finished.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
@@ -154,14 +159,15 @@ def sweep(
             keep_recipe(place / trial.folder_name, trial.plan.recipe)  # refuses another one
     with claimed(place):
         candidates = _try_all(trials, place, training, len(recipes) - len(trials))
-        chosen = _best(candidates, place)
+        criterion = shared_criterion(trial.plan.recipe.settled_criterion() for trial in trials)
+        chosen = _best(candidates, place, criterion)
         training.say(
-            f"{trials[candidates.index(chosen)].title} is the best on the val part; its run is the training with these "
-            f"settings, so that only its verdict on the test part is missing"
+            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the val part; its run is "
+            f"the training with these settings, so that only its verdict on the test part is missing"
         )
         best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
         _write(place, candidates, chosen)
-    return Sweep(place, candidates, chosen, best)
+    return Sweep(place, candidates, chosen, best, criterion)
 
 
 def _default_folder(trials: Sequence[Trial], data: str | Path, start: str | Path | Bundle | None) -> Path:
@@ -205,11 +211,12 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
         raise
     except Diverged as error:
         training.say(str(error))
-        outcome = Outcome(None, None, None, trial.plan.steps, time.monotonic() - began, str(error))
+        outcome = Outcome(None, None, None, None, None, trial.plan.steps, time.monotonic() - began, str(error))
     else:
         best = _best_row(folder)
         spent = time.monotonic() - began
-        outcome = Outcome(best["val_top1"], best["val_loss"], best["step"], trial.plan.steps, spent, None)
+        reached = (best["val_top1"], best["val_loss"], best["val_balanced_accuracy"], best["val_macro_f1"])
+        outcome = Outcome(*reached, best["step"], trial.plan.steps, spent, None)
     write_json(folder / CANDIDATE, asdict(outcome))
     return outcome
 
@@ -240,14 +247,11 @@ def _recorded(folder: Path) -> Outcome | None:
         return None
 
 
-def _best(candidates: Sequence[Candidate], place: Path) -> Candidate:
-    def rank(candidate: Candidate) -> tuple[float, float]:
-        return -(candidate.outcome.val_top1 or 0.0), candidate.outcome.val_loss or 0.0
-
+def _best(candidates: Sequence[Candidate], place: Path, criterion: Criterion) -> Candidate:
     done = [candidate for candidate in candidates if candidate.outcome.diverged is None]
     if not done:
         raise Diverged(f"every run of the sweep in {place} diverged; the first: {candidates[0].outcome.diverged}")
-    return min(done, key=rank)
+    return max(done, key=lambda candidate: score(asdict(candidate.outcome), criterion))
 
 
 def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:

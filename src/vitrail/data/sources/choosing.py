@@ -13,7 +13,7 @@ from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
 from vitrail.data.sources.parquet import ParquetPictures
 from vitrail.data.sources.source import Labels, Pixels, Source
-from vitrail.data.sources.splits import Parts, part_of
+from vitrail.data.sources.splits import Parts, keys_of, part_of
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.io import ContentError, read_json
 
@@ -101,6 +101,45 @@ def choose_pictures(
     if source is None:
         raise DataError(f"the split that the model was trained with has no {part} part")
     return Chosen(source, part, record is not None and part != "train")
+
+
+class Seen(NamedTuple):
+    """What the run that a model comes from did with the images it is evaluated on."""
+
+    selected_on: int = 0
+    """How many of them are in the run's validation split, which picked the best checkpoint."""
+    trained_on: int = 0
+
+    def said(self, images: int) -> str:
+        """Say it as a caveat; nothing where the model has never met them."""
+        said = ""
+        if self.selected_on:
+            said += (
+                f"; selected on {'these' if self.selected_on == images else f'{self.selected_on:,} of these'} images"
+            )
+        if self.trained_on:
+            said += f"; trained on {'these' if self.trained_on == images else f'{self.trained_on:,} of these'} images"
+        return said
+
+
+def seen_by_run(source: Source, record: Mapping[str, Any] | None) -> Seen:
+    """Find images among those that a run's record of its split names."""
+    if record is None:
+        return Seen()
+    names = record["names"] if isinstance(record["names"], Mapping) else {}
+    val, test = (set(names.get(part) or ()) for part in ("val", "test"))
+    keys = set(_keys_of(source))
+    if keys <= test:  # folders of val and test may hold files of the same names
+        return Seen()
+    # The names of the training images are not recorded; where all others are there, the rest are those.
+    whole = bool(val | test) and (val | test) <= keys
+    return Seen(len(keys & val), len(keys - val - test) if whole else 0)
+
+
+def _keys_of(source: Source) -> list[str]:
+    if isinstance(source, Joined):
+        return [key for inner in source.sources for key in _keys_of(inner)]
+    return keys_of(source)
 
 
 def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
