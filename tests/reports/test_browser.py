@@ -139,3 +139,23 @@ def test_what_is_wide_scrolls_in_a_box_that_the_keyboard_reaches(opened: Opened)
     for box in boxes.all():
         assert box.get_attribute("tabindex") == "0"
         assert box.get_attribute("aria-label")
+
+
+CONTRASTS = """() => {
+  const light = (colour) => {
+    const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+    const [r, g, b] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  return [...document.querySelectorAll("#confusion svg g")].map((cell) => {
+    const lights = ["rect", "text"].map((tag) => light(getComputedStyle(cell.querySelector(tag)).fill));
+    return (Math.max(...lights) + 0.05) / (Math.min(...lights) + 0.05);
+  });
+}"""
+
+
+@pytest.mark.parametrize("opened", [("one", DESKTOP, scheme) for scheme in ("light", "dark")], indirect=True)
+def test_the_numbers_of_the_confusion_matrix_can_be_read(opened: Opened) -> None:
+    found = opened.page.evaluate(CONTRASTS)
+    assert len(found) >= len(CLASSES)
+    assert min(found) >= 4.5

@@ -118,9 +118,10 @@ def confusion(run: Record) -> Section:
         width=WIDTH + 40 if count <= SMALL else 1050,
     )  # fmt: skip
     caption = (
-        "A row for each class, a column for each answer; blue is right, orange is not: the stronger, the more often. "
+        "A row for each class, a column for each prediction; blue is right, orange is wrong. A colour is as strong as "
+        "its share of the row, on one scale for both. "
     )
-    caption += "The numbers count pictures." if count <= WRITTEN else "Point at a mistake for its numbers."
+    caption += "The numbers count images." if count <= WRITTEN else "Point at a mistake for its numbers."
     caption += "" if count <= NAMED else " Classes go by their numbers in the table above."
     pairs = _pairs(verdict, matrix)
     if count <= SMALL:
