@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.bundle import METRICS, Bundle
 from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Batch, Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.resident import Kept, Resident
@@ -32,7 +32,7 @@ from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.memory import Job, evaluation_batch, resident_pictures
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
-from vitrail.training.records import Records
+from vitrail.training.records import Records, card_metrics
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
 from vitrail.training.starting import Start, fitted
@@ -223,11 +223,19 @@ class _Run:
         answers = self._predict(best.model.to(self.where.device), source)
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
+        if final:
+            best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
         if final and self.records is not None:
             self.records.held_out(answers, source)
+            self._write_card(best)
             if not (self.folder / VERDICT).exists():
                 write_json(self.folder / VERDICT, measured.as_dict())
         return best, measured
+
+    def _write_card(self, best: Bundle) -> None:
+        """Add the metrics to the best model's card; a card that cannot be written is no reason to fail."""
+        with suppress(OSError):
+            best.write_card(self.folder / "best")
 
     def _best(self) -> Bundle:
         """Return the best model; only the main process need see the folder."""
