@@ -28,6 +28,8 @@ FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 WEIGHTS_DIGEST = "weights_sha256"
 """What config.json calls the digest of the weights, as `sha256sum model.safetensors` prints it."""
+METRICS = "metrics"
+"""Under this name provenance has what the model was measured at, as a card shows it."""
 
 
 @dataclass
@@ -76,6 +78,13 @@ class Bundle:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (folder / CARD).write_text(self._card(), encoding="utf-8")
 
+    def write_card(self, folder: Path) -> None:
+        """Write the model card anew, where more is known of the model than when its weights were written."""
+        target = folder / CARD
+        temporary = target.with_name(f".{CARD}.part")
+        temporary.write_text(self._card(), encoding="utf-8")
+        temporary.replace(target)
+
     def _config(self, digest: str) -> dict[str, Any]:
         ours = {
             "format_version": FORMAT_VERSION,
@@ -111,9 +120,18 @@ class Bundle:
             f"- Classes: {_names(self.classes, config.classes)}",
             f"- Preprocessing: {self.preprocess.resize} to {height}×{width}, {self.preprocess.interpolation}, mean "
             f"{list(self.preprocess.mean)}, std {list(self.preprocess.std)}",
-            *(f"- {key}: {value}" for key, value in self.provenance.items()),
+            *(f"- {key}: {value}" for key, value in self.provenance.items() if key != METRICS),
+            *_metrics(self.provenance.get(METRICS)),
         ]
         return "\n".join(lines) + "\n"
+
+
+def _metrics(metrics: Any) -> list[str]:
+    """Return what a model was measured at as a table; nothing where it was not."""
+    if not isinstance(metrics, Mapping) or not metrics:
+        return []
+    rows = [f"| {name} | {value} |" for name, value in metrics.items()]
+    return ["", "## Metrics", "", "| metric | value |", "|---|---|", *rows]
 
 
 def _names(classes: tuple[str, ...] | None, outputs: int) -> str:

@@ -1,7 +1,7 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
-recipe.toml split.json stamps.npz check.json metrics.jsonl log.txt best/ last/ state/ verdict.json; and with the extra
-`train`: curves.png tensorboard/ held_out.parquet
+recipe.toml split.json stamps.npz check.json samples/ metrics.jsonl log.txt best/ last/ state/ sessions.json
+verdict.json; and with the extra `train`: curves.png tensorboard/ held_out.parquet
 """
 
 import contextlib
@@ -26,7 +26,20 @@ RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", 
 VERDICT, ORIGIN = "verdict.json", "origin.json"
 BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
-NUMBERS = frozenset({"epoch", "loss", "accuracy", "lr", "gradient_norm", "val_top1", "val_loss", "best"})
+NUMBERS = frozenset(
+    {
+        "epoch",
+        "loss",
+        "accuracy",
+        "lr",
+        "gradient_norm",
+        "val_top1",
+        "val_loss",
+        "val_balanced_accuracy",
+        "val_macro_f1",
+        "best",
+    }
+)
 """What is a number in every row of a journal that has it."""
 LOCK = ".lock"
 """Every run folder has it, from its first moment on."""

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitrail.checkpoints.bundle import CONFIG, Bundle
+from vitrail.checkpoints.bundle import CONFIG, METRICS, Bundle
 from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Batch, Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.resident import Kept, Resident
@@ -36,7 +36,7 @@ from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.memory import Job, evaluation_batch, resident_pictures
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
-from vitrail.training.records import Records
+from vitrail.training.records import Records, card_metrics
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
 from vitrail.training.starting import Start, fitted
@@ -237,11 +237,19 @@ class _Run:
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
         measured = replace(measured, warnings=(*measured.warnings, *_gap_warning(Journal.read(self.folder))))
+        if final:
+            best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
         if final and self.records is not None:
             self.records.held_out(answers, source)
+            self._write_card(best)
             if self.replaced or not (self.folder / VERDICT).exists():
                 write_json(self.folder / VERDICT, measured.as_dict())
         return best, measured
+
+    def _write_card(self, best: Bundle) -> None:
+        """Add the metrics to the best model's card; a card that cannot be written is no reason to fail."""
+        with suppress(OSError):
+            best.write_card(self.folder / "best")
 
     def _best(self) -> Bundle:
         """Return the best model; only the main process need see the folder."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,6 +40,8 @@ from vitrail.training.loop import Where, train_run
 from vitrail.training.memory import Job, resident_pictures
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.room import room
+from vitrail.training.samples import keep_samples
+from vitrail.training.sessions import timed_session
 from vitrail.training.stamps import check_stamps
 from vitrail.training.team import Team
 from vitrail.training.watch import Screen, Silence
@@ -98,7 +100,8 @@ def train(
         with opened as screen, repeatable(plan.recipe.deterministic):
             with team.together(), team.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
-            best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
+            with timed_session(place, chosen, processes.size, where.precision) if team.is_main else nullcontext():
+                best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
             verdict = _verdict(measured, shown, bad, screen.waited_share)
             screen.note(f"the best model is {place / 'best'}")
             for warning in measured.warnings:
@@ -164,6 +167,7 @@ def _introduce(
             f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
             f"choose another --run, or bring them back"
         )
+    keep_samples(place, parts.train)
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     precision = _precision(plan.recipe, device)
     screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} pictures to train on")
