@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
+from vitrail.data.sources.source import place_of
 from vitrail.errors import ConfigError, Diverged
 from vitrail.runtime import choose_device
 from vitrail.training.folder import (
@@ -132,6 +133,7 @@ def sweep(
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
+    data = place_of(data)
     kind = choose_device(device).type  # refuses a wrong one before anything is read
     recipes = [
         (values, read_recipe(recipe or default_recipe(start), changes, values)) for values in combine(over, changes)

@@ -13,7 +13,7 @@ from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
 from vitrail.data.sources.parquet import ParquetPictures
-from vitrail.data.sources.source import Labels, Pixels, Source
+from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
 from vitrail.data.sources.splits import Parts, part_of
 from vitrail.errors import ConfigError, DataError, suggest
 
@@ -84,6 +84,7 @@ def choose_pictures(
     """
     if part is not None and part not in CHOICES:
         raise ConfigError(f"no part is called {part!r}; choose {', '.join(CHOICES)}")
+    place = place_of(place)
     whole, own = _open(place, on_progress)
     if part is None:
         part = next((name for name in ("test", "val") if name in own), None)
@@ -154,6 +155,7 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
 
     They are matched by name where the model has names, else by number, for which both must have as many.
     """
+    check_source(source)
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):
         more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"

@@ -14,7 +14,7 @@ from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest, open_manifest
 from vitrail.data.sources.parquet import ParquetPictures, open_parquet
 from vitrail.data.sources.shards import expand_pattern, is_pattern, open_shards
-from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, reason_of
+from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, place_of, reason_of
 from vitrail.data.sources.splits import (
     PARTS,
     Parts,
@@ -76,8 +76,9 @@ def open_data(
     (.csv, .jsonl, .parquet), tar shards (one, a folder of them, a pattern), or the word "digits". With the `record` of
     an earlier split the parts are the same as then, whatever `seed` and the shares say.
     """
-    shown_place = shown(os.fspath(place))
-    named = _open_parts(os.fspath(place), on_progress)
+    place = place_of(place)
+    shown_place = shown(place)
+    named = _open_parts(place, on_progress)
     train = named["train"]
     present = np.unique(train.labels)
     if len(present) < 2:
@@ -99,7 +100,7 @@ def open_data(
 
 def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or measure on. Pictures without a class have label -1."""
-    place = os.fspath(place)
+    place = place_of(place)
     if not os.path.lexists(place):
         if place == "digits":
             return digits()
