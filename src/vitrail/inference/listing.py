@@ -242,7 +242,7 @@ def _manifest(path: bytes) -> Iterator[Item]:
 def _rows(place: str) -> Iterable[Row]:
     if place.lower().endswith(".parquet"):
         return read_parquet(place)
-    return (read_csv if place.lower().endswith(".csv") else read_jsonl)(place, True)[1]
+    return (read_jsonl if place.lower().endswith(".jsonl") else read_csv)(place, True)[1]
 
 
 def _row_item(row: Row, manifest: bytes, unit: str) -> Item:

@@ -251,7 +251,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / "notes.docx").touch()
         assert refused(tmp_path / "notes.docx", one=one) == (
             "DATA is neither a folder nor a file of a known kind; "
-            "give a folder, a manifest (.csv, .jsonl, .parquet) or tar shards"
+            "give a folder, a manifest (.csv, .tsv, .jsonl, .parquet) or tar shards"
         )
         if not one:
             os.symlink("nowhere", tmp_path / "link.csv")

@@ -221,7 +221,7 @@ def refused(*paths: str | Path) -> str:
         ([("a.jpg", b""), ("a.json", b'{"label": NaN}')], "a.tar/a.json has no label"),
         (
             [("a.jpg", b""), ("a.json", b'{"label": 0.5}')],
-            "a.tar/a.json has the label 0.5; write a name or a whole number",
+            "a.tar has numbers with fractions as labels (0.5), which are not classes",
         ),
         (
             [("a.jpg", b""), ("a.json", b'{"label": [1, 2]}')],

@@ -27,7 +27,7 @@ from vitrail.data.sources.splits import (
 )
 from vitrail.errors import DataError
 
-MANIFESTS = (".csv", ".jsonl", ".parquet")
+MANIFESTS = (".csv", ".tsv", ".jsonl", ".parquet")
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4", ".zip")
 _SHARD_OF_PART = re.compile(r"(" + "|".join(PARTS) + r")(?![a-z])", re.IGNORECASE)
 

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.labels import label_text, order_classes
+from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.listing import (
     Names,
     NamesBuilder,
@@ -120,7 +120,12 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
             f"{shown_paths} has no pictures; give their names one dot and one of the suffixes "
             f"{', '.join(sorted(SUFFIXES))}"
         )
-    classes, lookup = order_classes(index.found, _read_classes(paths[0]), place=shown_paths)
+    names = _read_classes(paths[0])
+    if names is None and not unlabelled:
+        counts = np.bincount(index.codes[index.codes >= 0], minlength=len(index.found)).tolist()
+        images = dict(zip(index.found, counts, strict=True))
+        check_classes(images, shown_paths, f"list the classes in {CLASSES_FILE} beside the shards")
+    classes, lookup = order_classes(index.found, names, place=shown_paths)
     source = Shards(tuple(paths), index, classes, lookup[index.codes])
     if not unlabelled and (source.labels < 0).any():
         which = source.name(int(np.argmax(source.labels < 0)))
