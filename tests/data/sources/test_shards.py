@@ -302,7 +302,7 @@ def test_patterns(tmp_path: Path) -> None:
         names("a-{09..11}.tar")
     with pytest.raises(DataError, match=r"there is no file that .*/c\*\.tar stands for; correct the pattern"):
         names("c*.tar")
-    with pytest.raises(DataError, match="a pattern is for tar shards only"):
+    with pytest.raises(DataError, match="a pattern is for tar shards, or for Parquet files, only"):
         names("*")
     with pytest.raises(DataError, match="correct the pattern"):
         names("a-{10..08}.tar")

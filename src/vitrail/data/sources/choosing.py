@@ -15,6 +15,7 @@ from vitrail.data.sources.opening import Renumbered, open_data, open_source
 from vitrail.data.sources.parquet import ParquetPictures
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
 from vitrail.data.sources.splits import Parts, part_of
+from vitrail.data.sources.tables import Tables
 from vitrail.errors import ConfigError, DataError, suggest
 
 CHOICES = ("test", "val", "train", "all")
@@ -136,7 +137,7 @@ def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[
         source = open_source(place, on_progress=on_progress)
     except DataError:  # several parts are no single source; what cannot be opened at all fails again
         return _whole_and_parts(open_data(place, val=0, test=0, on_progress=on_progress))
-    if not isinstance(source, Manifest | ParquetPictures) or source.part_of is None:
+    if not isinstance(source, Manifest | ParquetPictures | Tables) or source.part_of is None:
         return source, {}
     rows = {name: np.flatnonzero(source.part_of == number) for number, name in enumerate(("train", "val", "test"))}
     return source, {name: part_of(source, indices) for name, indices in rows.items() if len(indices)}

@@ -91,6 +91,10 @@ class ParquetPictures:
             self._held.popitem(last=False)
         return values
 
+    def let_go(self) -> None:
+        """Forget the row groups that are held."""
+        self._held.clear()
+
     def stamp(self, index: int) -> tuple[int, int]:
         """Return the size of the Parquet file and the time of its last change."""
         return stamp_file(self.place, self.name(index))

@@ -152,7 +152,7 @@ def is_pattern(place: str) -> bool:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Return the tar files that a pattern such as "train-{000..127}.tar" or "train-*.tar" stands for, in order."""
+    """Return the files that a pattern such as "train-{000..127}.tar" or "train-*.parquet" stands for, in order."""
     pieces = RANGE.split(pattern)  # text, first, last, text, first, last, text
     ranges = [_numbers(first, last) for first, last in zip(pieces[1::3], pieces[2::3], strict=True)]
     paths: list[str] = []
@@ -167,9 +167,11 @@ def expand_pattern(pattern: str) -> list[str]:
             )
             raise DataError(f"there is no {what}; correct the pattern")
         paths += found
-    wrong = next((path for path in paths if not path.lower().endswith(".tar")), None)
+    kind = ".parquet" if paths[0].lower().endswith(".parquet") else ".tar"
+    wrong = next((path for path in paths if not path.lower().endswith(kind)), None)
     if wrong is not None:
-        raise DataError(f"{shown(pattern)} stands for {shown(wrong)} among others; a pattern is for tar shards only")
+        kinds = "tar shards, or for Parquet files, only"
+        raise DataError(f"{shown(pattern)} stands for {shown(wrong)} among others; a pattern is for {kinds}")
     return paths
 
 
