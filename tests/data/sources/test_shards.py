@@ -227,7 +227,7 @@ def refused(*paths: str | Path) -> str:
             [("a.jpg", b""), ("a.json", b'{"label": [1, 2]}')],
             "a.tar/a.json has several labels per picture, [1, 2], which",
         ),
-        ([("notes.md", b"")], "a.tar has no pictures; give their names one dot and one of the suffixes bmp, gif"),
+        ([("notes.md", b"")], "a.tar has no pictures; give their names one dot and one of the suffixes avif, bmp"),
         ([("photo.1.jpg", b""), ("photo.1.cls", b"1")], "a.tar has no pictures; give their names one dot"),
     ],
 )

@@ -15,8 +15,12 @@ from vitrail.errors import DataError, InputError
 Pixels = NDArray[Any]
 """A decoded picture: (height, width, channels) or (height, width)."""
 Labels = NDArray[np.int64]
-SUFFIXES = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "npy"})
-"""What the names of picture files end with, after the dot and without regard to case."""
+SUFFIXES = frozenset(
+    {"jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "npy", "heic", "heif", "hif", "avif"}
+)
+"""What the names of image files end with, after the dot and without regard to case.
+
+HEIC is listed also where pillow-heif is not installed, so that a folder has the same images everywhere."""
 
 
 class Source(Protocol):
