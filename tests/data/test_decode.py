@@ -333,7 +333,7 @@ def test_heic_is_read() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     assert decode(heic(exif=exif.tobytes())).shape == (*scene().shape[1::-1], 3)
-    with pytest.raises(DataError, match="a damaged HEI[CF]: "):
+    with pytest.raises(DataError, match=r"a damaged HEI[CF]: "):
         decode(heic()[:-200])
 
 

@@ -145,6 +145,12 @@ def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts, device: to
         write_json(place / CHECK, report.as_dict())
         write_json(place / SPLIT, parts.split)
         screen.note(report.verdict)
+        for finding in report.findings:
+            if finding.grave:
+                some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
+                screen.note(
+                    f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}"
+                )
         screen.choices(plan.choices)
     elif json.loads((place / SPLIT).read_text(encoding="utf-8")) != json.loads(json.dumps(parts.split)):
         raise DataError(
