@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -38,9 +39,9 @@ FUNCTIONS: dict[str, Callable[[object], object]] = {
     "sweep": lambda data: vitrail.sweep(data, over={"optimizer.lr": [0.1]}, quiet=True),
     "embed": lambda data: vitrail.embed(tiny(), data, "features.npy"),
     "probe": lambda data: vitrail.probe(tiny(), data),
-    "open_data": open_data,
-    "open_source": open_source,
-    "choose_pictures": choose_pictures,
+    "open_data": lambda data: open_data(data),
+    "open_source": lambda data: open_source(data),
+    "choose_pictures": lambda data: choose_pictures(data),
 }
 ODD = {
     "dataset": Mine(),
@@ -86,4 +87,4 @@ def test_a_path_where_a_source_is_asked_for() -> None:
 @pytest.mark.parametrize("odd", ["dataset", "nothing"])
 def test_a_classifier_says_what_an_image_may_be(odd: str) -> None:
     with pytest.raises(InputError, match="expected a path, the bytes of a file"):
-        Classifier(tiny()).predict(ODD[odd])
+        Classifier(tiny()).predict(cast("str", ODD[odd]))

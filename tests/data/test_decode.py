@@ -14,10 +14,9 @@ import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from vitrail.data import decode as module
-from vitrail.data import sniffing
 from vitrail.data.decode import decode, open_picture
 from vitrail.data.sniffing import ENDINGS, HEAD, reads_heic, sniff
 from vitrail.data.sources.source import SUFFIXES
@@ -351,7 +350,7 @@ def test_heic_without_pillow_heif_is_recognised(monkeypatch: pytest.MonkeyPatch)
 def test_avif_is_read_or_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     content = saved(Image.fromarray(scene()), "AVIF", quality=90)
     assert np.abs(decode(content).astype(int) - scene()).mean() < 6
-    monkeypatch.setattr(sniffing.features, "check", lambda feature: False)
+    monkeypatch.setattr(features, "check", lambda feature: False)
     with pytest.raises(
         DataError, match=r"^an AVIF image, which this Pillow does not read: pip install 'pillow>=11\.3'$"
     ):

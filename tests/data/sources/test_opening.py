@@ -15,7 +15,7 @@ import pytest
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.opening import open_data, open_source
 from vitrail.data.sources.parquet import ParquetPictures
-from vitrail.data.sources.source import Keyed, Source
+from vitrail.data.sources.source import Source
 from vitrail.data.sources.tables import FILES_HELD, Tables
 from vitrail.errors import DataError
 
@@ -348,4 +348,3 @@ def test_good_data_has_no_faults(tmp_path: Path) -> None:
     faults: list[str] = []
     parts = open_data(folder(tmp_path / "data", cat=10, dog=10), faults=faults)
     assert (faults, len(parts.train)) == ([], 14)
-    assert isinstance(parts.train.whole, Keyed)
