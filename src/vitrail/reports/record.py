@@ -112,6 +112,7 @@ class Check(BaseModel):
     verdict: str
     pictures: int
     looked_at: int
+    not_looked_for: list[str] = []
     counts: dict[str, dict[str, int]]
     findings: list[Finding]
     formats: dict[str, int]

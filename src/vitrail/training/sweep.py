@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
+from vitrail.data.sources.source import place_of
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
@@ -142,6 +143,7 @@ def sweep(
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
+    data = place_of(data)
     kind = choose_device(device).type  # refuses a wrong one before anything is read
     recipes = [
         (values, read_recipe(recipe or default_recipe(start), changes, values)) for values in combine(over, changes)

@@ -15,6 +15,7 @@ from vitrail.data.batches import default_workers
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import quick_check
 from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.source import place_of
 from vitrail.data.sources.splits import Parts
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
@@ -79,7 +80,7 @@ def train(
     "optimizer.lr=3e-4". `start` is a model to begin with. `verdict_on="val"` leaves the test part alone while
     settings are still being chosen; the same call without it gives the verdict later.
     """
-    chosen = choose_device(device)
+    data, chosen = place_of(data), choose_device(device)
     with process_group(chosen) as processes, Team(processes, chosen).noticing_losses() as team:
         with team.together(), team.main_first():
             first = _recipe(recipe, changes, start)
@@ -159,6 +160,12 @@ def _introduce(
         write_json(place / CHECK, report.as_dict())
         write_json(place / SPLIT, parts.split)
         screen.note(report.verdict)
+        for finding in report.findings:
+            if finding.grave:
+                some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
+                screen.note(
+                    f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}"
+                )
         screen.choices(plan.choices)
         for text in advice:
             screen.warning(text)

@@ -12,8 +12,9 @@ from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
 from vitrail.data.sources.parquet import ParquetPictures
-from vitrail.data.sources.source import Labels, Pixels, Source
+from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
 from vitrail.data.sources.splits import Parts, keys_of, part_of
+from vitrail.data.sources.tables import Tables
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.io import ContentError, read_json
 
@@ -84,6 +85,7 @@ def choose_pictures(
     """
     if part is not None and part not in CHOICES:
         raise ConfigError(f"no part is called {part!r}; choose {', '.join(CHOICES)}")
+    place = place_of(place)
     whole, own = _open(place, on_progress)
     if part is None:
         part = next((name for name in ("test", "val") if name in own), None)
@@ -174,7 +176,7 @@ def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[
         source = open_source(place, on_progress=on_progress)
     except DataError:  # several parts are no single source; what cannot be opened at all fails again
         return _whole_and_parts(open_data(place, val=0, test=0, on_progress=on_progress))
-    if not isinstance(source, Manifest | ParquetPictures) or source.part_of is None:
+    if not isinstance(source, Manifest | ParquetPictures | Tables) or source.part_of is None:
         return source, {}
     rows = {name: np.flatnonzero(source.part_of == number) for number, name in enumerate(("train", "val", "test"))}
     return source, {name: part_of(source, indices) for name, indices in rows.items() if len(indices)}
@@ -193,6 +195,7 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
 
     They are matched by name where the model has names, else by number, for which both must have as many.
     """
+    check_source(source)
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):
         more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"

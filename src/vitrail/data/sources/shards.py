@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.labels import label_text, order_classes
+from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.listing import (
     Names,
     NamesBuilder,
@@ -121,7 +121,12 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
             f"{shown_paths} has no pictures; give their names one dot and one of the suffixes "
             f"{', '.join(sorted(SUFFIXES))}"
         )
-    classes, lookup = order_classes(index.found, _read_classes(paths[0]), place=shown_paths)
+    names = _read_classes(paths[0])
+    if names is None and not unlabelled:
+        counts = np.bincount(index.codes[index.codes >= 0], minlength=len(index.found)).tolist()
+        images = dict(zip(index.found, counts, strict=True))
+        check_classes(images, shown_paths, f"list the classes in {CLASSES_FILE} beside the shards")
+    classes, lookup = order_classes(index.found, names, place=shown_paths)
     source = Shards(tuple(paths), index, classes, lookup[index.codes])
     if not unlabelled and (source.labels < 0).any():
         which = source.name(int(np.argmax(source.labels < 0)))
@@ -149,7 +154,7 @@ def is_pattern(place: str) -> bool:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Return the tar files that a pattern such as "train-{000..127}.tar" or "train-*.tar" stands for, in order."""
+    """Return the files that a pattern such as "train-{000..127}.tar" or "train-*.parquet" stands for, in order."""
     pieces = RANGE.split(pattern)  # text, first, last, text, first, last, text
     ranges = [_numbers(first, last) for first, last in zip(pieces[1::3], pieces[2::3], strict=True)]
     paths: list[str] = []
@@ -164,9 +169,11 @@ def expand_pattern(pattern: str) -> list[str]:
             )
             raise DataError(f"there is no {what}; correct the pattern")
         paths += found
-    wrong = next((path for path in paths if not path.lower().endswith(".tar")), None)
+    kind = ".parquet" if paths[0].lower().endswith(".parquet") else ".tar"
+    wrong = next((path for path in paths if not path.lower().endswith(kind)), None)
     if wrong is not None:
-        raise DataError(f"{shown(pattern)} stands for {shown(wrong)} among others; a pattern is for tar shards only")
+        kinds = "tar shards, or for Parquet files, only"
+        raise DataError(f"{shown(pattern)} stands for {shown(wrong)} among others; a pattern is for {kinds}")
     return paths
 
 
