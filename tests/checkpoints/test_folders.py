@@ -274,11 +274,11 @@ def test_what_a_file_does_not_tell_can_be_said(tmp_path: Path) -> None:
         "the file does not say pool='mean'; say it when you open it",
     ]
     said = {"image_size": (16, 64), "pool": "mean", "activation": "gelu_tanh"}
-    again = load(tmp_path / "vit.pth", known=said)
+    again = load(tmp_path / "vit.pth", overrides=said)
     x = torch.randn(1, 3, 16, 64)
     assert torch.equal(again.model(x), bundle.model(x))
     with pytest.raises(ConfigError, match="ViTConfig has no option 'pol'; did you mean 'pool'"):
-        load(tmp_path / "vit.pth", known={"pol": "mean"})
+        load(tmp_path / "vit.pth", overrides={"pol": "mean"})
 
 
 def test_a_bundle_says_everything_itself(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_averaged_weights_come_first_and_are_said(tmp_path: Path) -> None:
 def test_half_files_and_mixed_ones(dtype: torch.dtype, tmp_path: Path) -> None:
     state = {name: tensor.to(dtype) for name, tensor in tiny().model.state_dict().items()}
     torch.save(state, tmp_path / "half.pth")
-    half = load(tmp_path / "half.pth", heads=2, known={"position": "learned_1d"})
+    half = load(tmp_path / "half.pth", heads=2, overrides={"position": "learned_1d"})
     assert half.model(torch.randn(1, 3, 32, 32, dtype=dtype)).dtype == dtype
     del state["norm.bias"]
     torch.save(state, tmp_path / "less.pth")

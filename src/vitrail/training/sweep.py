@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
 from vitrail.errors import ConfigError, Diverged
 from vitrail.runtime import choose_device
 from vitrail.training.folder import (
@@ -31,6 +30,7 @@ from vitrail.training.folder import (
 from vitrail.training.grid import Trial, combine, plan_trials
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.signals import Stopped
+from vitrail.training.starting import opened_start
 from vitrail.training.train import Run, train
 
 CANDIDATE = "candidate.json"
@@ -119,6 +119,8 @@ def sweep(
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     start: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -138,9 +140,10 @@ def sweep(
     ]
     for _, tried in recipes:
         tried.check_start(start)
-    training = _Training(data, start, device, workers, quiet)
-    trials = plan_trials(recipes, data, start, kind)
-    place = Path(folder) if folder is not None else _default_folder(trials, data, start)
+    bundle = opened_start(start, overrides, keys)
+    training = _Training(data, bundle, device, workers, quiet)
+    trials = plan_trials(recipes, data, bundle, kind)
+    place = Path(folder) if folder is not None else _default_folder(trials, data, bundle)
     if (place / RECIPE).exists():
         raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")
     for trial in trials:
@@ -159,9 +162,8 @@ def sweep(
     return Sweep(place, candidates, chosen, best)
 
 
-def _default_folder(trials: Sequence[Trial], data: str | Path, start: str | Path | Bundle | None) -> Path:
-    bundle = start if isinstance(start, Bundle) or start is None else load(start)
-    place = default_folder(origin_of(data, bundle), [trial.plan.recipe for trial in trials])
+def _default_folder(trials: Sequence[Trial], data: str | Path, start: Bundle | None) -> Path:
+    place = default_folder(origin_of(data, start), [trial.plan.recipe for trial in trials])
     return place.with_name(f"{place.name}-sweep")
 
 
