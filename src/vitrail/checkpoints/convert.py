@@ -1,6 +1,7 @@
 """Moving a checkpoint to another library's format, with proof: what was written is opened again and compared."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -86,6 +87,7 @@ def convert(
     target: str | Path,
     *,
     to: Target = "bundle",
+    overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     dtype: Dtype = "keep",
     approximate: bool = False,
@@ -93,7 +95,7 @@ def convert(
 ) -> Conversion:
     """Write a checkpoint in another format, open what was written, and compare the logits before it gets its name.
 
-    `source` is whatever `load` opens, or a bundle, which may have been adapted: `convert(load("B_16.npz",
+    `source` is whatever `load` opens (`overrides` says what its file does not tell), or a bundle, which may have been adapted: `convert(load("B_16.npz",
     image_size=384), …)`. An architecture the target cannot express is refused. Where only small numbers differ (which
     GELU, LayerNorm's eps), `approximate` allows it, and the change is measured. "own" writes by the key table that
     `keys` names. The numbers stay those of the file, or of the bundle, unless `dtype` asks for others.
@@ -105,7 +107,12 @@ def convert(
     if (to == "own") != (keys is not None):
         raise CheckpointError("a key table (--keys) goes with the format 'own', and 'own' needs one")
     check_dtype(dtype)
-    bundle = _in_dtype(source, dtype) if isinstance(source, Bundle) else load(source, dtype=dtype)
+    if isinstance(source, Bundle):
+        if overrides:
+            raise CheckpointError("overrides go with a file; this is a bundle, which says everything itself")
+        bundle = _in_dtype(source, dtype)
+    else:
+        bundle = load(source, overrides=overrides, dtype=dtype)
     path = Path(target)
     _keep_the_source(bundle, target)
     bundle = _norm_before_pool(bundle, to)
