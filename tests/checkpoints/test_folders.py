@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.checkpoints.test_convert import TINY, same, tiny
+from tests.checkpoints.test_convert import same, tiny
 from tests.checkpoints.test_formats import SMALL, assert_same_logits
 from tests.peers import import_peer, relative_error, scramble
 
@@ -347,7 +347,7 @@ def test_a_bundle_keeps_the_numbers_that_were_asked_for(tmp_path: Path) -> None:
     half = load(tmp_path / "b", dtype="keep").model
     assert half(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert load(tmp_path / "b", dtype="fp16").model.head.weight.dtype == torch.float16
-    with pytest.raises(ConfigError, match="no dtype is called 'float23'.*did you mean 'float32'"):
+    with pytest.raises(ConfigError, match=r"no dtype is called 'float23'.*did you mean 'float32'"):
         load(tmp_path / "b", dtype="float23")  # type: ignore[arg-type]
 
 
