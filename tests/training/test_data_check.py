@@ -41,7 +41,7 @@ def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos:
     folder.mkdir()
     plan = choose(read_recipe("scratch-small", CHANGES), look_at(parts.train, "cpu"), None)
     with Screen(folder, quiet=True) as screen:  # what `train` does before the first step
-        _introduce(screen, folder, plan, parts, torch.device("cpu"))
+        _introduce(screen, folder, plan, parts, [], torch.device("cpu"))
     check = json.loads((folder / "check.json").read_text())
     names = {copies["kind"]: [Path(one["name"]).name for one in copies["pictures"]] for copies in check["duplicates"]}
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vitrail._version import __version__
+from vitrail.checkpoints.assumptions import Assumption
 from vitrail.checkpoints.files import read_json, read_weights
+from vitrail.checkpoints.numbers import Dtype, check_numbers, in_dtype
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.checkpoints.timm_config import timm_config
 from vitrail.checkpoints.writing import whole_folder, write_safetensors
@@ -44,6 +46,8 @@ class Bundle:
     """Where the weights come from and what was done to them."""
     origin: Path | None = None
     """Where it was opened; not saved."""
+    assumptions: tuple[Assumption, ...] = ()
+    """What its file did not say and was taken for granted; kept, as sentences, in the provenance of what is saved."""
 
     def __post_init__(self) -> None:
         outputs = self.model.config.classes
@@ -172,7 +176,7 @@ def check_weights(folder: Path, ours: Mapping[str, Any]) -> None:
         )
 
 
-def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
+def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "float32") -> Bundle:
     """Read a bundle's folder."""
     ours = read_json(folder / CONFIG)["vitrail"]
     version = ours.get("format_version")
@@ -191,7 +195,8 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
         raise CheckpointError(
             f"{folder} says {config.depth} layers, but has only {len(weights)} tensors; was it edited?"
         )
-    model, started_fresh = loaded_model(config, weights, fresh=fresh)
+    check_numbers(weights, folder / WEIGHTS)
+    model, started_fresh = loaded_model(config, in_dtype(weights, dtype), fresh=fresh)
     preprocess = Preprocess.from_json(json.dumps(ours["preprocess"]))
     if (preprocess.size, preprocess.channels) != (config.image_size, config.channels):
         raise CheckpointError(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitrail.checkpoints.keys import Weights
+from vitrail.checkpoints.numbers import check_numbers
 from vitrail.errors import CheckpointError
 from vitrail.io import ContentError, open_regular
 from vitrail.io import read_json as read_any_json
@@ -23,7 +24,6 @@ _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "mod
 """Where training scripts put the weights inside a checkpoint; averaged weights first."""
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "backbone.")
 """What torch's and other wrappers put before every name."""
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LONGEST_REASON = 160
 MOST_UNPACKED = 1 << 28
 """Bytes that any compressed file may unpack to; a larger one has to have a size that numbers can be compressed to."""
@@ -56,7 +56,7 @@ def read_checkpoint(files: Sequence[Path]) -> Stored:
 
 def _stored(weights: Weights, inside: str | None, file: Path) -> Stored:
     """See to it that all are numbers a model can be made of, and of one kind."""
-    _check_numbers(weights, file)
+    check_numbers(weights, file)
     kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     notes = [] if inside is None else [f"the weights are those under {inside!r} in the file"]
     if len(kinds) > 1:
@@ -66,22 +66,10 @@ def _stored(weights: Weights, inside: str | None, file: Path) -> Stored:
     return Stored(weights, inside, notes)
 
 
-def _check_numbers(weights: Weights, file: Path) -> None:
-    """Refuse tensors that no model of ours can be made of."""
-    for name, tensor in weights.items():
-        counter = name.endswith("num_batches_tracked")
-        if tensor.layout != torch.strided or tensor.is_meta or not (tensor.dtype in _FLOATS or counter):
-            kind = "no" if tensor.is_meta else "sparse" if tensor.layout != torch.strided else f"{tensor.dtype}"
-            raise CheckpointError(
-                f"{file} holds {kind.removeprefix('torch.')} numbers in {name}; save the model in float32 with the "
-                f"library that made it, and open that"
-            )
-
-
 def read_weights(path: Path) -> Weights:
     """Read every tensor of a file, whatever its kind; the kind is seen from its content, not from its name."""
     weights = _read_file(path)[0]
-    _check_numbers(weights, path)
+    check_numbers(weights, path)
     return weights
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
 from vitrail.cli.terminal import echo
 
@@ -27,18 +28,19 @@ def bench(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time for each line of the table.")] = 2.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    override: Overrides = None,
+    keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure images per second and latency of every engine, precision and batch size on this machine."""
     from vitrail.acceleration.engine import Kind
     from vitrail.acceleration.measure import BATCHES, measure
-    from vitrail.checkpoints.load import load
     from vitrail.runtime import Precision, choose_device
 
     kinds = _known(engine, get_args(Kind), "engine")
     precisions = _known(precision, get_args(Precision), "precision") if precision else None
     place = choose_device(device)
-    opened = load(bundle)
+    opened = open_model(bundle, override, keys)
     with progress("measuring") as on_measured:
         found = measure(
             opened.model,

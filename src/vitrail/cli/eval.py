@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
 from vitrail.cli.terminal import echo
 
@@ -35,6 +36,8 @@ def eval(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
     ] = None,
+    override: Overrides = None,
+    keys: Keys = None,
     by_number: Annotated[
         bool, typer.Option("--by-number", help="Match the classes by their order, whatever they are called.")
     ] = False,
@@ -42,13 +45,12 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
-    from vitrail.checkpoints.load import load
     from vitrail.data.sources.choosing import choose_pictures, recorded_split, seen_by_run
     from vitrail.evaluation import evaluate_bundle
     from vitrail.runtime import autocast, choose_device
 
     autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
-    model = load(bundle)
+    model = open_model(bundle, override, keys)
     record = recorded_split(model.origin)
     with progress("listing") as on_found:
         chosen = choose_pictures(data, part, record=record, on_progress=lambda found: on_found(found, None))

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.terminal import echo
 
 
@@ -19,13 +20,15 @@ def export(
         bool, typer.Option("--channels-last", help="The graph takes pictures as (batch, height, width, channels).")
     ] = False,
     opset: Annotated[int | None, typer.Option(help="The version of ONNX's operators.")] = None,
+    override: Overrides = None,
+    keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Write a model as a graph for another runtime, open what was written, and compare the answers."""
     from vitrail.exporting import export as run
 
     done = run(
-        bundle,
+        open_model(bundle, override, keys),
         output,
         to=to,  # type: ignore[arg-type]
         preprocess=preprocess,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import progress
 from vitrail.cli.terminal import echo
 
@@ -35,11 +36,12 @@ def figures(
         list[str] | None, typer.Option(help="filters, positions, distance or rollout; may be given again.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    override: Overrides = None,
+    keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figures that exist.")] = False,
 ) -> None:
     """Draw the paper's figures from a model: filters, similar positions, attention distance, attention rollout."""
     wanted = _wanted(only, given=bool(pictures))
-    from vitrail.checkpoints.load import load
     from vitrail.explanations.figures.figure import Absent, check_room
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.runtime import choose_device
@@ -47,7 +49,7 @@ def figures(
     check_room(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
     choose_device(device)  # refuses a wrong one before anything is read
     listed = list_items(pictures or [], stdin=read_stdin())
-    opened = load(bundle)
+    opened = open_model(bundle, override, keys)
     items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_PICTURES) else ([], None)
     captions = ["# Figures", ""]
     with progress("drawing") as on_drawn:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
 from vitrail.cli.terminal import echo
 
@@ -34,11 +35,12 @@ def probe(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16: how features are computed.")] = "float32",
+    override: Overrides = None,
+    keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure a model's frozen features: few-shot least squares, nearest neighbours, a linear probe."""
     numbers = _numbers("--shots", shots), _numbers("--k", k)
-    from vitrail.checkpoints.load import load
     from vitrail.data.sources.choosing import recorded_split
     from vitrail.inference.features import Computing, Wanted
     from vitrail.inference.probe import Plan, collect, measure, open_parts
@@ -47,7 +49,7 @@ def probe(
     plan = Plan(words, numbers[0], seeds, numbers[1], part)  # type: ignore[arg-type]
     how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
-    model = load(bundle)
+    model = open_model(bundle, override, keys)
     Wanted(layer=layer).check(model.model.config)
     with progress("listing") as on_found:
         parts = open_parts(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))

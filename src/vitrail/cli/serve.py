@@ -11,6 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from vitrail.cli.overrides import read_overrides
+
 _ENV = "VITRAIL_SERVE_"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "python_multipart")
 
@@ -23,6 +25,17 @@ def serve(
             envvar=f"{_ENV}BUNDLES",
         ),
     ],
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--override",
+            metavar="NAME=VALUE",
+            help="A field that a model's file does not tell: heads=6, pool=mean; may be repeated. For all models.",
+        ),
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="A key table (TOML) for a home-made ViT.", envvar=f"{_ENV}KEYS")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="The address to listen at; 0.0.0.0 is all.", envvar=f"{_ENV}HOST")
     ] = "127.0.0.1",
@@ -109,6 +122,8 @@ def serve(
 
     settings = Settings(
         models=name_models(bundles),
+        overrides=read_overrides(override),
+        keys=keys,
         host=host,
         port=port,
         device=device,

@@ -3,10 +3,11 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 from vitrail.cli.tables import print_table
 from vitrail.cli.terminal import echo
 
@@ -39,6 +40,8 @@ def train(
         ),
     ] = None,
     start: Annotated[str | None, typer.Option("--from", help="A model to start from: whatever inspect opens.")] = None,
+    override: Overrides = None,
+    keys: Keys = None,
     run: Annotated[Path | None, typer.Option(help="The folder of the run; by default runs/<data>-<recipe>.")] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: optimizer.lr=3e-4.")] = None,
     sweep: Annotated[
@@ -54,13 +57,22 @@ def train(
     from vitrail.training.signals import Stopped
     from vitrail.training.train import train as run_training
 
+    said = read_overrides(override)
     is_main = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
     try:
         if sweep:
-            done = _sweep(data, sweep, recipe, changes or [], start, run, device, workers)
+            done = _sweep(data, sweep, recipe, changes or [], start, said, keys, run, device, workers)
         else:
             done = run_training(
-                data, recipe=recipe, changes=changes or (), start=start, folder=run, device=device, workers=workers
+                data,
+                recipe=recipe,
+                changes=changes or (),
+                start=start,
+                overrides=said,
+                keys=keys,
+                folder=run,
+                device=device,
+                workers=workers,
             )
     except Stopped as stopped:
         if is_main:
@@ -95,6 +107,8 @@ def _sweep(
     recipe: str | None,
     changes: list[str],
     start: str | None,
+    overrides: dict[str, Any],
+    keys: Path | None,
     folder: Path | None,
     device: str,
     workers: int | None,
@@ -105,7 +119,16 @@ def _sweep(
 
     over = read_sweep(texts)
     done = sweep(
-        data, over=over, recipe=recipe, changes=changes, start=start, folder=folder, device=device, workers=workers
+        data,
+        over=over,
+        recipe=recipe,
+        changes=changes,
+        start=start,
+        overrides=overrides,
+        keys=keys,
+        folder=folder,
+        device=device,
+        workers=workers,
     )
     _print_sweep(done, list(over))
     return done.best

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -39,6 +39,10 @@ class Settings(Frozen):
 
     models: Annotated[tuple[NamedSource, ...], AsTuple]
     """The first is the one that answers where a request names none."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields that the models' files do not tell, as for `vitrail.load`; for all models."""
+    keys: Path | None = None
+    """A key table for home-made ViTs."""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """0 takes any that is free."""

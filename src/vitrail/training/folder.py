@@ -54,7 +54,7 @@ class Origin(NamedTuple):
     data: str
     """Where the pictures are."""
     start: str
-    """A checksum of the weights it starts from; nothing for fresh ones."""
+    """A checksum of the model it starts from, its weights and its config; nothing for a fresh one."""
 
 
 def origin_of(data: str | Path, start: Bundle | None) -> Origin:
@@ -62,7 +62,7 @@ def origin_of(data: str | Path, start: Bundle | None) -> Origin:
     place = str(data) if str(data) == BUILT_IN else str(Path(data).resolve())
     if start is None:
         return Origin(place, "")
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(start.model.config.resolved().to_json().encode(), digest_size=16)
     for name, tensor in sorted(start.model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
 from vitrail.data.sources.source import place_of
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
@@ -38,6 +37,7 @@ from vitrail.training.folder import (
 from vitrail.training.grid import Trial, combine, plan_trials
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.signals import Stopped
+from vitrail.training.starting import opened_start
 from vitrail.training.train import Run, train
 
 CANDIDATE = "candidate.json"
@@ -130,6 +130,8 @@ def sweep(
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     start: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -150,9 +152,10 @@ def sweep(
     ]
     for _, tried in recipes:
         tried.check_start(start)
-    training = _Training(data, start, device, workers, quiet)
-    trials = plan_trials(recipes, data, start, kind)
-    place = Path(folder) if folder is not None else _default_folder(trials, data, start)
+    bundle = opened_start(start, overrides, keys)
+    training = _Training(data, bundle, device, workers, quiet)
+    trials = plan_trials(recipes, data, bundle, kind)
+    place = Path(folder) if folder is not None else _default_folder(trials, data, bundle)
     if (place / RECIPE).exists():
         raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")
     for trial in trials:
@@ -172,9 +175,8 @@ def sweep(
     return Sweep(place, candidates, chosen, best, criterion)
 
 
-def _default_folder(trials: Sequence[Trial], data: str | Path, start: str | Path | Bundle | None) -> Path:
-    bundle = start if isinstance(start, Bundle) or start is None else load(start)
-    place = default_folder(origin_of(data, bundle), [trial.plan.recipe for trial in trials])
+def _default_folder(trials: Sequence[Trial], data: str | Path, start: Bundle | None) -> Path:
+    place = default_folder(origin_of(data, start), [trial.plan.recipe for trial in trials])
     return place.with_name(f"{place.name}-sweep")
 
 

@@ -1,16 +1,15 @@
 """`train`: a folder of pictures in, a measured classifier out."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
 from vitrail.data.batches import default_workers
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import quick_check
@@ -44,6 +43,7 @@ from vitrail.training.room import room
 from vitrail.training.samples import keep_samples
 from vitrail.training.sessions import timed_session
 from vitrail.training.stamps import check_stamps
+from vitrail.training.starting import opened_start
 from vitrail.training.team import Team
 from vitrail.training.watch import Screen, Silence
 
@@ -68,6 +68,8 @@ def train(
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     start: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -77,7 +79,8 @@ def train(
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
-    "optimizer.lr=3e-4". `start` is a model to begin with. `verdict_on="val"` leaves the test part alone while
+    "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
+    for `load`. `verdict_on="val"` leaves the test part alone while
     settings are still being chosen; the same call without it gives the verdict later.
     """
     data, chosen = place_of(data), choose_device(device)
@@ -85,7 +88,7 @@ def train(
         with team.together(), team.main_first():
             first = _recipe(recipe, changes, start)
             first.check_start(start)
-            bundle = start if isinstance(start, Bundle) or start is None else load(start)
+            bundle = opened_start(start, overrides, keys)
             parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
             facts = look_at(parts.train, chosen.type)
             plan = choose(first, facts, bundle)
