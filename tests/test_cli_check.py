@@ -182,6 +182,16 @@ def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
         assert f"class {label!r} has 1 picture, too few for 3 parts" in done.out
 
 
+def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path) -> None:
+    rows = [f"cat/{number}.jpg,0.{number}" for number in range(10)] + [f"{number}.jpg,1" for number in range(20)]
+    (data / "list.csv").write_text("\n".join(["path,label", *rows]))
+    done = run(data / "list.csv")
+    assert (done.code, done.out) == (2, "")
+    assert f"{data}/list.csv has 21 faults: (1) 0.jpg, which {data}/list.csv lists, is not there" in done.err
+    assert "(20) 19.jpg, which" in done.err
+    assert f"(21) {data}/list.csv has numbers with fractions as labels (0.0, 0.1, 0.2, …), which are not" in done.err
+
+
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])
 def test_no_picture_that_can_be_read(run: Run, data: Path, option: str) -> None:
     for path in data.rglob("*.jpg"):
