@@ -118,6 +118,7 @@ def _print_report(report: "Report") -> None:
     _print_sizes(report)
     _heading("Files")
     _print_wrapped(f"{_bytes(report.bytes)} in all; {_listed(report.formats)}; {_listed(report.modes)}")
+    _print_wrapped(f"Not looked for: {'; '.join(report.not_looked_for)}.")
 
 
 def _print_sizes(report: "Report") -> None:
