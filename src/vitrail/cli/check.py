@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.checking.check import Report
@@ -73,16 +74,16 @@ def check(
         found = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
         if speed is not None:
             found |= {"speed": speed.as_dict(), "bounds": [speed.bound(wanted, cores)._asdict() for wanted in speeds]}
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        echo(json.dumps(found, indent=2, ensure_ascii=False))
         raise typer.Exit(2 if report.unreadable or report.faults else 0)
     _print_report(report)
     _heading("Speed")
     if speed is not None:
         _print_speed(speed, speeds, cores, size)
     else:
-        typer.echo("No picture of the sample could be prepared, so there is nothing to measure.")
+        echo("No picture of the sample could be prepared, so there is nothing to measure.")
     if sheet is not None:
-        typer.echo(f"\nThe contact sheet is {sheet}.")
+        echo(f"\nThe contact sheet is {sheet}.")
     # What cannot be read or opened is a fault that a script should notice.
     raise typer.Exit(2 if report.unreadable or report.faults else 0)
 
@@ -111,7 +112,7 @@ def _print_report(report: "Report") -> None:
         for line in finding.details[:listed]:
             _print_wrapped(line, indent=4, inner=6)
         if len(finding.details) > listed:
-            typer.echo(f"    … and {len(finding.details) - listed:,} more")
+            echo(f"    … and {len(finding.details) - listed:,} more")
     _heading("Classes")
     _print_classes(report)
     _heading("Sizes: the shorter side, in pixels")
@@ -129,9 +130,9 @@ def _print_sizes(report: "Report") -> None:
         if span.pictures:
             name = f"{span.low}–{span.high - 1}" if span.high is not None else f"from {span.low}"
             length = -(-BAR * span.pictures // most)
-            typer.echo(f"{name:>9}  {'█' * length:<{BAR}}  {span.pictures:>9,}")
+            echo(f"{name:>9}  {'█' * length:<{BAR}}  {span.pictures:>9,}")
         elif not gap:
-            typer.echo(f"{'…':>9}")
+            echo(f"{'…':>9}")
         gap = not span.pictures
 
 
@@ -157,14 +158,14 @@ def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: in
     )
     bounds = [speed.bound(wanted, cores) for wanted in speeds]
     here = "1 core" if cores == 1 else f"{cores} cores"
-    typer.echo(f"\nOn this machine, which has {here}:")
+    echo(f"\nOn this machine, which has {here}:")
     print_table(
         ("compute, images/s", "workers needed", "bound by", "images/s reached"),
         [(_rate(bound.images_per_second), f"{bound.workers:,}", bound.by, _rate(bound.reached)) for bound in bounds],
         numbers=("compute, images/s", "workers needed", "images/s reached"),
     )
     if any(bound.by != "compute" for bound in bounds):
-        typer.echo(f"What would help where the device waits for pictures: {HELP[speed.slowest]}.")
+        echo(f"What would help where the device waits for pictures: {HELP[speed.slowest]}.")
 
 
 def _rate(images: float) -> str:
@@ -176,7 +177,7 @@ def _sentence(text: str) -> str:
 
 
 def _heading(text: str) -> None:
-    typer.secho(f"\n{text}", bold=True)
+    echo(f"\n{text}", bold=True)
 
 
 def _print_wrapped(text: str, indent: int = 0, inner: int = 0) -> None:
@@ -185,7 +186,7 @@ def _print_wrapped(text: str, indent: int = 0, inner: int = 0) -> None:
     import textwrap
 
     if not sys.stdout.isatty():  # whole lines where nobody watches
-        typer.echo(" " * indent + text)
+        echo(" " * indent + text)
         return
     width = max(40, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(
@@ -196,7 +197,7 @@ def _print_wrapped(text: str, indent: int = 0, inner: int = 0) -> None:
         break_on_hyphens=False,
         break_long_words=False,
     )
-    typer.echo("\n".join(lines))
+    echo("\n".join(lines))
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -16,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from vitrail.data.orientation import quiet, seen_size, turn_of, turn_of_jpeg, turned
 from vitrail.data.sniffing import HEAD, sniff, why_not_read
 from vitrail.data.sources.source import Pixels
+from vitrail.data.structure import outline
 from vitrail.errors import DataError
 
 PIXEL_LIMIT = 178_956_970
@@ -51,6 +52,7 @@ def open_picture(stored: bytes | Pixels | Image.Image) -> Picture:
         return _Opened(stored)
     if not stored:
         raise DataError("the file is empty")
+    outline(stored)  # refuses what would take very long, before any decoder sees it
     if stored[:3] == b"\xff\xd8\xff":
         with contextlib.suppress(ValueError):  # what libjpeg-turbo finds odd is left to Pillow to judge
             return _Jpeg(stored)
@@ -168,6 +170,8 @@ class _Other(_Opened):
             with quiet():
                 picture = Image.open(io.BytesIO(content))
                 turn_of(picture)
+            if picture.format == "EPS":  # a program, which Pillow would run with Ghostscript
+                raise DataError("PostScript, which is not decoded here; save it as PNG or JPEG")
         except Image.DecompressionBombError:
             raise TooManyPixels(
                 f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"

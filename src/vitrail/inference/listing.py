@@ -25,6 +25,7 @@ from vitrail.data.sources.shards import RANGE, expand_pattern, is_pattern
 from vitrail.data.sources.source import SUFFIXES, reason_of
 from vitrail.data.sources.tar import members
 from vitrail.errors import DataError
+from vitrail.io import open_regular
 
 STDIN = "-"
 AT_ONCE = 65_536
@@ -221,7 +222,7 @@ def _match_names(folder: bytes, wanted: Callable[["os.DirEntry[bytes]"], bool]) 
 def _tar(path: bytes) -> Iterator[Item]:
     """Give the files in a tar that end as pictures do."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             for member in members(os.fsdecode(path), file.fileno()):
                 if not _is_picture(os.path.basename(member.name)) or b"__MACOSX/" in member.name:
                     continue

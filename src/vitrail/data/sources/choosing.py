@@ -1,6 +1,5 @@
 """Choosing the pictures that a model is measured on, and counting their classes as the model does."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
 from vitrail.data.sources.parquet import ParquetPictures
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
-from vitrail.data.sources.splits import Parts, part_of
+from vitrail.data.sources.splits import Parts, keys_of, part_of
 from vitrail.data.sources.tables import Tables
 from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.io import ContentError, read_json
 
 CHOICES = ("test", "val", "train", "all")
 
@@ -105,13 +105,52 @@ def choose_pictures(
     return Chosen(source, part, record is not None and part != "train")
 
 
+class Seen(NamedTuple):
+    """What the run that a model comes from did with the images it is evaluated on."""
+
+    selected_on: int = 0
+    """How many of them are in the run's validation split, which picked the best checkpoint."""
+    trained_on: int = 0
+
+    def said(self, images: int) -> str:
+        """Say it as a caveat; nothing where the model has never met them."""
+        said = ""
+        if self.selected_on:
+            said += (
+                f"; selected on {'these' if self.selected_on == images else f'{self.selected_on:,} of these'} images"
+            )
+        if self.trained_on:
+            said += f"; trained on {'these' if self.trained_on == images else f'{self.trained_on:,} of these'} images"
+        return said
+
+
+def seen_by_run(source: Source, record: Mapping[str, Any] | None) -> Seen:
+    """Find images among those that a run's record of its split names."""
+    if record is None:
+        return Seen()
+    names = record["names"] if isinstance(record["names"], Mapping) else {}
+    val, test = (set(names.get(part) or ()) for part in ("val", "test"))
+    keys = set(_keys_of(source))
+    if keys <= test:  # folders of val and test may hold files of the same names
+        return Seen()
+    # The names of the training images are not recorded; where all others are there, the rest are those.
+    whole = bool(val | test) and (val | test) <= keys
+    return Seen(len(keys & val), len(keys - val - test) if whole else 0)
+
+
+def _keys_of(source: Source) -> list[str]:
+    if isinstance(source, Joined):
+        return [key for inner in source.sources for key in _keys_of(inner)]
+    return keys_of(source)
+
+
 def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
     """Return the split of the run that a bundle lies in, so that no picture it was trained on is taken for a test."""
     if bundle is None:
         return None
     try:
-        record = json.loads((bundle.absolute().parent / "split.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_json(bundle.absolute().parent / "split.json")
+    except (OSError, ContentError):
         return None
     return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
 

@@ -16,6 +16,7 @@ from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Names, NamesBuilder, Progress, shown
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
 from vitrail.errors import DataError
+from vitrail.io import open_text
 
 DELIMITERS = ",;\t"
 PROGRESS_EVERY = 10_000
@@ -192,7 +193,7 @@ def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
 
 def _header(place: str) -> tuple[str, list[str]]:
     """Return the delimiter by which the first line has most of the columns that we look for, and that line."""
-    with open(place, newline="", encoding="utf-8-sig") as file:
+    with open_text(place, newline="") as file:
         headers = {}
         for delimiter in DELIMITERS:
             file.seek(0)
@@ -209,7 +210,7 @@ def _header(place: str) -> tuple[str, list[str]]:
 def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -> Iterator[Row]:
     places = [None if column is None else header.index(column) for column in columns]
     name = {",": "commas", ";": "semicolons", "\t": "tabs"}[delimiter]
-    with open(place, newline="", encoding="utf-8-sig") as file:
+    with open_text(place, newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
         lines = _csv_lines(place, reader)
         next(lines, None)
@@ -246,7 +247,7 @@ def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object]]]:
-    with open(place, encoding="utf-8-sig") as file:
+    with open_text(place) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -18,6 +18,7 @@ from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
 from vitrail.data.sources.source import Labels, reason_of, stamp_file
 from vitrail.errors import DataError
+from vitrail.io import open_regular
 
 GROUPS_HELD = 4
 """How many row groups a process keeps in memory."""
@@ -71,9 +72,9 @@ class ParquetPictures:
         if values is None:
             arrow = import_pyarrow(self.place)
             try:
-                with open(self.place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+                with open_regular(self.place) as raw, arrow.parquet.ParquetFile(raw) as file:
                     table = file.read_row_group(group, columns=[self.column], use_threads=False)
-            except (OSError, arrow.ArrowException, IndexError) as fault:
+            except _damage(arrow) as fault:
                 raise DataError(f"{self.name(index)} cannot be read: {_one_line(fault)}") from None
             values = table.column(0)
             for inner in self.column.split(".")[1:]:
@@ -116,9 +117,9 @@ def open_parquet(
     place = os.fspath(place)
     arrow = import_pyarrow(place)
     try:
-        with open(place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             return _open(place, arrow, file, unlabelled, faults, on_progress)
-    except (OSError, arrow.ArrowException) as fault:
+    except _damage(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
@@ -157,11 +158,11 @@ def read_parquet(place: str) -> Iterator[Row]:
     """Go through a file without holding its rows; `Row.picture` is a picture's bytes, its path, or both in a dict."""
     arrow = import_pyarrow(place)
     try:
-        with open(place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             columns = Columns(_columns(place, arrow, file, True).picture, None, None, None)
             at_once = 65_536 if _bytes_column(arrow, file, columns.picture) is None else 16
             yield from _rows(file, columns, at_once)
-    except (OSError, arrow.ArrowException) as fault:
+    except _damage(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
@@ -227,6 +228,11 @@ def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[Row]:
         cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
         for picture, label, name, split in zip(*cells, strict=False):
             yield Row(next(numbers), picture, label, name, split)
+
+
+def _damage(arrow: Any) -> tuple[type[Exception], ...]:
+    """Return what comes out of pyarrow for a damaged file, or for one that is not Parquet."""
+    return OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError, arrow.ArrowException
 
 
 def _one_line(fault: Exception) -> str:

@@ -27,6 +27,7 @@ from vitrail.data.sources.listing import (
 from vitrail.data.sources.source import SUFFIXES, Labels, reason_of, stamp_file
 from vitrail.data.sources.tar import Member, members
 from vitrail.errors import DataError
+from vitrail.io import ContentError, open_regular, read_text
 
 CLASSES_FILE = "classes.txt"
 LABEL_SUFFIXES = (b"cls", b"json", b"txt")
@@ -85,7 +86,7 @@ class Shards:
         """Return the content of a picture's file."""
         size = int(self.index.sizes[index])
         try:
-            with open(self._path(index), "rb", buffering=0) as file:
+            with open_regular(self._path(index)) as file:
                 content = read_at(file.fileno(), size, int(self.index.starts[index]))
         except OSError as fault:
             raise DataError(f"{self.name(index)} cannot be read: {reason_of(fault)}") from None
@@ -138,11 +139,12 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
 def _read_classes(shard: str) -> list[str] | None:
     path = os.path.join(os.path.dirname(shard), CLASSES_FILE)
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            return [line.strip() for line in file.read().rstrip().splitlines()]
+        return [line.strip() for line in read_text(path).removeprefix("\ufeff").rstrip().splitlines()]
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as fault:
+    except ContentError as fault:
+        raise DataError(f"{shown(path)} {fault}; save it as UTF-8") from None
+    except OSError as fault:
         raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
 
 
@@ -239,7 +241,7 @@ class _Group:
 def _pictures(path: str) -> Iterator[tuple[Member, str | None]]:
     """Go through the pictures of a shard, in their order, each with the text of its label."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             for group in _groups(path, file.fileno()).values():
                 if group.picture is not None:
                     yield group.picture, _label(path, file.fileno(), group)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.errors import DataError, InputError
+from vitrail.io import open_regular
 
 Pixels = NDArray[Any]
 """A decoded picture: (height, width, channels) or (height, width)."""
@@ -168,8 +169,8 @@ def reason_of(fault: OSError | ValueError) -> str:
 def read_file(path: str | bytes, name: str) -> bytes:
     """Return the content of a file; `name` is what messages call it."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
+        with open_regular(path) as file:
+            return file.readall()
     except (OSError, ValueError) as fault:
         raise DataError(f"{name} cannot be read: {reason_of(fault)}") from None
 

@@ -116,7 +116,7 @@ def make_record(
         "seed": seed,
         "shares": dict(shares or {}),
         "counts": {name: _class_counts(part) for name, part in parts.items() if part is not None},
-        "names": {name: _keys(part) for name, part in parts.items() if part is not None and name != "train"},
+        "names": {name: keys_of(part) for name, part in parts.items() if part is not None and name != "train"},
     }
 
 
@@ -125,7 +125,8 @@ def _class_counts(source: Source) -> dict[str, int]:
     return dict(zip(source.classes, counts, strict=True))
 
 
-def _keys(source: Source) -> list[str]:
+def keys_of(source: Source) -> list[str]:
+    """Return what a record of a split calls the images of a source."""
     whole, indices = (
         (source.whole, source.indices.tolist()) if isinstance(source, Part) else (source, range(len(source)))
     )
@@ -140,7 +141,7 @@ def parts_from_record(source: Source, record: Mapping[str, Any]) -> Parts:
         counts: dict[str, dict[str, int]] = dict(record["counts"])
     except (KeyError, TypeError, AttributeError):
         raise DataError("the record of the split is incomplete; start again without it") from None
-    place_of = {key: index for index, key in enumerate(_keys(source))}
+    place_of = {key: index for index, key in enumerate(keys_of(source))}
     found: dict[str, Indices] = {}
     for part, keys in names.items():
         gone = [key for key in keys if key not in place_of]
