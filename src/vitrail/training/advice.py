@@ -14,8 +14,8 @@ def before_training(facts: Facts, *, fresh: bool) -> list[str]:
     repository = PRETRAINED.removeprefix("timm:")
     return [
         f"few photographs: {facts.pictures:,} images to train on, from scratch. Expect far less than a pretrained "
-        "model gives: a Vision Transformer knows nothing of images beforehand, and has to learn edges, textures and shapes "
-        "from these alone",
+        "model gives: a Vision Transformer knows nothing of images beforehand, and has to learn edges, textures and "
+        "shapes from these alone",
         f"better: start from a pretrained model, --from {PRETRAINED} (on a CPU add --recipe linear-probe). Without a "
         f"network: elsewhere, hf download timm/{repository} --local-dir vit-small; copy the folder here; --from "
         "vit-small",
