@@ -17,6 +17,7 @@ def _run() -> int:
 
     from vitrail.cli.app import app
     from vitrail.errors import VitrailError
+    from vitrail.terminal import printable
 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -28,15 +29,15 @@ def _run() -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help already
             return 2
         said = error.format_message()  # type: ignore[attr-defined]
-        print(f"vitrail: {said}{_recipe_hint(error) or ' (see vitrail --help)'}", file=sys.stderr)
+        print(printable(f"vitrail: {said}{_recipe_hint(error) or ' (see vitrail --help)'}"), file=sys.stderr)
     except typer.Abort:
         return 130
     except VitrailError as error:
         rank = os.environ.get("RANK", "0")  # among the processes that torchrun started
         if rank == "0" or not error.everywhere:
-            print(f"vitrail: {'' if rank == '0' else f'process {rank}: '}{error}", file=sys.stderr)
+            print(printable(f"vitrail: {'' if rank == '0' else f'process {rank}: '}{error}"), file=sys.stderr)
     except OSError as error:  # a full disk, a closed terminal
-        print(f"vitrail: {error.strerror or error}", file=sys.stderr)
+        print(printable(f"vitrail: {error.strerror or error}"), file=sys.stderr)
     else:
         return code if isinstance(code, int) else 0
     return 2

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.sources.choosing import Chosen
@@ -34,6 +36,8 @@ def eval(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
     ] = None,
+    override: Overrides = None,
+    keys: Keys = None,
     by_number: Annotated[
         bool, typer.Option("--by-number", help="Match the classes by their order, whatever they are called.")
     ] = False,
@@ -41,13 +45,12 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
-    from vitrail.checkpoints.load import load
     from vitrail.data.sources.choosing import choose_pictures, recorded_split, seen_by_run
     from vitrail.evaluation import evaluate_bundle
     from vitrail.runtime import autocast, choose_device
 
     autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
-    model = load(bundle)
+    model = open_model(bundle, override, keys)
     record = recorded_split(model.origin)
     with progress("listing") as on_found:
         chosen = choose_pictures(data, part, record=record, on_progress=lambda found: on_found(found, None))
@@ -68,7 +71,7 @@ def eval(
     for warning in found.warnings:
         typer.secho(f"WARNING: {warning}", err=True, bold=True, fg="yellow")
     if as_json:
-        typer.echo(_compact_json({"part": chosen.part, **seen._asdict(), **found.as_dict(), "verdict": result}))
+        echo(_compact_json({"part": chosen.part, **seen._asdict(), **found.as_dict(), "verdict": result}))
         return
     _print_evaluation(found, result, every_class)
 
@@ -83,8 +86,8 @@ def _kind(chosen: "Chosen") -> str:
 def _print_evaluation(found: "Evaluation", result: str, every_class: bool) -> None:
     from vitrail.evaluation import percent
 
-    typer.echo(f"{result}.")
-    typer.echo("")
+    echo(f"{result}.")
+    echo("")
     loss, base = found.loss_interval, found.baselines
     rows = [
         ("top-1", f"{percent(found.top1)}%", _span(found.top1_interval)),
@@ -97,7 +100,7 @@ def _print_evaluation(found: "Evaluation", result: str, every_class: bool) -> No
         ("calibration error", f"{percent(found.ece)}%", ""),
     ]
     print_table(("measure", "value", "95% interval"), rows, numbers=("value",))
-    typer.echo(_calibration(found))
+    echo(_calibration(found))
     _print_classes(found, every_class)
     confusions = found.most_confused(LISTED)
     if confusions:
@@ -117,9 +120,9 @@ def _print_evaluation(found: "Evaluation", result: str, every_class: bool) -> No
     if found.bad:
         _heading("Pictures that could not be read")
         for picture in found.bad[:LISTED]:
-            typer.echo(f"{picture.name}: {picture.reason}")
+            echo(f"{picture.name}: {picture.reason}")
         if len(found.bad) > LISTED:
-            typer.echo(f"… and {len(found.bad) - LISTED:,} more")
+            echo(f"… and {len(found.bad) - LISTED:,} more")
 
 
 def _calibration(found: "Evaluation") -> str:
@@ -142,10 +145,10 @@ def _print_classes(found: "Evaluation", every_class: bool) -> None:
         numbers=("pictures", "recall", "precision", "F1"),
     )
     if len(rows) > len(listed):
-        typer.echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
+        echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
     without = len(found.per_class) - len(rows)
     if without:
-        typer.echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without pictures here.")
+        echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without pictures here.")
 
 
 def _span(interval: "Interval | None") -> str:
@@ -161,7 +164,7 @@ def _share(share: float | None) -> str:
 
 
 def _heading(text: str) -> None:
-    typer.secho(f"\n{text}", bold=True)
+    echo(f"\n{text}", bold=True)
 
 
 def _compact_json(found: dict[str, Any]) -> str:

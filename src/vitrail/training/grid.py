@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
 from vitrail.data.batches import Training
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.splits import Parts
@@ -129,10 +128,9 @@ def shown(value: Any) -> str:
 
 
 def plan_trials(
-    recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, start: str | Path | Bundle | None, device: str
+    recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, bundle: Bundle | None, device: str
 ) -> list[Trial]:
     """Settle and check every candidate before the first is trained; of equal ones keep one."""
-    bundle = start if isinstance(start, Bundle) or start is None else load(start)
     known: dict[int, tuple[Parts, Facts]] = {}
     trials: dict[str, Trial] = {}
     for values, recipe in recipes:

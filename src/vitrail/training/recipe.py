@@ -8,7 +8,6 @@ import hashlib
 import json
 import operator
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +21,7 @@ from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadFiles
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest
+from vitrail.io import ContentError, parse_toml, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
@@ -210,9 +210,9 @@ def read_value(text: str) -> Any:
     word = text.strip()
     number = re.sub(r"^([-+]?)\.(?=[0-9])", r"\g<1>0.", word)
     try:
-        value = tomllib.loads(f"value = {number}")["value"]
+        value = parse_toml(f"value = {number}")["value"]
         json.dumps(value)  # a date is TOML, too, but no value of a recipe
-    except (tomllib.TOMLDecodeError, TypeError):
+    except (ContentError, TypeError):
         return None if word == "none" else word
     return value
 
@@ -224,7 +224,7 @@ def _presets() -> Any:
 def _table(name: str | Path) -> dict[str, Any]:
     place = _presets().joinpath(f"{name}.toml") if str(name) in preset_names() else Path(name)
     try:
-        return tomllib.loads(place.read_text(encoding="utf-8"))
+        return read_toml(place) if isinstance(place, Path) else parse_toml(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if str(name).endswith(".toml"):
             raise ConfigError(f"there is no file {name}; give a recipe that is there, or a name of our own") from None
@@ -234,8 +234,8 @@ def _table(name: str | Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ConfigError(f"the recipe {name} cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {name} is not TOML ({error})") from None
+    except ContentError as error:
+        raise ConfigError(f"the recipe {name} {error}") from None
 
 
 def _set(table: dict[str, Any], path: str, value: Any) -> None:

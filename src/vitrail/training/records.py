@@ -8,7 +8,7 @@ from typing import Any
 
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
-from vitrail.evaluation import Predictions
+from vitrail.evaluation import Evaluation, Predictions, percent
 from vitrail.training.curves import draw_curves
 from vitrail.training.events import Events
 from vitrail.training.folder import CURVES, EVENTS, HELD_OUT, Journal
@@ -85,3 +85,19 @@ class Records:
         except (CheckpointError, ImportError, OSError) as error:
             self.left_out.add(file)
             self.note(f"{file} is left out from here on: {error}")
+
+
+def card_metrics(measured: Evaluation, *, tested: bool) -> dict[str, str]:
+    """Return the metrics that a model card shows, with the split they are from and what has to be known with them."""
+    split = "test" if tested else "train" if measured.kind == "training pictures" else "validation"
+    caveat = {"train": ", which the model was trained on", "validation": ", which also selected the checkpoint"}
+    low, high = (percent(end) for end in measured.top1_interval)
+    return {
+        "split": f"{split}, {measured.pictures:,} images{caveat.get(split, '')}",
+        "accuracy": f"{percent(measured.top1)}% (95% interval {low}–{high}%)",
+        **({} if measured.top5 is None else {"top-5 accuracy": f"{percent(measured.top5)}%"}),
+        "balanced accuracy": f"{percent(measured.balanced_accuracy)}%",
+        "macro F1": f"{percent(measured.macro_f1)}%",
+        "log loss": f"{measured.loss:.3f}",
+        "calibration error": f"{percent(measured.ece)}%",
+    }

@@ -14,12 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
-from vitrail.errors import ConfigError, Diverged
+from vitrail.data.sources.source import place_of
+from vitrail.errors import CheckpointError, ConfigError, Diverged
+from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
+from vitrail.terminal import printable
 from vitrail.training.criterion import TITLES, Criterion, score, shared_criterion
 from vitrail.training.folder import (
+    METRICS,
     RECIPE,
     SWEEP,
     Journal,
@@ -32,6 +37,7 @@ from vitrail.training.folder import (
 from vitrail.training.grid import Trial, combine, plan_trials
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.signals import Stopped
+from vitrail.training.starting import opened_start
 from vitrail.training.train import Run, train
 
 CANDIDATE = "candidate.json"
@@ -114,7 +120,7 @@ class _Training:
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def sweep(
@@ -124,6 +130,8 @@ def sweep(
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     start: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -137,15 +145,17 @@ def sweep(
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
+    data = place_of(data)
     kind = choose_device(device).type  # refuses a wrong one before anything is read
     recipes = [
         (values, read_recipe(recipe or default_recipe(start), changes, values)) for values in combine(over, changes)
     ]
     for _, tried in recipes:
         tried.check_start(start)
-    training = _Training(data, start, device, workers, quiet)
-    trials = plan_trials(recipes, data, start, kind)
-    place = Path(folder) if folder is not None else _default_folder(trials, data, start)
+    bundle = opened_start(start, overrides, keys)
+    training = _Training(data, bundle, device, workers, quiet)
+    trials = plan_trials(recipes, data, bundle, kind)
+    place = Path(folder) if folder is not None else _default_folder(trials, data, bundle)
     if (place / RECIPE).exists():
         raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")
     for trial in trials:
@@ -165,9 +175,8 @@ def sweep(
     return Sweep(place, candidates, chosen, best, criterion)
 
 
-def _default_folder(trials: Sequence[Trial], data: str | Path, start: str | Path | Bundle | None) -> Path:
-    bundle = start if isinstance(start, Bundle) or start is None else load(start)
-    place = default_folder(origin_of(data, bundle), [trial.plan.recipe for trial in trials])
+def _default_folder(trials: Sequence[Trial], data: str | Path, start: Bundle | None) -> Path:
+    place = default_folder(origin_of(data, start), [trial.plan.recipe for trial in trials])
     return place.with_name(f"{place.name}-sweep")
 
 
@@ -197,7 +206,8 @@ def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped:
 
 def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
     """Train a candidate, or go on with it, without a look at the test part."""
-    began = time.monotonic() - _read(folder).get("seconds", 0.0)
+    spent_before = _read(folder).get("seconds")
+    began = time.monotonic() - (spent_before if isinstance(spent_before, float) else 0.0)
     try:
         training.run(trial, folder, "val")
     except Stopped:
@@ -207,8 +217,7 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
         training.say(str(error))
         outcome = Outcome(None, None, None, None, None, trial.plan.steps, time.monotonic() - began, str(error))
     else:
-        rows = {row["step"]: row for row in Journal.read(folder) if "val_top1" in row}
-        best = rows[rows[max(rows)]["best"]]
+        best = _best_row(folder)
         spent = time.monotonic() - began
         reached = (best["val_top1"], best["val_loss"], best["val_balanced_accuracy"], best["val_macro_f1"])
         outcome = Outcome(*reached, best["step"], trial.plan.steps, spent, None)
@@ -216,18 +225,30 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
     return outcome
 
 
+def _best_row(folder: Path) -> dict[str, Any]:
+    """Return what the journal of a finished candidate says of its best moment."""
+    rows = {row["step"]: row for row in Journal.read(folder) if {"val_top1", "val_loss", "best"} <= row.keys()}
+    best = rows.get(rows[max(rows)]["best"]) if rows else None
+    if best is None:
+        raise CheckpointError(f"{folder / METRICS} is damaged; delete {folder}, and the same command trains it again")
+    return best
+
+
 def _read(folder: Path) -> dict[str, Any]:
     """Return what is written down of a candidate; nothing where it is damaged, because the run knows it again."""
     try:
-        content = json.loads((folder / CANDIDATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(folder / CANDIDATE)
+    except (OSError, ContentError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _recorded(folder: Path) -> Outcome | None:
     content = _read(folder)
-    return Outcome(**content) if content.keys() == Outcome.__dataclass_fields__.keys() else None
+    try:
+        return TypeAdapter(Outcome).validate_python(content)
+    except ValidationError:
+        return None
 
 
 def _best(candidates: Sequence[Candidate], place: Path, criterion: Criterion) -> Candidate:

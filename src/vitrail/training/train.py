@@ -1,23 +1,24 @@
 """`train`: a folder of pictures in, a measured classifier out."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
 from vitrail.data.batches import default_workers
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import quick_check
 from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.source import place_of
 from vitrail.data.sources.splits import Parts
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
+from vitrail.io import read_json
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.advice import before_training
 from vitrail.training.choices import Choice, Plan, choose, look_at
@@ -32,12 +33,17 @@ from vitrail.training.folder import (
     keep_origin,
     keep_recipe,
     origin_of,
+    read_in_run,
     write_json,
 )
 from vitrail.training.loop import Where, train_run
 from vitrail.training.memory import Job, resident_pictures
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.room import room
+from vitrail.training.samples import keep_samples
+from vitrail.training.sessions import timed_session
+from vitrail.training.stamps import check_stamps
+from vitrail.training.starting import opened_start
 from vitrail.training.team import Team
 from vitrail.training.watch import Screen, Silence
 
@@ -62,6 +68,8 @@ def train(
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     start: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -71,15 +79,16 @@ def train(
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
-    "optimizer.lr=3e-4". `start` is a model to begin with. `verdict_on="val"` leaves the test part alone while
+    "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
+    for `load`. `verdict_on="val"` leaves the test part alone while
     settings are still being chosen; the same call without it gives the verdict later.
     """
-    chosen = choose_device(device)
+    data, chosen = place_of(data), choose_device(device)
     with process_group(chosen) as processes, Team(processes, chosen).noticing_losses() as team:
         with team.together(), team.main_first():
             first = _recipe(recipe, changes, start)
             first.check_start(start)
-            bundle = start if isinstance(start, Bundle) or start is None else load(start)
+            bundle = opened_start(start, overrides, keys)
             parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
             facts = look_at(parts.train, chosen.type)
             plan = choose(first, facts, bundle)
@@ -95,7 +104,8 @@ def train(
         with opened as screen, repeatable(plan.recipe.deterministic):
             with team.together(), team.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
-            best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
+            with timed_session(place, chosen, processes.size, where.precision) if team.is_main else nullcontext():
+                best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
             verdict = _verdict(measured, shown, bad, screen.waited_share)
             screen.note(f"the best model is {place / 'best'}")
             for warning in measured.warnings:
@@ -130,8 +140,9 @@ def _opened(
                 moved = keep_origin(place, origin)
                 screen = stack.enter_context(Screen(place, quiet=quiet, compiled=plan.recipe.compile))
                 _introduce(screen, place, plan, parts, advice, team.device)
-                if moved is not None:
-                    screen.note(moved)
+                for said in (moved, check_stamps(place, parts)):
+                    if said is not None:
+                        screen.note(said)
         yield screen
 
 
@@ -152,14 +163,21 @@ def _introduce(
         write_json(place / CHECK, report.as_dict())
         write_json(place / SPLIT, parts.split)
         screen.note(report.verdict)
+        for finding in report.findings:
+            if finding.grave:
+                some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
+                screen.note(
+                    f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}"
+                )
         screen.choices(plan.choices)
         for text in advice:
             screen.warning(text)
-    elif json.loads((place / SPLIT).read_text(encoding="utf-8")) != json.loads(json.dumps(parts.split)):
+    elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(parts.split)):
         raise DataError(
             f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
             f"choose another --run, or bring them back"
         )
+    keep_samples(place, parts.train)
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     precision = _precision(plan.recipe, device)
     screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} pictures to train on")

@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from vitrail.terminal import printable
 from vitrail.training.choices import Choice
 from vitrail.training.criterion import COLUMNS, TITLES, Criterion
 from vitrail.training.display import Status, choices_lines, choices_table
@@ -45,6 +46,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Say something once."""
+        text = printable(text)
         self._say(text, Text(text), wrap=False)  # a path that is broken into lines cannot be copied
 
     def choices(self, choices: Sequence[Choice]) -> None:
@@ -59,6 +61,7 @@ class Screen:
     def verdict(self, text: str) -> None:
         """Say how good the model is; nothing comes after it."""
         self.live.stop()
+        text = printable(text)
         self._say(text, Text(text, "bold"))
 
     def step(self, row: dict[str, Any]) -> None:
