@@ -1,10 +1,11 @@
 """What it costs to notice damage: hashes of the standard library, a bundle opened with its digest and without, stamps.
 
-    python benchmarks/digest.py [--files 20000] [--repeats 5]
+    python benchmarks/digest.py [--files 20000] [--repeats 3]
 
 A ViT-B/16 in float32 (86.6 M parameters, 346 MB) is saved as a bundle. Printed are the CPU seconds (what else runs on
-the machine does not count), the least of several passes with the file in the page cache, of each hash over the file; of `vitrail.load` with the digest in config.json and
-without it; of saving; and of looking at the size and time of every file of a folder, as a run does when it starts.
+the machine does not count), the least of several passes with the file in the page cache, of each hash over the file;
+of `vitrail.load` with the digest in config.json and without it; of saving; and of looking at the size and time of every
+file of a folder, as a run does when it starts.
 """
 
 import argparse

@@ -200,6 +200,19 @@ def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     assert stopped_at == last, "the state was saved when they ended"
 
 
+@pytest.mark.slow
+def test_two_processes_recover_a_damaged_best_model(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", 2, "steps=20")
+    assert first.returncode == 0, first.stderr
+    weights = tmp_path / "run" / "best" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    done = run(tmp_path / "run", 2, "steps=20")
+    assert done.returncode == 0, done.stderr
+    assert "nothing is lost" in done.stderr
+    assert weights.read_bytes() == content
+
+
 def ranks(folder: Path) -> list[int]:
     """Return the processes whose command names a run."""
     found = []
