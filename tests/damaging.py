@@ -426,7 +426,7 @@ KINDS: dict[str, Kind] = {
         f"run with {file}": Kind(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "log.txt", "state/*/state.json",
-            "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "verdict.json", "stamps.npz",
+            "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "verdict.json", "stamps.index",
         )
     },
     **{
