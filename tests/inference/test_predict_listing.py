@@ -207,7 +207,7 @@ def test_places_that_are_refused_at_once(place: str, words: str) -> None:
 def test_what_is_neither_file_nor_folder() -> None:
     os.mkfifo("pipe.png")
     (item,) = list_items(["pipe.png"])
-    with pytest.raises(DataError, match="neither a file nor a folder"):
+    with pytest.raises(DataError, match="a pipe, a socket or a device"):
         item.read()
 
 
