@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from collections import OrderedDict
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -136,7 +137,7 @@ class BoundedProtocol(H11Protocol):
         self._turned_away = True
         self.bounds.farewells += 1
         self.bounds.connections.release(self)
-        body = json.dumps({"error": sentence}).encode()
+        body = json.dumps({"error": sentence, "request_id": secrets.token_hex(8)}).encode()
         lines = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "connection: close", f"content-length: {len(body)}"
         head = "\r\n".join((*lines, "content-type: application/json", *more, "", ""))
         self.transport.write(head.encode() + body)
