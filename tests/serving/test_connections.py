@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -151,7 +152,7 @@ def test_few_file_descriptors_leave_room_for_what_else_is_opened(monkeypatch: py
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: asked.append(pair))
     used = 40
-    monkeypatch.setattr(connections.os, "listdir", lambda _: ["x"] * used)
+    monkeypatch.setattr(os, "listdir", lambda _: ["x"] * used)
     for soft, hard, room in ((1024, 4096, 512), (256, 4096, 512), (256, 256, 256 - used - connections.RESERVED)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, pair=(soft, hard): pair)
         assert connections.room_for(512) == room

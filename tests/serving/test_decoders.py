@@ -26,7 +26,7 @@ PREPROCESS = Preprocess(size=(16, 16))
 
 def with_decoders(ask: Callable[[Decoders], Awaitable[None]], **changes: object) -> None:
     async def run() -> None:
-        decoders = Decoders(Settings(models=name_models(["m"]), **changes))  # type: ignore[arg-type]
+        decoders = Decoders(Settings(models=name_models(["m"]), **changes))
         try:
             await decoders.start()
             await ask(decoders)

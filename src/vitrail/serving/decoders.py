@@ -18,6 +18,7 @@ import numpy as np
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
+from vitrail.serving.connections import told
 from vitrail.serving.decoder_process import HEAD, MADE, READY
 from vitrail.serving.decoding import check_upload
 from vitrail.serving.refusal import Refusal
@@ -28,6 +29,10 @@ START_TIME = 60.0
 """Seconds that a new process may take to import what it needs; a tenth of a second on an idle machine."""
 LARGE = 16_000_000
 """Pixels times scans from which an image is large work: about a third of a second."""
+
+
+class _Ended(Exception):  # noqa: N818 - named for what happened
+    """A decoder had to be ended, or ended by itself."""
 
 
 @dataclass(eq=False)
@@ -121,38 +126,40 @@ class Decoders:
         process: Process | None = None
         try:
             process = self._idle.pop() if self._idle else await _started()
-            async with asyncio.timeout(self._settings.decode_time):
-                made = await self._decoded(process, job)
-        except TimeoutError:
-            if process is None:
-                _fail(job, Refusal(503, "no decoder could be started; try again soon", retry_after=1, reason="decode"))
-                return
-            await _ended(process)
-            process = None
-            sentence = f"the picture takes more than {self._settings.decode_time:g} s to decode; send a simpler file"
-            _fail(job, Refusal(422, sentence, reason="decode"))
-        except (asyncio.IncompleteReadError, OSError):  # it has crashed, or memory was too short to start one
-            await _ended(process)
-            process = None
-            _fail(job, Refusal(422, "the picture cannot be used: its decoder has failed", reason="decode"))
-        except BaseException as error:  # the service ends, or there is a fault in it: whoever waits has to hear of it
-            await _ended(process)
-            process = None
-            _fail(job, error)
-            raise
-        else:
+            made = await self._decoded_in_time(process, job)
             if isinstance(made, Refusal):
-                _fail(job, made)
-            elif not job.result.done():
+                raise made
+            if not job.result.done():
                 job.result.set_result(made)
-        finally:
+            self._idle.append(process)
+        except _Ended as ended:
+            await _ended(process)
+            told.warn("a decoder was ended", why=str(ended))
+            _fail(job, Refusal(422, str(ended), reason="decode"))
+        except Refusal as refusal:
             if process is not None:
                 self._idle.append(process)
+            _fail(job, refusal)
+        except BaseException as error:  # the service ends, or there is a fault in it: whoever waits has to hear of it
+            await _ended(process)
+            _fail(job, error)
+            raise
+        finally:
             self._at_work -= 1
             self._large_at_work[client] -= job.large
             if not self._large_at_work[client]:
                 del self._large_at_work[client]
             self._dispatch()
+
+    async def _decoded_in_time(self, process: Process, job: _Job) -> Pixels | Refusal:
+        seconds = self._settings.decode_time
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._decoded(process, job)
+        except TimeoutError:
+            raise _Ended(f"the picture takes more than {seconds:g} s to decode; send a simpler file") from None
+        except (asyncio.IncompleteReadError, OSError):
+            raise _Ended("the picture cannot be used: its decoder has failed") from None
 
     async def _decoded(self, process: Process, job: _Job) -> Pixels | Refusal:
         assert process.stdin is not None
@@ -180,13 +187,18 @@ def _fail(job: _Job, error: BaseException) -> None:
 async def _started() -> Process:
     # A session of its own: Ctrl-C in a terminal ends the service in order, and it ends its decoders.
     command = (sys.executable, "-m", "vitrail.serving.decoder_process")
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
-    )
-    assert process.stdout is not None
+    process: Process | None = None
     try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+        )
+        assert process.stdout is not None
         async with asyncio.timeout(START_TIME):
             await process.stdout.readexactly(len(READY))
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        await _ended(process)
+        told.warn("no decoder can be started")
+        raise Refusal(503, "no decoder can be started; try again soon", retry_after=5, reason="decode") from None
     except BaseException:
         await _ended(process)
         raise
