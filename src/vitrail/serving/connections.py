@@ -15,7 +15,7 @@ from typing import Protocol
 from vitrail.serving.counters import Counters
 
 RESERVED = 64
-"""File descriptors for what else is opened: bundles that are reloaded, decoders, connections that are about to give way."""
+"""File descriptors for what else is opened: bundles that are reloaded, decoders, connections about to give way."""
 FEWEST = 8
 TELL_EVERY = 10.0
 """Seconds between two lines of the log about the same trouble."""

@@ -165,6 +165,9 @@ class BoundedProtocol(H11Protocol):
 
     def _watch(self) -> None:
         """Bound the time from the first byte of a request, or from the beginning, to the end of its head."""
+        if self._last_timer is not None and self.conn.their_state is not h11.SEND_BODY:
+            self._last_timer.cancel()  # the body that nobody reads has come to its end after all
+            self._last_timer = None
         waits = self.conn.their_state is h11.IDLE
         if not waits:
             self._stop_timer()
