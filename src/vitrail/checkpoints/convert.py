@@ -95,10 +95,11 @@ def convert(
 ) -> Conversion:
     """Write a checkpoint in another format, open what was written, and compare the logits before it gets its name.
 
-    `source` is whatever `load` opens (`overrides` says what its file does not tell), or a bundle, which may have been adapted: `convert(load("B_16.npz",
-    image_size=384), …)`. An architecture the target cannot express is refused. Where only small numbers differ (which
-    GELU, LayerNorm's eps), `approximate` allows it, and the change is measured. "own" writes by the key table that
-    `keys` names. The numbers stay those of the file, or of the bundle, unless `dtype` asks for others.
+    `source` is whatever `load` opens (`overrides` says what its file does not tell), or a bundle, which may have been
+    adapted: `convert(load("B_16.npz", image_size=384), …)`. An architecture the target cannot express is refused. Where
+    only small numbers differ (which GELU, LayerNorm's eps), `approximate` allows it, and the change is measured. "own"
+    writes by the key table that `keys` names. The numbers stay those of the file, or of the bundle, unless `dtype` asks
+    for others.
     """
     if to not in get_args(Target):
         raise CheckpointError(
