@@ -75,7 +75,7 @@ def test_heads_of_a_size_that_nobody_published_are_refused(family: str, tmp_path
         convert(bundle, tmp_path / "hf", to="transformers")
         file = (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "vit.safetensors")
     else:
-        file = convert(bundle, tmp_path / "vit.pth", to=family).target  # type: ignore[arg-type]
+        file = convert(bundle, tmp_path / "vit.pth", to=family).target
     with pytest.raises(CheckpointError, match=r"width 96, 2 blocks.*; say it with --override heads=N .* divides 96"):
         load(file)
     told = load(file, overrides={"heads": 3, "norm_eps": bundle.model.config.norm_eps})
