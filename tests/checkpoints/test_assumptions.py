@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.checkpoints.test_convert import tiny
@@ -328,6 +329,18 @@ def test_convert_writes_the_numbers_that_are_asked_for(dtype: Any, tmp_path: Pat
     assert load(tmp_path / "same", dtype="keep").model.head.weight.dtype == kept
     convert(tmp_path / "other", tmp_path / "plain", dtype="float32")
     assert load(tmp_path / "plain", dtype="keep").model.head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "float64"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_bundle_in_other_numbers_computes(dtype: Any, precision: Any, tmp_path: Path) -> None:
+    tiny().save(tmp_path / "b")
+    bundle = load(tmp_path / "b", dtype=dtype)
+    image = np.zeros((32, 32, 3), np.uint8)
+    found = vitrail.Classifier(bundle, device="cpu", precision=precision)(image)
+    expected = vitrail.Classifier(tmp_path / "b", device="cpu")(image)
+    assert abs(found.probability - expected.probability) < 0.05
+    assert bundle.model.head.weight.dtype != torch.float32
 
 
 # ── norms that mean the same ──
