@@ -213,7 +213,7 @@ CHOSEN = (6, 4)
 
 def draw_how_a_vit_sees(folder: Path = HERE) -> None:
     """Follow the picture through a B/16 of random weights."""
-    config = variant_config("B/16")
+    config = variant_config("B/16").replace(stem="linear")
     torch.manual_seed(0)
     model = ViT(config).eval()
     torch.nn.init.normal_(model.head.get_parameter("weight"), std=0.02)  # it starts at zero: no logits to show

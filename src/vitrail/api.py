@@ -26,6 +26,7 @@ from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
 from vitrail.reports.report import report, report_of_finished
+from vitrail.terminal import printable
 from vitrail.training.recipe import Recipe
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
@@ -104,7 +105,7 @@ def train(
         return run
     path, said = report_of_finished(run.folder)
     if not quiet:
-        print(said, file=sys.stderr)
+        print(printable(said), file=sys.stderr)
     return replace(run, report=path)
 
 

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import openvino
 import pytest
 import torch
+from onnxruntime.quantization import quantize_dynamic
 from tests.acceleration.tiny import KINDS, bundle, eager, pixels, run
 from tests.peers import relative_error, scramble
 from torch import Tensor, nn
@@ -77,6 +79,22 @@ def test_onnx(onnx_file: Export, made: Bundle) -> None:
     assert json.loads(notes["preprocess"]) == json.loads(made.preprocess.to_json())
     assert json.loads(notes["input"])["normalised"] == "inside"
     assert notes["written_by"] == f"vitrail {vitrail.__version__}"
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", pytest.param("sincos", marks=pytest.mark.slow), pytest.param("linear", marks=pytest.mark.slow)]
+)
+def test_onnx_can_be_quantised(kind: str, tmp_path: Path) -> None:
+    """ONNX Runtime's quantiser takes the file, and the int8 model predicts as the model does, nearly."""
+    made = bundle(kind)
+    path, quantised = export(made, tmp_path / "model.onnx", preprocess=True).files[0], tmp_path / "int8.onnx"
+    quantize_dynamic(path, quantised)
+    stored = {tensor.data_type for tensor in onnx.load(quantised).graph.initializer}
+    assert {onnx.TensorProto.INT8, onnx.TensorProto.UINT8} & stored, "nothing was quantised"
+    pictures = pixels(16).contiguous()
+    ours, theirs = eager(made, pictures), answers(quantised, pictures)
+    assert relative_error(theirs, ours) < 0.1
+    assert (ours.argmax(1) == theirs.argmax(1)).float().mean() >= 0.75
 
 
 def test_onnx_in_a_process_that_knows_nothing_of_us(onnx_file: Export, made: Bundle, tmp_path: Path) -> None:

@@ -137,12 +137,12 @@ def test_a_row_of_a_matrix_is_a_row() -> None:
     shares[0] = (0.6, 0, 0.4)
     small = ET.fromstring(heat_map(shares.tolist(), rows=["a", "b", "c"], columns=["a", "b", "c"], title="t"))
     cells = {
-        kind: [r for r in small.iter(f"{SVG}rect") if (r.get("class") or "").startswith(kind)]
-        for kind in ("fill1", "fill2")
+        kind: [r for r in small.iterfind(f"{SVG}g/{SVG}rect") if (r.get("class") or "").startswith(kind)]
+        for kind in ("hit", "miss")
     }
-    (mistake,) = cells["fill2"]
-    assert mistake.get("y") == cells["fill1"][0].get("y"), "in the row of the first class"
-    assert mistake.get("x") == cells["fill1"][2].get("x"), "in the column of the last"
+    (mistake,) = cells["miss"]
+    assert mistake.get("y") == cells["hit"][0].get("y"), "in the row of the first class"
+    assert mistake.get("x") == cells["hit"][2].get("x"), "in the column of the last"
     large = np.zeros((70, 70))
     large[3, 50] = 1
     names = list(map(str, range(70)))

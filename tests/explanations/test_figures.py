@@ -30,6 +30,7 @@ from vitrail.explanations.figures import (
 )
 from vitrail.explanations.figures import distance as distance_module
 from vitrail.explanations.figures.colours import coloured
+from vitrail.explanations.figures.grid_of_grids import TEXT
 from vitrail.models.attention import Attention
 from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.vit import ViT
@@ -422,3 +423,13 @@ def test_a_count_of_zero_filters() -> None:
     torch.nn.init.constant_(made.model.patch_embed.proj.weight, math.nan)
     with pytest.raises(Diverged, match="kernels"):
         filters_figure(made)
+
+
+@pytest.mark.parametrize("size", [32, 224, 512])
+def test_letters_beside_positions_can_be_read_on_a_phone(size: int) -> None:
+    """The sheet is shown 354 pixels wide on a phone of 390; its letters are then 9 pixels high or more."""
+    config = ViTConfig(image_size=size, patch_size=16 if size > 32 else 4, width=24, depth=1, heads=1, classes=2)
+    figure = positions_figure(Bundle(ViT(config), Preprocess(size=(size, size))))
+    assert isinstance(figure, Figure)
+    assert figure.picture is not None
+    assert TEXT * min(1.0, 354 / figure.picture.width) >= 9

@@ -9,6 +9,7 @@ from tests.peers import relative_error, scramble
 
 from vitrail.models.config import ResNet, ViTConfig
 from vitrail.models.resnet import ResNetBackbone, StdConv, pad_same
+from vitrail.models.stages import stages
 from vitrail.models.vit import ViT
 
 
@@ -70,3 +71,54 @@ def test_hybrids_cut_patches_out_of_the_feature_map() -> None:
     )
     assert model.patch_embed.proj.weight.shape == (24, 64, 8, 8)
     assert model.patch_embed(torch.randn(1, 3, 64, 64)).shape == (1, 4, 24)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"stem": "conv"}, {"feature map": (48, 4, 8)}),
+        ({"stem": "linear"}, {"patches": (32, 192)}),
+        ({"stem": "linear_norm"}, {"patches": (32, 192), "patches, normalised": (32, 192)}),
+        (
+            {"stem": "conv_stem"},
+            {
+                "convolution 1": (12, 16, 32),
+                "convolution 2": (24, 8, 16),
+                "convolution 3": (48, 4, 8),
+                "feature map": (48, 4, 8),
+            },
+        ),
+        (
+            {"stem": "resnet", "resnet": {"depths": (1, 2), "width_factor": 0.5}},
+            {
+                "ResNet root": (32, 16, 32),
+                "ResNet root, pooled": (32, 8, 16),
+                "ResNet stage 1": (128, 8, 16),
+                "ResNet stage 2": (256, 4, 8),
+                "feature map": (48, 4, 8),
+            },
+        ),
+    ],
+    ids=lambda value: value.get("stem", "") if isinstance(value, dict) else None,
+)
+def test_the_stages_are_tensors_that_the_stem_makes(
+    options: dict[str, Any], expected: dict[str, tuple[int, ...]]
+) -> None:
+    """Only what the model computes is listed, each with its real shape."""
+    config = ViTConfig(image_size=(32, 64), patch_size=8, width=48, depth=1, heads=3, classes=2, **options)
+    model = ViT(config).eval()
+    found = stages(model, torch.zeros(1, 3, 32, 64))
+    inside = {stage.name: stage.shape[1:] for stage in found[1:-6]}
+    assert inside == expected
+    assert found[0].shape == (1, 3, 32, 64)
+    assert (found[-6].name, found[-6].shape) == ("patch embeddings", (1, 32, 48))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_stages_of_a_hybrid_that_is_a_root_alone() -> None:
+    config = ViTConfig(
+        image_size=32, patch_size=8, width=48, depth=1, heads=3, classes=2, stem="resnet", resnet={"depths": ()}
+    )
+    names = {stage.name: stage.shape for stage in stages(ViT(config).eval(), torch.zeros(1, 3, 32, 32))}
+    assert names["ResNet root, pooled"] == (1, 64, 8, 8)
+    assert names["feature map"] == (1, 48, 4, 4)

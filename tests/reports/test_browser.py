@@ -8,6 +8,7 @@ import pytest
 from tests.browser import chromium
 from tests.reports.runs import CLASSES, EVIL
 
+from vitrail.explanations.figures.grid_of_grids import TEXT
 from vitrail.reports.report import report
 
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
@@ -139,3 +140,48 @@ def test_what_is_wide_scrolls_in_a_box_that_the_keyboard_reaches(opened: Opened)
     for box in boxes.all():
         assert box.get_attribute("tabindex") == "0"
         assert box.get_attribute("aria-label")
+
+
+SHADOW = "(side) => getComputedStyle(document.querySelector('#classes .scroller'), side).opacity"
+
+
+@pytest.mark.parametrize("opened", [("one", size, "light") for size in (PHONE, DESKTOP)], indirect=True)
+def test_a_table_that_is_cut_says_so_and_one_that_fits_does_not(opened: Opened) -> None:
+    page = opened.page
+    narrow = page.viewport_size["width"] == PHONE["width"]
+    box, hint = page.locator("#classes .box"), page.locator("#classes .hint")
+    cut = box.evaluate("box => box.scrollWidth > box.clientWidth + 1")
+    assert cut == narrow
+    assert hint.is_visible() == narrow
+    assert page.evaluate(SHADOW, "::after") == ("1" if narrow else "0")
+    if narrow:
+        box.evaluate("box => (box.scrollLeft = box.scrollWidth)")
+        page.wait_for_function(f"({SHADOW})('::after') === '0'")
+        assert page.evaluate(SHADOW, "::before") == "1"
+
+
+@pytest.mark.parametrize("opened", [("one", PHONE, "light")], indirect=True)
+def test_the_letters_in_the_figure_of_positions_can_be_read_on_a_phone(opened: Opened) -> None:
+    figure = opened.page.locator("#inside figure.sheet img[alt*=osition]").first
+    shrunk = figure.evaluate("image => image.getBoundingClientRect().width / image.naturalWidth")
+    assert TEXT * shrunk >= 9
+
+
+CONTRASTS = """() => {
+  const light = (colour) => {
+    const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+    const [r, g, b] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  return [...document.querySelectorAll("#confusion svg g")].map((cell) => {
+    const lights = ["rect", "text"].map((tag) => light(getComputedStyle(cell.querySelector(tag)).fill));
+    return (Math.max(...lights) + 0.05) / (Math.min(...lights) + 0.05);
+  });
+}"""
+
+
+@pytest.mark.parametrize("opened", [("one", DESKTOP, scheme) for scheme in ("light", "dark")], indirect=True)
+def test_the_numbers_of_the_confusion_matrix_can_be_read(opened: Opened) -> None:
+    found = opened.page.evaluate(CONTRASTS)
+    assert len(found) >= len(CLASSES)
+    assert min(found) >= 4.5

@@ -89,6 +89,18 @@ def test_only_our_own_script_and_style_may_run(page: Page) -> None:
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
 
 
+def test_baselines_are_named_and_what_a_result_lacks_is_at_the_top(page: Page, run: Path) -> None:
+    verdict = json.loads((run / "verdict.json").read_text())
+    assert verdict["warnings"], "the classes of this run are hard to tell apart"
+    for text in verdict["warnings"]:
+        assert text[1:] in page.sections[""]
+    assert f"gives {share(verdict['baselines']['majority'])}, chance 33.3%." in page.sections[""]
+    assert "chance 33.3%" in page.sections["result"]
+    log = (run / "log.txt").read_text()
+    assert f"WARNING: {verdict['warnings'][0]}\n" in log
+    assert f"always {verdict['baselines']['majority_class']!r} gives " in log.splitlines()[-1]
+
+
 def test_names_are_text(page: Page) -> None:
     assert len(page.all("script")) == 1
     assert page.all("i") == [], "the run's name is no markup"
@@ -152,7 +164,8 @@ def test_the_head_says_how_good_the_model_is(page: Page, run: Path) -> None:
 
 def test_each_part_is_there(page: Page, run: Path) -> None:
     assert list(page.sections) == [
-        "", "result", "mistakes", "classes", "confusion", "calibration", "curves", "inside", "data", "reproduce",
+        "", "result", "mistakes", "classes", "confusion", "calibration", "curves", "model", "inside", "data",
+        "reproduce",
     ]  # fmt: skip
     marks = {element["id"] for element in page.all("section")}
     assert {(link["href"] or "")[1:] for link in page.all("a")} == marks, "every part is linked to"
@@ -316,7 +329,7 @@ def test_a_class_has_its_own_interval_and_what_it_is_taken_for(bare: Path) -> No
     assert [row[6:] for row in rows] == [["b", "×10"], ["–"], ["a", "×2"]]
 
 
-def test_a_class_that_is_never_recognised_is_not_among_the_easiest(bare: Path) -> None:
+def test_a_class_that_is_never_recognised_is_not_among_those_of_highest_recall(bare: Path) -> None:
     classes = 6
     labels = np.repeat(np.arange(classes), 20)
     probabilities = np.full((len(labels), classes), 0.02, np.float32)
@@ -325,8 +338,9 @@ def test_a_class_that_is_never_recognised_is_not_among_the_easiest(bare: Path) -
     measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
     (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
     page = Page(report(bare))
-    easiest = page.html.partition('aria-label="Easiest, by recall"')[2].partition("</svg>")[0]
-    assert "<desc>class 0: 100%</desc>" in easiest
+    assert "asiest" not in page.html
+    highest = page.html.partition('aria-label="Highest recall"')[2].partition("</svg>")[0]
+    assert "<desc>class 0: 100%</desc>" in highest
     assert "surer than it should be" in page.sections["calibration"]
 
 

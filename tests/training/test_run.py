@@ -243,7 +243,7 @@ def test_a_full_disk_keeps_the_state_before(tmp_path: Path) -> None:
     state.progress.step = 2
     (tmp_path / "state").chmod(0o500)
     (tmp_path / "state" / f".00000002.{os.getpid()}").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"could not be saved in .*; the one before is intact"):
+    with pytest.raises(CheckpointError, match=r"could not be saved in .*; the one of step 1 is intact"):
         save_state(tmp_path / "state", state, setting)
     (tmp_path / "state" / f".00000002.{os.getpid()}").unlink(missing_ok=True)
     assert load_state(tmp_path / "state", state, setting, Team(Processes(), torch.device("cpu"))) == []
@@ -275,7 +275,7 @@ def test_a_disk_that_fills_up_during_a_run(straight: Path, tmp_path: Path) -> No
     said = full.stderr.splitlines()[-1]
     assert (full.returncode, full.stdout) == (2, "")
     assert "could not be saved" in said
-    assert "the one before is intact" in said
+    assert "the one of step 1 is intact" in said
     assert "Traceback" not in full.stderr
     assert _steps(folder) == before
     assert run(folder, *often).returncode == 0

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 
-from vitrail.charts.svg import HEAD, LEVELS, MARGIN, drawing, empty_drawing, number, text_at, titled
+from vitrail.charts.scale import LEVELS, level
+from vitrail.charts.svg import HEAD, MARGIN, drawing, empty_drawing, number, text_at, titled
 
 WRITTEN = 24
 """Up to so many rows and columns each cell has its number written in it."""
 NAMED = 60
 """Up to so many rows and columns each has its name beside it; more are counted."""
-LEAST, FREQUENT = 0.25, 0.2
-"""No mistake is paler than this share of the colour; and from this share of a class on it may have all of it."""
+LEGEND = 46
+"""The height of the scale below a square table."""
 MOST_NOTES = 400
 """So many cells of a large map say their numbers when they are pointed at: the strongest."""
 
@@ -28,7 +29,8 @@ def heat_map(
 ) -> str:
     """Draw a table of shares from 0 to 1; the stronger the colour, the more. `counts` are written into the cells.
 
-    In a square table the diagonal has a colour of its own: in a confusion matrix it holds the right answers. A large
+    In a square table the diagonal has a hue of its own: in a confusion matrix it holds the hits. Both hues have one
+    scale, so that a strong colour is a large share, right or wrong. A large
     table is drawn without numbers, and its rows are counted instead of named.
     """
     if not shares or not shares[0]:
@@ -50,6 +52,9 @@ def heat_map(
         body += text_at(left, HEAD + 14, x_label, style="quiet")
     if y_label:
         body += text_at(MARGIN + 10, top, y_label, style="quiet", anchor="end", turned=True)
+    if len(rows) == len(columns):
+        body += _legend(left, bottom + 14)
+        bottom += LEGEND + 10
     said = f"{len(rows):,} rows by {len(columns):,} columns"
     right = left + side * len(columns) + MARGIN
     return drawing(
@@ -62,19 +67,26 @@ Place = tuple[float, float, float]
 """Left and top of a field, and the side of a cell."""
 
 
-def _kind(row: int, column: int, share: float, worst: float | None) -> str:
-    """Return the colour of a cell; `worst` is the largest share off the diagonal of a square table."""
-    mistaken = worst is not None and row != column
-    if mistaken and worst is not None:
-        # A single mistake among many right answers must be seen, and one that is frequent must stand out.
-        share = LEAST + (1 - LEAST) * share / max(worst, FREQUENT)
-    return f"fill{2 if mistaken else 1} heat{min(LEVELS - 1, int(share * LEVELS))}"
+def _kind(row: int, column: int, share: float, square: bool) -> str:
+    """Return the colour of a cell: off the diagonal of a square table stand errors, on the same scale as hits."""
+    return f"{'miss' if square and row != column else 'hit'}{level(share)}"
 
 
-def _worst(shares: Sequence[Sequence[float]], names: Names) -> float | None:
-    if len(names[0]) != len(names[1]):
-        return None
-    return max((share for r, line in enumerate(shares) for c, share in enumerate(line) if r != c), default=0.0)
+def _legend(left: float, top: float) -> str:
+    """Draw the scale: hits above errors, so that it is seen that both are measured alike."""
+    box, parts = 16, []
+    for row, (kind, said) in enumerate((("hit", "right"), ("miss", "wrong"))):
+        y = top + 14 * row
+        parts.append(text_at(left - 7, y + 10, said, style="quiet small", anchor="end"))
+        for step in range(LEVELS):
+            parts.append(f'<rect class="{kind}{step}" x="{number(left + step * box)}" y="{number(y)}" ')
+            parts.append(f'width="{box - 1}" height="12" rx="1"/>')
+    for share in (0, 50, 100):
+        parts.append(
+            text_at(left + LEVELS * box * share / 100, top + 39, f"{share}%", style="quiet small", anchor="middle")
+        )
+    parts.append(text_at(left + LEVELS * box + 22, top + 39, "of the row", style="quiet small"))
+    return "".join(parts)
 
 
 def _written(
@@ -82,19 +94,20 @@ def _written(
 ) -> str:
     """Each cell with its number."""
     left, top, side = place
-    worst, parts = _worst(shares, names), []
+    square, parts = len(names[0]) == len(names[1]), []
     for r, line in enumerate(shares):
         for c, share in enumerate(line):
             if not share > 0:
                 continue
             x, y = left + c * side, top + r * side
             said = _said(names[0][r], names[1][c], share, None if counts is None else counts[r][c])
-            parts.append(f'<g>{titled(said)}<rect class="{_kind(r, c, share, worst)}" x="{number(x + 0.5)}" ')
+            kind = _kind(r, c, share, square)
+            parts.append(f'<g>{titled(said)}<rect class="{kind}" x="{number(x + 0.5)}" ')
             parts.append(f'y="{number(y + 0.5)}" width="{number(side - 1)}" height="{number(side - 1)}" rx="2"/>')
             shown = f"{counts[r][c]:,}" if counts is not None else f"{share:.2f}"
-            style = ("over " if share >= 0.55 else "") + ("small" if side < 34 or len(shown) > 3 else "")
+            style = f"on-{kind}" + (" small" if side < 34 or len(shown) > 3 else "")
             if len(shown) * 6 < side:
-                parts.append(text_at(x + side / 2, y + side / 2 + 4, shown, style=style.strip(), anchor="middle"))
+                parts.append(text_at(x + side / 2, y + side / 2 + 4, shown, style=style, anchor="middle"))
             parts.append("</g>")
     return "".join(parts)
 
@@ -104,14 +117,14 @@ def _packed(
 ) -> str:
     """All cells of one colour as one path: a table of 200 by 200 would be megabytes of single ones."""
     left, top, side = place
-    worst = _worst(shares, names)
+    square = len(names[0]) == len(names[1])
     cells = [(share, r, c) for r, line in enumerate(shares) for c, share in enumerate(line) if share > 0]
     paths: dict[str, list[str]] = {}
     for share, r, c in cells:
-        kind = _kind(r, c, share, worst)
+        kind = _kind(r, c, share, square)
         paths.setdefault(kind, []).append(f"M{c} {r}h1v1h-1z")
     field = "".join(f'<path class="{kind}" d="{"".join(path)}"/>' for kind, path in paths.items())
-    loud = sorted((cell for cell in cells if cell[1] != cell[2] or worst is None), reverse=True)[:MOST_NOTES]
+    loud = sorted((cell for cell in cells if cell[1] != cell[2] or not square), reverse=True)[:MOST_NOTES]
     notes = "".join(
         f'<rect x="{c}" y="{r}" width="1" height="1" fill-opacity="0">'
         f"{titled(_said(names[0][r], names[1][c], share, None if counts is None else counts[r][c]))}</rect>"

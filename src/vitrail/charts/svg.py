@@ -6,10 +6,10 @@ Colours are CSS variables, so that a page can set its own; in a file of its own 
 import math
 import re
 
+from vitrail.charts.scale import rules
+
 COLOURS = 6
 """How many series have a colour of their own; more begin again."""
-LEVELS = 10
-"""Into so many steps a heat map divides its colours."""
 MARGIN, HEAD = 8, 30
 """Around a drawing; and for its title."""
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -32,7 +32,6 @@ def _variables(colours: dict[str, str]) -> str:
 STYLE = (
     f".chart{{{_variables(_LIGHT)}font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;"
     "font-variant-numeric:tabular-nums}"
-    f"@media screen and (prefers-color-scheme:dark){{.chart{{{_variables(_DARK)}}}}}"
     ".chart text{fill:var(--chart-ink);stroke:none}.chart .quiet{fill:var(--chart-quiet)}"
     ".chart .head{font-weight:600;font-size:14px}.chart .small{font-size:10px}"
     ".chart .grid{stroke:var(--chart-line);stroke-width:1;fill:none}"
@@ -41,12 +40,13 @@ STYLE = (
     ".chart .faint{stroke-width:1;opacity:.3}.chart .dashed{stroke-dasharray:5 4}"
     ".chart .mark{stroke:var(--chart-paper);stroke-width:1}"
     ".chart .fill{stroke:none}.chart .pale{opacity:.28}.chart .faded{opacity:.55}"
-    ".chart .blank{fill:var(--chart-line);opacity:.45}.chart text.over{fill:var(--chart-paper)}"
+    ".chart .blank{fill:var(--chart-line);opacity:.35}"
     + "".join(
         f".chart .line{n}{{stroke:var(--chart-{n})}}.chart .fill{n}{{fill:var(--chart-{n})}}"
         for n in range(1, COLOURS + 1)
     )
-    + "".join(f".chart .heat{n}{{fill-opacity:{(n + 1) / LEVELS:.2f}}}" for n in range(LEVELS))
+    + rules("light")
+    + f"@media screen and (prefers-color-scheme:dark){{.chart{{{_variables(_DARK)}}}{rules('dark')}}}"
 )
 """What a page that shows charts has once; a chart in a file of its own holds it itself."""
 

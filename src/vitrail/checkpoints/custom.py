@@ -31,7 +31,6 @@ axis = 1
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +44,7 @@ from vitrail.checkpoints.keys import KeyMap, Rule, Weights
 from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
+from vitrail.io import ContentError, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import Frozen, Sequence
 
@@ -96,11 +96,11 @@ def read_key_table(path: str | Path) -> Family:
     """Read a table, and return the family it describes."""
     file = Path(path)
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = read_toml(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not TOML ({error})") from None
+    except ContentError as error:
+        raise CheckpointError(f"{path} {error}") from None
     try:
         table = KeyTable.model_validate(content)
         config = checked_overrides(table.config)

@@ -48,7 +48,7 @@ def known_from_folder(folder: Path) -> Known:
             names = config.get("label_names") or pretrained.get("label_names")
             told = hints_from_timm(config)
             return Known(told, preprocess_from_timm(pretrained), _names(names), told=frozenset({*told, *FROM_A_CONFIG}))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, ConfigError) as error:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"the configs in {folder} are not as their library writes them: {reason}") from None
     return Known()

@@ -32,6 +32,7 @@ from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images, 
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
+from vitrail.io import check_is_regular
 from vitrail.models.config import ViTConfig
 from vitrail.models.resample import Method
 
@@ -132,8 +133,10 @@ def open_checkpoint(
     try:
         if not path.exists():
             raise CheckpointError(f"{source} does not exist; give a folder or a weight file ({', '.join(SUFFIXES)})")
+        if not path.is_dir():
+            check_is_regular(path)
         folder = path if path.is_dir() else path.parent
-        ours = (folder / CONFIG).is_file() and is_bundle(read_json(folder / CONFIG))
+        ours = (folder / CONFIG).exists() and is_bundle(read_json(folder / CONFIG))
         if ours and path in (folder, folder / WEIGHTS):
             return _open_bundle(folder, said, keys, fresh, dtype)
         found = find(path)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.overrides import Overrides, read_overrides
+from vitrail.cli.terminal import echo
 
 
 def convert(
@@ -64,12 +65,12 @@ def convert(
         approximate=approximate,
         overwrite=overwrite,
     )
-    typer.echo(f"{source}: {bundle.coverage}")
+    echo(f"{source}: {bundle.coverage}")
     for note in [*bundle.provenance.get("notes", []), *done.notes]:
-        typer.echo(f"note: {note}")
+        echo(f"note: {note}")
     for difference in done.differences:
-        typer.echo(f"approximated: {difference}")
-    typer.echo(
+        echo(f"approximated: {difference}")
+    echo(
         f"{done.target}: {done.family}, {done.tensors} tensors, {done.parameters / 1e6:.2f} M parameters; "
         f"opened again, its answers differ by at most {done.change:.1e} of the largest one"
     )

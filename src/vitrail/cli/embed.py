@@ -8,6 +8,7 @@ import typer
 
 from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import progress
+from vitrail.cli.terminal import echo
 
 LISTED = 10
 """Unreadable pictures listed."""
@@ -67,11 +68,11 @@ def embed(
             overwrite=overwrite,
         )
     beside = "" if done.names is None else f"; names and labels are in {done.names}"
-    typer.echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")
+    echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")
     if done.bad:
         noun = "picture" if len(done.bad) == 1 else "pictures"
-        typer.echo(f"{len(done.bad):,} {noun} could not be read and left out:", err=True)
+        echo(f"{len(done.bad):,} {noun} could not be read and left out:", err=True)
         for picture in done.bad[:LISTED]:
-            typer.echo(f"  {picture.name}: {picture.reason}", err=True)
+            echo(f"  {picture.name}: {picture.reason}", err=True)
         if len(done.bad) > LISTED:
-            typer.echo(f"  … and {len(done.bad) - LISTED:,} more", err=True)
+            echo(f"  … and {len(done.bad) - LISTED:,} more", err=True)

@@ -8,6 +8,7 @@ import typer
 
 from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.given import Item
@@ -85,11 +86,11 @@ def explain(
         titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows[:LISTED]], numbers=("sure",)
     )
     if len(rows) > LISTED:
-        typer.echo(f"… and {len(rows) - LISTED:,} more in {out}")
+        echo(f"… and {len(rows) - LISTED:,} more in {out}")
     for unread in bad[:LISTED]:
-        typer.echo(f"left out: {unread}", err=True)
+        echo(f"left out: {unread}", err=True)
     if len(bad) > LISTED:
-        typer.echo(f"left out: {len(bad) - LISTED:,} more", err=True)
+        echo(f"left out: {len(bad) - LISTED:,} more", err=True)
 
 
 def _write(

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.cli.terminal import echo
 
 
 def export(
@@ -38,13 +39,13 @@ def export(
     taken = done.metadata["input"]
     shape = " × ".join(map(str, taken["shape"]))
     for file in done.files:
-        typer.echo(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
-    typer.echo(f"takes {taken['name']}, {shape}, {taken['type']}; gives {done.metadata['output']}")
+        echo(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
+    echo(f"takes {taken['name']}, {shape}, {taken['type']}; gives {done.metadata['output']}")
     check = done.check
-    typer.echo(
+    echo(
         f"checked on {check.pictures} random pictures: {done.metadata['output']} differ by at most {check.logits:.1e} "
         f"({check.relative:.1e} of the largest), probabilities by {check.probabilities:.1e}; the first answer is the "
         f"same for {check.same_top1} of {check.pictures}"
     )
     if not check.varied:
-        typer.echo("note: the model answers the same to every picture, so the check shows little; is its head trained?")
+        echo("note: the model answers the same to every picture, so the check shows little; is its head trained?")

@@ -8,6 +8,7 @@ import typer
 
 from vitrail.cli.overrides import Keys, Overrides, read_overrides
 from vitrail.cli.tables import print_table
+from vitrail.cli.terminal import echo
 
 
 def inspect(
@@ -35,7 +36,7 @@ def inspect(
             # JSON has no word for what is not finite.
             "tensors": [row._replace(mean=_finite(row.mean), std=_finite(row.std))._asdict() for row in found.tensors],
         }
-        typer.echo(json.dumps(report, indent=2, allow_nan=False))
+        echo(json.dumps(report, indent=2, allow_nan=False))
         return
     parameters = sum(p.numel() for p in bundle.model.parameters())
     pre, names = bundle.preprocess, bundle.classes
@@ -59,9 +60,9 @@ def inspect(
     ]
     print_table(("what", "found"), [*rows, ("loaded", bundle.coverage)])
     for oddity in found.oddities:
-        typer.echo(f"note: {oddity}")
+        echo(f"note: {oddity}")
     if tensors:
-        typer.echo("")
+        echo("")
         print_table(
             ("tensor", "shape", "kept as", "mean", "std"),
             [

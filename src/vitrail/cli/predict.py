@@ -9,6 +9,7 @@ import typer
 
 from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.inference.predict import Summary
@@ -73,10 +74,10 @@ def predict(
         raise typer.Exit from None
     except KeyboardInterrupt:
         if output is not None and not quiet and choose_format(format, output, watched=False) != "table":
-            typer.echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
+            echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
         raise
     if not quiet:
-        typer.echo(_said(done, output), err=True)
+        echo(_said(done, output), err=True)
 
 
 def _said(done: "Summary", output: Path | None) -> str:

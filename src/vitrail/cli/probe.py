@@ -9,6 +9,7 @@ import typer
 
 from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.inference.probed import Probed, Row
@@ -57,7 +58,7 @@ def probe(
     with progress("fitting") as on_fitted:
         found = measure(collected, plan, device=device, on_progress=on_fitted)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return
     _print(found)
 
@@ -80,7 +81,7 @@ def _print(found: "Probed") -> None:
         "given": "in the parts that the data names",
         "stratified": "in parts drawn from the data",
     }
-    typer.echo(
+    echo(
         f"{found.pictures:,} {found.part} pictures and {found.examples:,} train pictures of {len(found.classes):,} "
         f"classes, {parts[found.split]}."
     )
@@ -93,13 +94,13 @@ def _print(found: "Probed") -> None:
     numbers = ("accuracy", "over seeds", "95% interval")
     print_table(("probe", "setting", *numbers), rows, numbers=numbers)
     for note in found.notes:
-        typer.echo(f"{note[0].upper()}{note[1:]}.")
+        echo(f"{note[0].upper()}{note[1:]}.")
     if found.bad:
-        typer.echo(f"{len(found.bad):,} more could not be read:")
+        echo(f"{len(found.bad):,} more could not be read:")
         for picture in found.bad[:LISTED]:
-            typer.echo(f"  {picture.name}: {picture.reason}")
+            echo(f"  {picture.name}: {picture.reason}")
         if len(found.bad) > LISTED:
-            typer.echo(f"  … and {len(found.bad) - LISTED:,} more")
+            echo(f"  … and {len(found.bad) - LISTED:,} more")
 
 
 def _named(row: "Row") -> tuple[str, str]:

@@ -12,7 +12,7 @@ from vitrail.reports.record import Record, Verdict
 from vitrail.reports.words import many, share, span
 
 EXTREMES = 8
-"""How many of the hardest and easiest classes are shown."""
+"""How many of the classes with the lowest and the highest recall are shown."""
 PAIRS = 12
 """How many of the most frequent confusions are listed."""
 COUNTED = Column("No.", number=True, hint="the number of the class in the matrix")
@@ -21,7 +21,7 @@ SMALL = 12
 
 
 def classes(run: Record) -> Section:
-    """Return the hardest and easiest classes, and the table of all."""
+    """Return the classes with the lowest and the highest recall, and the table of all."""
     title = "Class by class"
     if run.verdict is None:
         return Section("classes", "Classes", title, absent(run.why_no_verdict))
@@ -38,9 +38,9 @@ def classes(run: Record) -> Section:
 def _extremes(verdict: Verdict) -> str:
     order = verdict.weakest_first
     most = min(EXTREMES, len(order) // 2)
-    hardest = [row for row in order[:most] if row.recall != 1]
-    easiest = [row for row in order[::-1][:most] if row.recall]
-    if not hardest:
+    lowest = [row for row in order[:most] if row.recall != 1]
+    highest = [row for row in order[::-1][:most] if row.recall]
+    if not lowest:
         return ""
     drawn = [
         bar_chart(
@@ -50,7 +50,7 @@ def _extremes(verdict: Verdict) -> str:
             ],
             title=title, unit="percent", colour=colour, high=1.0, width=WIDTH, standalone=False,
         )
-        for title, rows, colour in (("Hardest, by recall", hardest, 2), ("Easiest, by recall", easiest, 3))
+        for title, rows, colour in (("Lowest recall", lowest, 2), ("Highest recall", highest, 3))
     ]  # fmt: skip
     return f'<div class="pair">{"".join(map(chart, drawn))}</div>'
 
@@ -118,9 +118,10 @@ def confusion(run: Record) -> Section:
         width=WIDTH + 40 if count <= SMALL else 1050,
     )  # fmt: skip
     caption = (
-        "A row for each class, a column for each answer; blue is right, orange is not: the stronger, the more often. "
+        "A row for each class, a column for each prediction; blue is right, orange is wrong. A colour is as strong as "
+        "its share of the row, on one scale for both. "
     )
-    caption += "The numbers count pictures." if count <= WRITTEN else "Point at a mistake for its numbers."
+    caption += "The numbers count images." if count <= WRITTEN else "Point at a mistake for its numbers."
     caption += "" if count <= NAMED else " Classes go by their numbers in the table above."
     pairs = _pairs(verdict, matrix)
     if count <= SMALL:

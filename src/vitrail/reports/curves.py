@@ -1,5 +1,6 @@
 """The curves of a run, or of two over each other."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,43 @@ def curves(run: Record) -> Section:
         _seldom("val part", curve(rows, "val_top1"), 2),
     ]
     return _section(
-        _over_steps("Loss", loss, log=_wide(rows)),
+        _over_steps("Loss", loss, log=_wide(rows), note=loss_note(run)),
         _over_steps("Accuracy", accuracy, unit="percent", high=1.0),
         _over_steps("Learning rate", [_line("", curve(rows, "lr"), 3)], low=0.0, height=LOW),
         _over_steps("Gradient norm", _noisy("", curve(rows, "gradient_norm"), 4), height=LOW),
     )
+
+
+def loss_note(run: Record) -> str:
+    """Say why the two losses of a run are not the same measure, where they are not."""
+    objective, mixing = run.recipe.get("objective", {}), run.recipe.get("mixing", {})
+    smoothing = float(objective.get("label_smoothing", 0) or 0)
+    mixed = [name for name, key in (("mixup", "mixup"), ("CutMix", "cutmix")) if mixing.get(key)]
+    mixed = mixed if mixing.get("chance", 1) else []
+    made = [*([f"label smoothing ({smoothing:g})"] if smoothing else []), *mixed]
+    weighted = objective.get("class_weights", "none") != "none"
+    made += ["class weights"] if weighted else []
+    if objective.get("loss", "softmax") == "sigmoid":
+        return (
+            "The training loss is a sum over yes-or-no decisions, the validation loss a log loss: their heights differ."
+        )
+    if not made:
+        return "The training loss is of augmented images, with dropout; the validation loss of images as they are."
+    said = f"{', '.join(made[:-1])} and {made[-1]}" if len(made) > 1 else made[0]
+    said = f"The training loss includes {said}; the validation loss does not, so their heights cannot be compared."
+    classes = len(run.verdict.classes) if run.verdict is not None else 0
+    if smoothing and classes > 1 and not weighted:
+        said += (
+            f" With this smoothing and {classes} classes, training cannot fall below {_floor(smoothing, classes):.2f}."
+        )
+    return said
+
+
+def _floor(smoothing: float, classes: int) -> float:
+    """Return the least cross-entropy that smoothed labels allow: their own entropy."""
+    off = smoothing / classes
+    on = 1 - smoothing + off
+    return -on * math.log(on) - (classes - 1) * off * math.log(off)
 
 
 def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section:
@@ -47,9 +80,18 @@ def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section
     return _section(
         _over_steps("Accuracy on the val part", measured("val_top1"), unit="percent", high=1.0),
         _over_steps("Loss on the val part", measured("val_loss"), log=True),
-        _over_steps("Training loss", trained("loss"), log=any(_wide(rows) for _, rows, _ in both)),
+        _over_steps(
+            "Training loss", trained("loss"), log=any(_wide(rows) for _, rows, _ in both), note=_note_of_two(one, other)
+        ),
         _over_steps("Learning rate", trained("lr"), low=0.0),
     )
+
+
+def _note_of_two(one: Record, other: Record) -> str:
+    """Say so where two training losses are not the same measure."""
+    if all(one.recipe.get(key) == other.recipe.get(key) for key in ("objective", "mixing")):
+        return ""
+    return "Objective or mixing differ, so the heights of these losses cannot be compared."
 
 
 def _section(*drawn: str) -> Section:
@@ -65,12 +107,14 @@ def _over_steps(
     low: float | None = None,
     high: float | None = None,
     height: int = HEIGHT,
+    note: str = "",
 ) -> str:
     return chart(
         line_chart(
             series, title=title, x_label="step", x_unit="whole", log=log, y_unit=unit, y_low=low, y_high=high,
             width=WIDTH, height=height, standalone=False,
-        )
+        ),
+        note,
     )  # fmt: skip
 
 

@@ -1,11 +1,16 @@
 """What is known of the data, from the check at the run's beginning."""
 
+from PIL import Image
+
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
-from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, table
+from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, picture, table
 from vitrail.reports.record import Check, Record
 from vitrail.reports.words import many
+from vitrail.training.samples import read_samples
 
+SMALL = 128
+"""The longer side of a class sample in pixels."""
 DETAILS = 4
 """How many examples of a finding are listed."""
 
@@ -13,7 +18,7 @@ DETAILS = 4
 def data(run: Record) -> Section:
     """Return the summary of the data's check."""
     if run.check is None:
-        return Section("data", "Data", "The data", absent(run.why_no_check))
+        return Section("data", "Data", "The data", absent(run.why_no_check) + _samples(run))
     check = run.check
     where = f"<p>From <code>{escape(run.data)}</code>: {escape(check.verdict)}.</p>" if run.data else ""
     findings = "".join(
@@ -28,8 +33,35 @@ def data(run: Record) -> Section:
             f"The check looked at {many(check.looked_at, 'picture')} of {check.pictures:,}; vitrail check sees all.",
             "quiet small",
         )
+    if check.not_looked_for:
+        found += paragraph(f"Not looked for: {'; '.join(check.not_looked_for)}.", "quiet small")
     drawn = f'<div class="pair">{_counts(check)}<div>{_sizes(check)}{_kinds(check)}</div></div>'
-    return Section("data", "Data", "The data", where + found + drawn)
+    return Section("data", "Data", "The data", where + found + _samples(run) + drawn)
+
+
+def _samples(run: Record) -> str:
+    """Return a few training images of each class, as the run kept them."""
+    by_class: dict[str, list[str]] = {}
+    for sample in read_samples(run.folder):
+        try:
+            with Image.open(sample.file, formats=("JPEG",)) as opened:
+                image = opened.convert("RGB")
+        except (OSError, ValueError, SyntaxError):
+            continue
+        image.thumbnail((SMALL, SMALL))
+        alt = f"a training image of {sample.label}"
+        by_class.setdefault(sample.label, []).append(picture(image, alt))
+    if not by_class:
+        return ""
+    rows = "".join(
+        f'<li><p>{name(label)}</p><div class="row">{"".join(images)}</div></li>' for label, images in by_class.items()
+    )
+    count = sum(map(len, by_class.values()))
+    said = f"{many(count, 'training image')}, as small as the run keeps them."
+    classes = len(run.verdict.classes) if run.verdict is not None else len(by_class)
+    if classes > len(by_class):
+        said += f" They show {len(by_class):,} of {classes:,} classes."
+    return f'<h3>What the classes look like</h3>{paragraph(said, "quiet small")}<ul class="classes">{rows}</ul>'
 
 
 def _details(details: list[str]) -> str:

@@ -2,12 +2,11 @@
 
 from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
-from vitrail.explanations.overlay import enlarged
 from vitrail.reports.answers import Answers, Both
 from vitrail.reports.page import absent, name, path, picture
 from vitrail.reports.record import Record
-from vitrail.reports.sight import SIDE, Sight, look_into
-from vitrail.reports.words import cut, share
+from vitrail.reports.sight import Sight, look_into
+from vitrail.reports.words import cut, file_name, share
 
 SHOWN = 6
 """Of each kind."""
@@ -34,19 +33,16 @@ def _card(sight: Sight, judged: Answers, wrong: Answers, row: int) -> str:
     called, true = judged.names[row], judged.true[row]
     return (
         f"<li>{_seen(sight, int(judged.places[row]), called, true)}<p><strong>{name(true)}</strong>; the other says "
-        f"{name(wrong.predicted[row])}, {share(float(wrong.confidence[row]))} sure</p>"
-        f'<p class="quiet small" title="{escape(called)}">{path(cut(called, 28))}</p></li>'
+        f"{name(wrong.predicted[row])}, confidence {share(float(wrong.confidence[row]))}</p>"
+        f'<p class="quiet small file" title="{escape(called)}">{path(file_name(called, 40))}</p></li>'
     )
 
 
 def _seen(sight: Sight, index: int, called: str, true: str) -> str:
-    from vitrail.data.given import fitted
-    from vitrail.explanations.explain import as_picture
-
-    if sight.bundle is None or sight.source is None:
+    if sight.source is None:
         return ""
     try:
-        pixels = fitted(sight.item(index, called, true), sight.bundle.preprocess)
+        original = sight.original(sight.item(index, called, true))
     except (VitrailError, OSError):
         return ""
-    return picture(enlarged(as_picture(pixels), SIDE), cut(called))
+    return "" if original is None else picture(original, cut(called))

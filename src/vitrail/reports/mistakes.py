@@ -1,4 +1,4 @@
-"""The most confident mistakes, with what the model looked at."""
+"""The mistakes of highest confidence: each image as stored, as the model saw it, and what spoke for the prediction."""
 
 from typing import NamedTuple
 
@@ -12,32 +12,66 @@ from vitrail.explanations.wanted import Wanted
 from vitrail.reports.page import Section, absent, name, paragraph, path, picture
 from vitrail.reports.record import Mistake
 from vitrail.reports.sight import SIDE, Sight
-from vitrail.reports.words import cut, share
+from vitrail.reports.words import cut, file_name, share
 
 SHOWN = 12
-TITLE = "Where it is sure, and wrong"
+HIGH = 0.8
+"""From this confidence on a prediction is called confident."""
 WHAT = (
-    "The mistakes of which the model was surest; here wrong labels come to light, too. Beside each picture, as the "
-    "model saw it, is what spoke for its answer: the lighter, the more (relevance, by attention and its gradient)."
+    "Wrong labels come to light here, too. Each image is shown as it is stored; below it is what the model saw of it, "
+    "and what spoke for its prediction: the lighter, the more (relevance, by attention and its gradient)."
 )
 
 
 class Seen(NamedTuple):
-    """A picture as the model saw it, and what spoke for an answer; None where that cannot be told."""
+    """An image as stored and as the model saw it, and what spoke for a prediction; None where that is not known."""
 
+    original: Image.Image | None
     picture: Image.Image
     relevance: Image.Image | None
 
 
 def mistakes(sight: Sight) -> Section:
-    """Return the most confident mistakes with their pictures."""
+    """Return the mistakes of highest confidence with their images."""
     verdict = sight.run.verdict
     if verdict is None:
-        return Section("mistakes", "Mistakes", TITLE, absent(sight.run.why_no_verdict))
+        return Section("mistakes", "Mistakes", "Mistakes", absent(sight.run.why_no_verdict))
     if not verdict.worst:
-        return Section("mistakes", "Mistakes", TITLE, paragraph("No picture was mistaken."))
-    cards, without = [], set()
-    for mistake in verdict.worst[:SHOWN]:
+        return Section("mistakes", "Mistakes", "Mistakes", paragraph("No image was mistaken."))
+    shown = verdict.worst[:SHOWN]
+    confident = [one for one in shown if one.confidence >= HIGH]
+    others = [one for one in shown if one.confidence < HIGH]
+    without: set[str] = set()
+    body = paragraph(WHAT)
+    if confident:
+        title = "Confident, and wrong"
+        body += f"{_cards(sight, confident, without)}"
+        body += f"<h3>Wrong with less than {share(HIGH)} confidence</h3>" if others else ""
+    else:
+        title = "The mistakes of highest confidence"
+        body = (
+            paragraph(
+                f"No mistake was made with high confidence ({share(HIGH)} or more); the highest is "
+                f"{share(shown[0].confidence)}."
+            )
+            + body
+        )
+    body += _cards(sight, others, without) if others else ""
+    return Section("mistakes", "Mistakes", title, _notes(sight, without) + body)
+
+
+def _notes(sight: Sight, without: set[str]) -> str:
+    if sight.source is None:
+        return absent(sight.why_no_pictures)
+    if sight.bundle is None:
+        return absent(sight.why_no_bundle)
+    return absent(f"Something is missing here: {'; '.join(sorted(without)[:3])}.") if without else ""
+
+
+def _cards(sight: Sight, found: list[Mistake], without: set[str]) -> str:
+    """Return mistakes as a list; what is missing is added to `without`."""
+    cards = []
+    for mistake in found:
         try:
             seen = look(sight, mistake.index, mistake.name, mistake.true, mistake.predicted)
         except (VitrailError, OSError) as error:
@@ -46,43 +80,38 @@ def mistakes(sight: Sight) -> Section:
         if seen is not None and seen.relevance is None:
             without.add("there are no relevance maps for this model")
         cards.append(_card(mistake, seen))
-    notes = ""
-    if sight.source is None:
-        notes = absent(sight.why_no_pictures)
-    elif sight.bundle is None:
-        notes = absent(sight.why_no_bundle)
-    elif without:
-        notes = absent(f"Something is missing here: {'; '.join(sorted(without)[:3])}.")
-    return Section("mistakes", "Mistakes", TITLE, f'{paragraph(WHAT)}{notes}<ul class="mistakes">{"".join(cards)}</ul>')
+    return f'<ul class="mistakes">{"".join(cards)}</ul>'
 
 
 def look(sight: Sight, index: int, called: str, true: str, answer: str) -> Seen | None:
-    """Return a picture and what spoke for an answer; None where there is no model to see it."""
+    """Return an image and what spoke for a prediction; None where there is no model to see it."""
     from vitrail.data.given import fitted
 
     if sight.bundle is None or sight.source is None:
         return None
     item = sight.item(index, called, true)
+    original = sight.original(item)
     try:
         explained = Explainer(sight.bundle, Wanted("relevance"), target=sight.numbers.get(answer)).explain(item, called)
     except VitrailError:
-        return Seen(enlarged(as_picture(fitted(item, sight.bundle.preprocess)), SIDE), None)
-    return Seen(enlarged(explained.picture, SIDE), explained.overlay(side=SIDE))
+        return Seen(original, enlarged(as_picture(fitted(item, sight.bundle.preprocess)), SIDE), None)
+    return Seen(original, enlarged(explained.picture, SIDE), explained.overlay(side=SIDE))
 
 
 def pair(seen: Seen | None, called: str, answer: str) -> str:
-    """Return picture and map side by side."""
+    """Return the image as it is stored, and below it what the model saw and what spoke for the prediction."""
     if seen is None:
         return ""
+    whole = "" if seen.original is None else f'<div class="whole">{picture(seen.original, called)}</div>'
     first = picture(seen.picture, f"{called}, as the model saw it")
     second = "" if seen.relevance is None else picture(seen.relevance, f"what spoke for {answer}")
-    return f'<div class="two">{first}{second}</div>'
+    return f'{whole}<div class="two">{first}{second}</div>'
 
 
 def _card(mistake: Mistake, seen: Seen | None) -> str:
     return (
         f"<li>{pair(seen, cut(mistake.name), mistake.predicted)}"
         f"<p><strong>{name(mistake.true)}</strong> taken for <strong>{name(mistake.predicted)}</strong>, "
-        f'{share(mistake.confidence)} sure</p><p class="quiet small" title="{escape(mistake.name)}">'
-        f"{path(cut(mistake.name, 44))}</p></li>"
+        f'confidence {share(mistake.confidence)}</p><p class="quiet small file" title="{escape(mistake.name)}">'
+        f"{path(file_name(mistake.name))}</p></li>"
     )

@@ -27,6 +27,19 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+// What is wider than its box says so, with a shadow at the side where more is hidden.
+for (const scroller of document.querySelectorAll(".scroller")) {
+  const box = scroller.querySelector(".box");
+  const look = () => {
+    const hidden = box.scrollWidth - box.clientWidth;
+    scroller.classList.toggle("wider", hidden > 1);
+    scroller.classList.toggle("more-left", box.scrollLeft > 1);
+    scroller.classList.toggle("more-right", hidden - box.scrollLeft > 1);
+  };
+  box.addEventListener("scroll", look, { passive: true });
+  new ResizeObserver(look).observe(box);
+  look();
+}
 // What is folded away on the screen is printed.
 addEventListener("beforeprint", () => {
   for (const part of document.querySelectorAll("details")) part.open = true;

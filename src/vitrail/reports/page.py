@@ -109,9 +109,10 @@ def table(
     last = f"<tfoot>{_line(columns, foot)}</tfoot>" if foot else ""
     kind = "sortable" if sortable else "plain"
     return (
+        f'<div class="scroller"><p class="hint" aria-hidden="true">More columns to the right: scroll the table →</p>'
         f'<div class="box" tabindex="0" role="group" aria-label="{escape(caption)}"><table class="{kind}">'
         f"<caption>{escape(caption)}</caption><thead><tr>{''.join(heads)}</tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody>{last}</table></div>"
+        f"<tbody>{''.join(lines)}</tbody>{last}</table></div></div>"
     )
 
 

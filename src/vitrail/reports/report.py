@@ -9,6 +9,7 @@ from vitrail.reports.curves import curves
 from vitrail.reports.data import data
 from vitrail.reports.inside import inside
 from vitrail.reports.mistakes import mistakes
+from vitrail.reports.model import model_summary
 from vitrail.reports.page import GENERATOR, page
 from vitrail.reports.record import Record, read_run
 from vitrail.reports.reproduce import reproduce
@@ -42,6 +43,7 @@ def _single(run: Record) -> str:
         confusion(run),
         calibration(run),
         curves(run),
+        model_summary(sight),
         inside(sight),
         data(run),
         reproduce(run),

@@ -5,20 +5,24 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+from PIL import Image
+
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError, VitrailError
 from vitrail.explanations.figures.grid_of_grids import evenly
+from vitrail.explanations.overlay import enlarged
 from vitrail.reports.record import BEST, Record
 from vitrail.reports.words import ended
 
 if TYPE_CHECKING:
     from vitrail.data.given import Item
 
-SIDE = 208
-"""The longer side of a picture on the page; sharp also on a screen with two pixels for one."""
+SIDE, LARGE = 208, 480
+"""The longer side of a small image on the page, and of one to look at closely."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +51,19 @@ class Sight:
         if not same or self.source.labels[index] != self.numbers.get(true):
             raise DataError("the data has changed since the run, and another picture is in its place")
         return Item(b"", content=self.source.read(index))
+
+    def original(self, item: "Item") -> Image.Image | None:
+        """Return an image as stored, upright, no larger than a page needs; None where it cannot be shown in colour."""
+        from vitrail.data.decode import open_picture
+
+        try:
+            opened = open_picture(item.read())
+            scale = min(1.0, LARGE / max(opened.width, opened.height))
+            image = Image.fromarray(np.ascontiguousarray(opened.pixels(3, scale=scale)))
+        except (VitrailError, OSError, ValueError):  # one of 13 channels, say
+            return None
+        image.thumbnail((LARGE, LARGE), Image.Resampling.LANCZOS)
+        return image if max(image.size) >= SIDE else enlarged(image, LARGE)
 
     def some(self, count: int) -> list["Item"]:
         """Return so many of the pictures, evenly from first to last; what cannot be read is left out."""

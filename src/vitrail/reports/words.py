@@ -40,6 +40,41 @@ def ended(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
+def file_name(path: str, most: int = 56) -> str:
+    """Shorten a path: the name of the file stays whole where it can, with as much of the end of its folder as fits.
+
+    >>> file_name("/home/someone/photos/of/many/kinds/cat/IMG_1118.JPG", 24)
+    '…/kinds/cat/IMG_1118.JPG'
+    >>> file_name("photos/a-name-that-is-far-too-long-to-be-shown.jpg", 25)
+    '…/a-name-that…be-shown.jpg'
+    """
+    if len(path) <= most:
+        return path
+    folders, _, name = path.rpartition("/")
+    if not folders or len(name) > most - 2:
+        return f"{'…/' if folders else ''}{cut(name, most)}"
+    kept = name
+    for folder in reversed(folders.split("/")):
+        if not folder or len(kept) + len(folder) + 3 > most:
+            break
+        kept = f"{folder}/{kept}"
+    return f"…/{kept}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time as people say it.
+
+    >>> duration(8.4), duration(95), duration(7300)
+    ('8.4 s', '1 min 35 s', '2 h 2 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
 def cut(text: str, most: int = 60) -> str:
     """Cut a text short, in its middle, where names of files differ least."""
     if len(text) <= most:

@@ -13,11 +13,14 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.serving.app import Service
+from vitrail.serving.connections import Connections, NotTooOften, room_for, told
+from vitrail.serving.protocol import BoundedProtocol, Bounds
 from vitrail.serving.settings import Settings
 
 LINGER = 0.5
@@ -37,9 +40,16 @@ def serve(settings: Settings, *, started: float | None = None) -> None:
         if settings.token is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
             _log.warning("there is no token, so everybody who reaches this address can use the models")
         service = Service(settings)
+        connections = Connections(room_for(settings.connections), settings.client_connections, service.counters)
+
+        class Protocol(BoundedProtocol):
+            bounds = Bounds(connections, settings.head_time)
+
         config = uvicorn.Config(
             service.app,
-            http="h11",  # the one that limits the size of headers by itself
+            http=Protocol,
+            proxy_headers=False,  # anybody on this machine could claim to be many clients
+            backlog=128,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -65,6 +75,7 @@ class _Server(uvicorn.Server):
 
     async def run_to_the_end(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_tell_fault)
         self._begin(self._warm_up())
         if _has_hangup():
             self._loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload()))
@@ -97,7 +108,7 @@ class _Server(uvicorn.Server):
 
     async def _warm_up(self) -> None:
         try:
-            await self._service.start()
+            await asyncio.gather(self._service.start_decoders(), self._service.start())
         except Exception as error:
             self._fault, self.should_exit = error, True
             return
@@ -124,6 +135,11 @@ class _Server(uvicorn.Server):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)  # the loop alone would not keep it alive
         task.add_done_callback(self._tasks.discard)
+
+
+def _tell_fault(_: asyncio.AbstractEventLoop, fault: dict[str, Any]) -> None:
+    """Write what went wrong outside of any request, such as file descriptors that run out, and not too often."""
+    told.warn(str(fault.get("message")), error=str(fault.get("exception")))
 
 
 def _has_hangup() -> bool:
@@ -185,9 +201,14 @@ class _Lines(logging.Formatter):
 
 def _write_log() -> None:
     """Write the service's log, and the complaints of uvicorn, to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines())
-    for name, level in (("vitrail.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+    ours, others = logging.StreamHandler(sys.stderr), logging.StreamHandler(sys.stderr)
+    others.addFilter(NotTooOften())  # "Invalid HTTP request received." can be had ten thousand times a second
+    for name, level, handler in (
+        ("vitrail.serving", logging.INFO, ours),
+        ("uvicorn", logging.WARNING, others),
+        ("asyncio", logging.WARNING, others),
+    ):
+        handler.setFormatter(_Lines())
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

@@ -14,8 +14,10 @@ from vitrail.data.decode import decode, open_picture
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError
+from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
-from vitrail.models.variants import variant_config
+from vitrail.models.variants import PAPER, variant_config
+from vitrail.training.criterion import Criterion
 from vitrail.training.recipe import Recipe
 from vitrail.training.schedules import learning_rate
 from vitrail.training.starting import Start, planned_model
@@ -91,6 +93,8 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     """Settle what a recipe leaves open."""
     choices: list[Choice] = []
     model = _model(recipe, facts, start, choices)
+    if refusal := per_token(model):
+        raise ConfigError(refusal)
     preprocess = _preprocess(recipe, model, start)
     batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, choices)
     epochs = recipe.epochs
@@ -109,6 +113,7 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
         augmentation=augmentation,
         mixing=mixing,
         start=recipe.start if start is None else recipe.start or Start(),
+        criterion=_criterion(recipe, choices),
     )
     steps = _steps(settled, facts.pictures, batch)
     learning_rate(settled.schedule, 0, steps, rate)  # refuses a schedule that does not fit, before anything is written
@@ -136,6 +141,13 @@ def _written(model: ViTConfig) -> dict[str, Any]:
 def _model(recipe: Recipe, facts: Facts, start: Bundle | None, choices: list[Choice]) -> ViTConfig:
     fields = dict(recipe.model)
     classes = len(facts.classes)
+    paper = fields.pop("paper", False)
+    if not isinstance(paper, bool) or (paper and start is not None):
+        raise ConfigError(
+            f"model.paper is {paper!r}; it is true for a fresh model as the ViT paper has it, else left out"
+        )
+    if paper and "name" not in fields:  # a named model is the paper's already
+        fields = {**PAPER, **fields}
     if fields.get("classes", classes) != classes:
         raise ConfigError(f"model.classes is {fields['classes']}, but the data has {classes} classes; leave it out")
     if start is not None:
@@ -263,6 +275,13 @@ def _rate(recipe: Recipe, model: ViTConfig, start: Bundle | None, choices: list[
         why = f"for {kind} and a model that knows {'a little' if small else 'much'}, judged by its width {model.width}"
     choices.append(Choice("optimizer.lr", rate, why))
     return rate
+
+
+def _criterion(recipe: Recipe, choices: list[Choice]) -> Criterion:
+    found = recipe.settled_criterion()
+    if recipe.criterion is None and found != "accuracy":
+        choices.append(Choice("criterion", found, "classes are weighted, so the best checkpoint is best over classes"))
+    return found
 
 
 def _augmentation(facts: Facts, choices: list[Choice]) -> Augmentation:

@@ -92,6 +92,8 @@ def combine(over: Mapping[str, Sequence[Any]], changes: Sequence[str]) -> list[d
     for key in over:
         if fixed := next((name for name in FIXED if _overlap(key, name)), None):
             raise ConfigError(f"a sweep over {key} would measure its runs on different pictures; use --set {fixed}=…")
+        if _overlap(key, "criterion"):
+            raise ConfigError("a sweep compares its runs by one criterion; choose it with --set criterion=…")
         if change := next((text for text in changes if _overlap(key, text.partition("=")[0].strip())), None):
             raise ConfigError(f"{key} is swept, but {change} sets it; leave one of them out")
     for one, other in combinations(over, 2):

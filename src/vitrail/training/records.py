@@ -8,11 +8,12 @@ from typing import Any
 
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
-from vitrail.evaluation import Predictions
+from vitrail.evaluation import Evaluation, Predictions, percent
 from vitrail.training.curves import draw_curves
 from vitrail.training.events import Events
 from vitrail.training.folder import CURVES, EVENTS, HELD_OUT, Journal
 from vitrail.training.held_out import write_held_out
+from vitrail.training.pace import Pace
 
 DRAWN_EVERY = 60.0
 """Seconds between two drawings of the curves; more where drawing takes more than a fiftieth of it."""
@@ -22,24 +23,26 @@ NEEDS = {CURVES: "matplotlib", EVENTS: "tensorboard", HELD_OUT: "pyarrow"}
 class Records:
     """Keeps what a run measures. Only the journal can stop a run; what is for looking at can be missing."""
 
-    def __init__(self, folder: Path, step: int, note: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, step: int, note: Callable[[str], None], *, compiled: bool = False) -> None:
         self.folder, self.note = folder, note
         self.journal = Journal(folder, step)
         self.left_out = {file for file, package in NEEDS.items() if importlib.util.find_spec(package) is None}
         if self.left_out:
             files = ", ".join(file for file in NEEDS if file in self.left_out)
             note(f"not written: {files}; pip install 'vitrail[train]' adds them")
-        self.events = Events(folder / EVENTS, step)
+        self.events, self.pace = Events(folder / EVENTS, step), Pace(compiled=compiled)
         self.drawn, self.pause, self.changed = time.monotonic(), DRAWN_EVERY, False
         if step and not self.events.folder.exists():  # the extra came later than the run
             for row in Journal.read(folder):
                 self._watch(row)
 
     def step(self, row: dict[str, Any], *, seconds: float, waited: float, pictures: int) -> None:
-        """Keep what a step came to, and how long it took; the journal is the same however fast the machine is."""
+        """Keep what a step came to, and the pace; the journal is the same however fast the machine is."""
         self.journal.write(row)
-        took = max(seconds + waited, 1e-9)
-        self._watch({**row, "images_per_second": pictures / took, "waiting_share": waited / took})
+        self.pace.add(images=pictures, seconds=seconds, waited=waited)
+        rate = self.pace.rate
+        speed = {} if rate is None else {"images_per_second": rate, "waiting_share": self.pace.waiting_share}
+        self._watch({**row, **speed})
         self.changed = True
 
     def measured(self, row: dict[str, Any]) -> None:
@@ -82,3 +85,19 @@ class Records:
         except (CheckpointError, ImportError, OSError) as error:
             self.left_out.add(file)
             self.note(f"{file} is left out from here on: {error}")
+
+
+def card_metrics(measured: Evaluation, *, tested: bool) -> dict[str, str]:
+    """Return the metrics that a model card shows, with the split they are from and what has to be known with them."""
+    split = "test" if tested else "train" if measured.kind == "training pictures" else "validation"
+    caveat = {"train": ", which the model was trained on", "validation": ", which also selected the checkpoint"}
+    low, high = (percent(end) for end in measured.top1_interval)
+    return {
+        "split": f"{split}, {measured.pictures:,} images{caveat.get(split, '')}",
+        "accuracy": f"{percent(measured.top1)}% (95% interval {low}–{high}%)",
+        **({} if measured.top5 is None else {"top-5 accuracy": f"{percent(measured.top5)}%"}),
+        "balanced accuracy": f"{percent(measured.balanced_accuracy)}%",
+        "macro F1": f"{percent(measured.macro_f1)}%",
+        "log loss": f"{measured.loss:.3f}",
+        "calibration error": f"{percent(measured.ece)}%",
+    }

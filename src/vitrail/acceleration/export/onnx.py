@@ -55,9 +55,21 @@ def write_onnx(made: torch.onnx.ONNXProgram, path: Path, metadata: Mapping[str, 
     """Write a model in ONNX, with notes that every reader of the format can see."""
     made.model.metadata_props.update(metadata or {})
     made.model.producer_name = "vitrail"
+    _forget_shapes_of_weights(made)
     weights = sum(value.const_value.nbytes for value in made.model.graph.initializers.values() if value.const_value)
     with quiet():
         made.save(path, external_data=weights > LARGEST_FILE)
+
+
+def _forget_shapes_of_weights(made: torch.onnx.ONNXProgram) -> None:
+    """Leave the shape of a weight to the weight itself.
+
+    The exporter notes it a second time. ONNX Runtime's quantiser transposes weights and leaves that note as it was, and
+    then refuses the model because the two differ.
+    """
+    for value in made.model.graph.initializers.values():
+        if not value.is_graph_input():
+            value.shape = value.type = None
 
 
 class OnnxFile:

@@ -13,16 +13,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.labels import label_text, order_classes
+from vitrail.data.sources.faults import Faults, settle
+from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.listing import Names, NamesBuilder, Progress, shown
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
 from vitrail.data.sources.splits import PARTS
 from vitrail.errors import DataError
+from vitrail.io import open_text
 
 PICTURE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
 LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name")
 NAME_COLUMNS = ("label_name", "class_name")
+"""What is in these is a name, whatever it looks like."""
+DELIMITERS = ",;\t"
 PROGRESS_EVERY = 10_000
+MOST_FAULTS = 1000
+"""So many rows of a manifest are named as faulty."""
 _PART_NUMBERS = {"train": 0, "val": 1, "test": 2}
 
 
@@ -83,16 +89,20 @@ class Manifest:
 class LabelCollector:
     """Gathers labels and parts row by row, and turns them into numbers at the end."""
 
-    def __init__(self, place: str, columns: Columns, *, unit: str, unknown: str | None = None) -> None:
+    def __init__(
+        self, place: str, columns: Columns, *, unit: str, unknown: str | None = None, any_label: bool = False
+    ) -> None:
         self.place, self.columns, self.unit = place, columns, unit
         self.unknown = unknown
+        named = columns.label is None or columns.name is not None or columns.label.strip().lower() in NAME_COLUMNS
+        self.any_label = any_label or named
         self._codes: dict[str, int] = {}
         self._labels = array("q")
         self._parts = array("b")
         self._names: dict[str, str] = {}
 
-    def add(self, row: Row) -> int:
-        """Take the label and the part of a row; return a number for the label that equal labels share."""
+    def read(self, row: Row) -> tuple[int, int | None]:
+        """Return a number for the label of a row, which equal labels share, and one for its part."""
         where = f"{shown(self.place)}, {self.unit} {row.number}"
         code = -1
         if self.columns.label is not None:
@@ -104,35 +114,54 @@ class LabelCollector:
                     raise DataError(
                         f"{where} calls label {text} {name!r}, before it was {self._names[text]!r}; use one name"
                     )
+        if self.columns.split is None:
+            return code, None
+        part = PARTS.get(str(row.split).strip().lower())
+        if part is None:
+            raise DataError(f"{where} has the split {row.split!r}; write train, val or test")
+        return code, _PART_NUMBERS[part]
+
+    def keep(self, code: int, part: int | None) -> None:
+        """Take what `read` returned for the next image."""
         self._labels.append(code)
-        if self.columns.split is not None:
-            part = PARTS.get(str(row.split).strip().lower())
-            if part is None:
-                raise DataError(f"{where} has the split {row.split!r}; write train, val or test")
-            self._parts.append(_PART_NUMBERS[part])
-        return code
+        if part is not None:
+            self._parts.append(part)
 
     def finish(self, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels, NDArray[np.int8] | None]:
         """Return the classes, the label of every row and the part of every row; `names` are those of whole numbers."""
         if not self._labels:
             raise DataError(f"{shown(self.place)} lists no pictures; add a {self.unit} for each")
+        codes = np.array(self._labels, np.int64)
+        if names is None and not self.any_label:
+            counts = np.bincount(codes[codes >= 0], minlength=len(self._codes)).tolist()
+            images = {text: count for text, count in zip(self._codes, counts, strict=True) if count}
+            check_classes(images, shown(self.place), "call the column class_name")
         classes, lookup = order_classes(list(self._codes), names, place=shown(self.place))
         if names is None and self._names:
             classes = tuple(self._names[text] for text in classes)
             order_classes((), classes, place=shown(self.place))  # no two with one name
         parts = np.array(self._parts, np.int8) if self.columns.split is not None else None
-        return classes, lookup[np.array(self._labels, np.int64)], parts
+        return classes, lookup[codes], parts
 
 
 def open_manifest(
-    place: str | os.PathLike[str], *, unlabelled: bool = False, on_progress: Progress | None = None
+    place: str | os.PathLike[str],
+    *,
+    unlabelled: bool = False,
+    faults: Faults | None = None,
+    on_progress: Progress | None = None,
 ) -> Manifest:
-    """Open a CSV file with a header, or a JSONL file. With `unlabelled` it need not have a column of labels."""
+    """Open a CSV file with a header, or a JSONL file. With `unlabelled` it need not have a column of labels.
+
+    With `faults`, rows that cannot be used are left out and named there.
+    """
     place = os.fspath(place)
-    read = read_csv if place.lower().endswith(".csv") else read_jsonl
+    read = read_jsonl if place.lower().endswith(".jsonl") else read_csv
     with read_in_words(place):
         columns, rows = read(place, unlabelled)
-        return manifest_of(place, columns, rows, unit="line", on_progress=on_progress)
+        return manifest_of(
+            place, columns, rows, unit="line", unlabelled=unlabelled, faults=faults, on_progress=on_progress
+        )
 
 
 @contextmanager
@@ -155,36 +184,62 @@ def manifest_of(
     *,
     unit: str,
     names: Sequence[str] | None = None,
+    unlabelled: bool = False,
+    faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Manifest:
     """Make the source of rows whose pictures are paths."""
-    labels = LabelCollector(place, columns, unit=unit)
+    labels = LabelCollector(place, columns, unit=unit, any_label=unlabelled)
     paths = NamesBuilder()
     first: dict[bytes, tuple[int, int]] = {}
-    missing: list[str] = []
-    gone = 0
+    wrong, missing = _Several(), _Several()
     folder = os.fsencode(os.path.dirname(place))
     for count, row in enumerate(rows, start=1):
-        code = labels.add(row)
-        path = path_of(row, f"{shown(place)}, {unit} {row.number}")
-        file = os.path.normpath(os.path.join(folder, path))
-        before, its_code = first.setdefault(file, (row.number, code))
-        if before != row.number:
-            _refuse_twice(place, unit, path, (before, row.number), several=code != its_code)
-        if not _is_file(file):
-            gone += 1
-            missing += [shown(path)] if gone <= 3 else []
-        paths.extend([path])
+        try:
+            code, part = labels.read(row)
+            path = path_of(row, f"{shown(place)}, {unit} {row.number}")
+            file = os.path.normpath(os.path.join(folder, path))
+            before, its_code = first.setdefault(file, (row.number, code))
+            if before != row.number:
+                _refuse_twice(place, unit, path, (before, row.number), several=code != its_code)
+        except DataError as fault:
+            wrong.add(str(fault))
+            continue
+        if _is_file(file):
+            paths.extend([path])
+            labels.keep(code, part)
+        else:
+            missing.add(shown(path))
         if on_progress is not None and not count % PROGRESS_EVERY:
             on_progress(count)
-    if gone:
-        files = "1 file is" if gone == 1 else f"{gone} files are"
-        more = " and others" if gone > len(missing) else ""
-        raise DataError(
-            f"{files} not where {shown(place)} says ({', '.join(missing)}{more}); "
-            "correct the paths, which are relative to the manifest's folder"
-        )
+    settle([*wrong.sentences(), *_not_there(place, missing, faults is not None)], shown(place), faults)
     return Manifest(place, Names(*paths.arrays()), *labels.finish(names))
+
+
+class _Several:
+    """Texts of which only the first are kept, and all counted."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.count = 0
+
+    def add(self, text: str) -> None:
+        self.count += 1
+        self.kept += [text] if len(self.kept) < MOST_FAULTS else []
+
+    def sentences(self) -> list[str]:
+        more = self.count - len(self.kept)
+        return [*self.kept, *([f"{more:,} more rows cannot be used"] if more else [])]
+
+
+def _not_there(place: str, missing: _Several, each: bool) -> list[str]:
+    """Say which files are not there: all in one sentence, or a sentence for `each`."""
+    help = "correct the paths, which are relative to the manifest's folder"
+    if each or not missing.count:
+        return [f"{name}, which {shown(place)} lists, is not there; {help}" for name in missing.sentences()]
+    files = "1 file is" if missing.count == 1 else f"{missing.count} files are"
+    more = " and others" if missing.count > 3 else ""
+    return [f"{files} not where {shown(place)} says ({', '.join(missing.kept[:3])}{more}); {help}"]
 
 
 def path_of(row: Row, where: str) -> bytes:
@@ -242,17 +297,33 @@ def choose_columns(
 
 
 def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
-    """Return the columns and the rows of a CSV file."""
-    with open(place, newline="", encoding="utf-8-sig") as file:
-        header = next(_csv_lines(place, csv.reader(file)), [])
+    """Return the columns and the rows of a CSV file, whose fields are divided by commas, semicolons or tabs."""
+    delimiter, header = _header(place)
     columns = choose_columns(place, header, unlabelled=unlabelled)
-    return columns, _csv_rows(place, header, columns)
+    return columns, _csv_rows(place, delimiter, header, columns)
 
 
-def _csv_rows(place: str, header: list[str], columns: Columns) -> Iterator[Row]:
+def _header(place: str) -> tuple[str, list[str]]:
+    """Return the delimiter by which the first line has most of the columns that we look for, and that line."""
+    with open_text(place, newline="") as file:
+        headers = {}
+        for delimiter in DELIMITERS:
+            file.seek(0)
+            headers[delimiter] = next(_csv_lines(place, csv.reader(file, delimiter=delimiter)), [])
+    wanted = {*PICTURE_COLUMNS, *LABEL_COLUMNS, "split"}
+
+    def known(delimiter: str) -> int:
+        return sum(column.strip().lower() in wanted for column in headers[delimiter])
+
+    chosen = max(DELIMITERS, key=known)  # of equal ones the first: a comma
+    return chosen, headers[chosen]
+
+
+def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -> Iterator[Row]:
     places = [None if column is None else header.index(column) for column in columns]
-    with open(place, newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file)
+    name = {",": "commas", ";": "semicolons", "\t": "tabs"}[delimiter]
+    with open_text(place, newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter)
         lines = _csv_lines(place, reader)
         next(lines, None)
         for fields in lines:
@@ -261,7 +332,7 @@ def _csv_rows(place: str, header: list[str], columns: Columns) -> Iterator[Row]:
             if len(fields) != len(header):
                 raise DataError(
                     f"{shown(place)}, line {reader.line_num} has {len(fields)} fields, "
-                    f"but the header has {len(header)}; put fields with commas in quotes"
+                    f"but the header has {len(header)}; put fields with {name} in quotes"
                 )
             yield Row(reader.line_num, *(None if at is None else fields[at] for at in places))
 
@@ -288,7 +359,7 @@ def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object]]]:
-    with open(place, encoding="utf-8-sig") as file:
+    with open_text(place) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

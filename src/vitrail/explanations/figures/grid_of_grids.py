@@ -17,10 +17,10 @@ LARGEST_MAP, LARGEST_PATCH = 64, 24
 """Most pixels along a side of a map whose grid is larger than that, and of one patch in a small one."""
 ROOM, ROOM_OF_MANY = 840, 440
 """About how many pixels the maps are wide or high, all together."""
-MARGIN, TEXT, SCALE = 20, 17, 130
-"""In pixels: around all, the size of letters, and the width of the scale of colours."""
+MARGIN, TEXT, SCALE = 20, 34, 220
+"""In pixels: around all, the size of letters (a phone shows a third of it), and the width of the scale of colours."""
 COLUMN, ROW = "column of the patch", "row of the patch"
-LEAST_HEIGHT = 150
+LEAST_HEIGHT = 220
 """In pixels, so that the scale of colours has room."""
 
 
@@ -103,7 +103,7 @@ def joined(panels: list[Image.Image]) -> Image.Image:
     for number, one in enumerate(panels):
         line, column = divmod(number, columns)
         sheet.paste(one, (MARGIN + column * (width + MARGIN), MARGIN + line * (height + MARGIN)))
-    _draw_scale(sheet, (MARGIN + columns * (width + MARGIN), MARGIN), min(240, sheet.height - 2 * MARGIN))
+    _draw_scale(sheet, (MARGIN + columns * (width + MARGIN), MARGIN), min(320, sheet.height - 2 * MARGIN))
     return sheet
 
 

@@ -12,6 +12,7 @@ function drawingOf(name) {
   if (/^(picture|pixels)/.test(name)) return drawPicture;
   if (/^patches/.test(name)) return drawPatches;
   if (/^patch embed/.test(name)) return drawEmbeddings;
+  if (/^(feature map|convolution|ResNet)/.test(name)) return drawMaps;
   if (/^attention/.test(name)) return drawAttention;
   if (/^tokens after/.test(name)) return drawEncoded;
   if (/^tokens/.test(name)) return drawTokens;
@@ -37,7 +38,7 @@ export function showStages(list, model, seen) {
   cards.forEach((card, i) => {
     const context = card.querySelector("canvas").getContext("2d");
     context.scale(2, 2);
-    drawingOf(model.stages[i].name)(context, model, known);
+    drawingOf(model.stages[i].name)(context, model, { ...known, shape: model.stages[i].shape });
   });
 }
 
@@ -81,6 +82,28 @@ function drawPatches(context, model, { picture }) {
       const at = [x + column * (dw + gap), y + row * (dh + gap)];
       context.drawImage(picture, column * sw, row * sh, sw, sh, ...at, dw, dh);
     }
+  }
+}
+
+/** Draw a feature map (1, channels, rows, columns) as sheets one behind the other, as fine as the map is. */
+function drawMaps(context, model, { picture, shape }) {
+  const [, , rows, columns] = shape;
+  const [sheets, step] = [4, 9];
+  const small = Object.assign(document.createElement("canvas"), { width: columns, height: rows });
+  small.getContext("2d").drawImage(picture, 0, 0, columns, rows);
+  const { w, h } = boxOf(picture, TALL - step * (sheets - 1));
+  const [left, top] = [(WIDE - w - step * (sheets - 1)) / 2, (TALL - h - step * (sheets - 1)) / 2];
+  context.imageSmoothingEnabled = columns > w;
+  for (let i = sheets - 1; i >= 0; i--) {
+    const at = [left + i * step, top + i * step, w, h];
+    context.drawImage(small, ...at);
+    // Each sheet is one feature; what it holds is not known here, so it has a tint of its own.
+    context.globalAlpha = 0.55;
+    context.fillStyle = heatColour(0.2 + 0.2 * i);
+    context.fillRect(...at);
+    context.globalAlpha = 1;
+    context.strokeStyle = LEAD;
+    context.strokeRect(...at);
   }
 }
 

@@ -1,0 +1,77 @@
+"""What a run was computed on and how long it took: a line for each time that it was started or resumed."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vitrail._version import __version__
+from vitrail.errors import CheckpointError
+from vitrail.training.folder import Journal, write_json
+
+SESSIONS = "sessions.json"
+
+
+class Session(NamedTuple):
+    """A stretch of a run between two stops."""
+
+    first_step: int
+    last_step: int
+    seconds: float
+    """Everything: reading, training, validation, saving and the result."""
+    device: str
+    ranks: int
+    precision: str
+    torch: str
+    vitrail: str
+
+
+@contextmanager
+def timed_session(folder: Path, device: torch.device, ranks: int, precision: str) -> Iterator[None]:
+    """Note what this stretch of a run came to, also where it is stopped; one that takes no step leaves no note."""
+    before, began = _steps(folder), time.monotonic()
+    try:
+        yield
+    finally:
+        after = _steps(folder)
+        if after > before:
+            session = Session(
+                before, after, round(time.monotonic() - began, 3), hardware(device), ranks, precision,
+                torch.__version__, __version__,
+            )  # fmt: skip
+            with suppress(CheckpointError):  # a full disk has been said already
+                write_json(folder / SESSIONS, [one._asdict() for one in [*read_sessions(folder), session]])
+
+
+def read_sessions(folder: Path) -> list[Session]:
+    """Return the sessions of a run, the first first; none where their file is missing or damaged."""
+    try:
+        rows: Any = json.loads((folder / SESSIONS).read_text(encoding="utf-8"))
+        return [Session(**{name: kind(row[name]) for name, kind in Session.__annotations__.items()}) for row in rows]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def hardware(device: torch.device) -> str:
+    """Return the name of what a run computes on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.get_num_threads()} of {os.cpu_count() or 1} threads"
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _steps(folder: Path) -> int:
+    return max((row["step"] for row in Journal.read(folder) if isinstance(row.get("step"), int)), default=0)

@@ -1,0 +1,168 @@
+"""What a report says is true: of mistakes, recalls, losses, the model, and the images it shows."""
+
+import base64
+import io
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.reports.runs import CLASSES, TINY
+from tests.reports.test_report import Page
+
+from vitrail.data.sources.source import Arrays
+from vitrail.evaluation import Predictions, measure
+from vitrail.reports.curves import _floor, loss_note
+from vitrail.reports.record import read_run
+from vitrail.reports.report import report
+from vitrail.reports.words import file_name
+from vitrail.training.objectives import Objective, loss, targets
+from vitrail.training.train import train
+
+
+def section(page: Page, name: str) -> str:
+    return page.html.partition(f'<section id="{name}"')[2].partition("</section>")[0]
+
+
+def judged(folder: Path, confidences: list[float]) -> Page:
+    """Write a verdict in which every image is mistaken, with these confidences, and return its report."""
+    labels = np.zeros(len(confidences), np.int64)
+    right = np.array(confidences, np.float32)
+    probabilities = np.stack([(1 - right) / 9] * 5 + [right] + [(1 - right) / 9] * 4, axis=1)
+    source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple("abcdefghij"))
+    measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    (folder / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    return Page(report(folder))
+
+
+def test_a_mistake_of_low_confidence_is_not_called_confident(bare: Path) -> None:
+    text = judged(bare, [0.273, 0.2, 0.15]).sections["mistakes"]
+    assert "The mistakes of highest confidence" in text
+    assert "No mistake was made with high confidence (80.0% or more); the highest is 27.3%." in text
+    assert "confidence 27.3%" in text
+    assert " sure" not in text
+    assert "onfident, and wrong" not in text
+
+
+def test_confident_mistakes_stand_apart_from_the_others(bare: Path) -> None:
+    page = judged(bare, [0.97, 0.85, 0.3])
+    above, _, below = section(page, "mistakes").partition("<h3>")
+    assert "Confident, and wrong" in above
+    assert [value in above for value in ("97.0%", "85.0%", "30.0%")] == [True, True, False]
+    assert below.startswith("Wrong with less than 80.0% confidence")
+    assert "confidence 30.0%" in below
+
+
+def test_low_recall_is_not_called_easy(bare: Path) -> None:
+    """Of six classes the best is recognised once in fifteen times."""
+    labels = np.repeat(np.arange(6), 15)
+    probabilities = np.full((90, 6), 0.02, np.float32)
+    probabilities[np.arange(90), (labels + 1) % 6] = 0.9
+    probabilities[0] = np.eye(6)[0] * 0.9 + 0.01
+    source = Arrays(np.zeros((90, 2, 2), np.uint8), labels, ("King", "Queen", "Rook", "Bishop", "Knight", "Pawn"))
+    measured = measure(Predictions(probabilities, labels, np.arange(90)), source)
+    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    html = section(Page(report(bare)), "classes")
+    assert 'aria-label="Highest recall"' in html
+    assert re.search(r"<desc>King: 6\.\d+%</desc>", html)
+    assert not re.search("easi|hardest", html, re.IGNORECASE)
+
+
+def test_the_name_of_a_file_is_shown_from_its_beginning(bare: Path) -> None:
+    verdict = json.loads((bare / "verdict.json").read_text())
+    long = f"/a/very/long/way/to/{'folders/' * 8}cat/IMG_1118_of_the_morning.JPG"
+    verdict["worst"][0]["name"] = long
+    (bare / "verdict.json").write_text(json.dumps(verdict))
+    html = section(Page(report(bare)), "mistakes")
+    shown = re.search(f'title="{long}">(.*?)</p>', html)
+    assert shown is not None, "all of it is there to be pointed at"
+    text = re.sub("<[^>]+>", "", shown[1])
+    assert text.endswith("/cat/IMG_1118_of_the_morning.JPG")
+    assert text.startswith("…/")
+    assert len(text) <= 56
+
+
+@pytest.mark.parametrize("most", [12, 20, 40])
+def test_a_short_path_has_both_ends_of_the_name(most: int) -> None:
+    for name in ("IMG_1.JPG", "a" * 30 + "middle" + "z" * 30 + ".png"):
+        shown = file_name(f"/home/photos/{name}", most)
+        assert shown.rpartition("/")[2].startswith(name[:4])
+        assert shown.endswith(name[-4:])
+        assert len(shown) <= most + 2
+
+
+def test_a_mistake_is_shown_as_it_is_stored_and_not_only_as_the_model_saw_it(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for number in range(60):
+        folder = tmp_path / "photos" / str(number % 2)
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 255, (6, 9, 3), np.uint8)
+        Image.fromarray(pixels).resize((900, 600)).save(folder / f"{number}.jpg")
+    run = train(
+        tmp_path / "photos", changes=[*TINY, "epochs=1"], folder=tmp_path / "run", device="cpu", workers=0, quiet=True
+    )
+    html = section(Page(report(run.folder)), "mistakes")
+    sources = re.findall(r'<div class="whole"><img src="data:image/jpeg;base64,([^"]+)"', html)
+    assert sources
+    for source in sources:
+        with Image.open(io.BytesIO(base64.b64decode(source))) as image:
+            assert image.size == (480, 320), "the whole image, and not the square that the model saw"
+
+
+def test_the_loss_curve_says_what_only_the_training_loss_has(bare: Path) -> None:
+    recipe = (bare / "recipe.toml").read_text()
+    (bare / "recipe.toml").write_text(re.sub("label_smoothing = .*", "label_smoothing = 0.1", recipe))
+    note = loss_note(read_run(bare))
+    assert "includes label smoothing (0.1)" in note
+    assert f"With this smoothing and 3 classes, training cannot fall below {_floor(0.1, 3):.2f}" in note
+    assert note in " ".join(Page(report(bare)).sections["curves"].split())
+    mixed = re.sub("mixup = .*", "mixup = 0.2", (bare / "recipe.toml").read_text())
+    (bare / "recipe.toml").write_text(mixed)
+    assert "includes label smoothing (0.1) and mixup; the validation loss does not" in loss_note(read_run(bare))
+    plain = re.sub("label_smoothing = .*", "label_smoothing = 0.0", re.sub("mixup = .*", "mixup = 0.0", mixed))
+    (bare / "recipe.toml").write_text(plain)
+    assert "includes" not in loss_note(read_run(bare))
+
+
+def test_the_floor_of_a_smoothed_loss_is_what_a_perfect_model_gets() -> None:
+    import torch
+
+    objective = Objective(label_smoothing=0.1)
+    wanted = targets(torch.tensor([3]), 10, objective)
+    assert float(loss(wanted.log(), wanted, objective)) == pytest.approx(_floor(0.1, 10), abs=1e-5)
+    assert math.isclose(_floor(0.1, 10), 0.5003, abs_tol=1e-3)
+
+
+def test_the_model_is_summed_up(run: Path) -> None:
+    text = " ".join(Page(report(run, out=run.parent / "summary.html")).sections["model"].split())
+    config = json.loads((run / "best" / "config.json").read_text())["vitrail"]["vit"]
+    assert "2 blocks of width 16 with 2 heads" in text
+    assert "16×16 pixels, 3 channels; 2×2 patches of 8×8" in text
+    assert config["stem"] == "conv"
+    assert "a convolution whose stride is its kernel" in text
+    session = json.loads((run / "sessions.json").read_text())[0]
+    assert session["device"] in text
+    assert re.search(r"Time ?\d+(\.\d)? (s|min)", text)
+
+
+def test_a_run_that_was_killed_does_not_claim_to_know_its_time(bare: Path) -> None:
+    session = json.loads((bare / "sessions.json").read_text())[0]
+    session["last_step"] = 2
+    (bare / "sessions.json").write_text(json.dumps([session]))
+    assert re.search(r"more than .* \(2 of \d+ steps noted\)", Page(report(bare)).sections["model"])
+    (bare / "sessions.json").write_text("[")
+    assert "not noted by this run" in Page(report(bare)).sections["model"]
+
+
+def test_the_classes_are_shown(bare: Path) -> None:
+    page = Page(report(bare))
+    for name in CLASSES:
+        alts = [image.get("alt") for image in page.all("img")]
+        assert alts.count(f"a training image of {name}") == 4
+    shutil.rmtree(bare / "samples")
+    without = Page(report(bare))
+    assert "What the classes look like" not in without.sections["data"]

@@ -1,0 +1,110 @@
+"""What a run keeps for its report and the explorer: small images of its classes, its sessions, metrics on the card."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.reports.runs import CLASSES, pictures, tiny_run
+
+from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.source import Arrays
+from vitrail.evaluation import percent
+from vitrail.training import samples
+from vitrail.training.samples import keep_samples, read_samples, samples_of_bundle
+from vitrail.training.sessions import read_sessions
+from vitrail.training.train import Run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("samples")
+    return tiny_run(pictures(folder / "data"), folder / "run", "epochs=2")
+
+
+def test_a_run_keeps_small_images_of_each_of_its_classes(run: Run) -> None:
+    kept = read_samples(run.folder)
+    assert {sample.label for sample in kept} == set(CLASSES)
+    assert len(kept) == len(CLASSES) * samples.PER_CLASS
+    assert [sample.label for sample in kept[:3]] == list(run.bundle.classes or ()), "each class comes before a second"
+    for sample in kept:
+        with Image.open(sample.file) as image:
+            assert (image.format, max(image.size)) == ("JPEG", 20), "small images are not enlarged"
+    assert samples_of_bundle(run.folder / "best") == kept
+    assert not list((run.folder / "best").glob("**/*.jpg")), "a bundle is passed on without images of its data"
+
+
+def test_they_are_training_images(run: Run, tmp_path: Path) -> None:
+    data = json.loads((run.folder / "origin.json").read_text())["data"]
+    parts = open_data(data, record=json.loads((run.folder / "split.json").read_text()))
+    again = keep_samples(tmp_path, parts.train)
+    assert [one.file.read_bytes() for one in again] == [one.file.read_bytes() for one in read_samples(run.folder)]
+
+
+def test_samples_of_many_classes_stay_small(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (400, 300, 200), np.uint8)
+    source = Arrays(pixels, np.arange(400) % 200, tuple(f"class {n}" for n in range(200)))
+    kept = keep_samples(tmp_path, source)
+    sizes = [sample.file.stat().st_size for sample in kept]
+    assert sum(sizes) <= samples.MOST_BYTES
+    assert 40 <= len(kept) <= samples.MOST
+    with Image.open(kept[0].file) as image:
+        assert image.size == (128, 192)
+    assert len({sample.label for sample in kept}) == len(kept), "another class each"
+
+
+def test_files_that_cannot_be_read_are_passed_over_and_the_rest_is_turned_upright(tmp_path: Path) -> None:
+    folder = tmp_path / "photos" / "cat"
+    folder.mkdir(parents=True)
+    for number in range(4):
+        (folder / f"{number}.jpg").write_bytes(b"no image")
+    image = Image.new("RGB", (60, 40), "orange")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    image.save(folder / "4.jpg", exif=turned)
+    (tmp_path / "photos" / "dog").mkdir()
+    image.save(tmp_path / "photos" / "dog" / "5.jpg")
+    source = open_data(tmp_path / "photos", val=0.0, test=0.0).train
+    kept = keep_samples(tmp_path, source)
+    assert kept
+    with Image.open(kept[0].file) as found:
+        assert found.size == (40, 60)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '[{"label": 1}]', '{"a": 2}', "[" * 5000, '[{"label": "a", "file": "../x"}]']
+)
+def test_a_damaged_list_is_no_list(text: str, tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "x").write_bytes(b"not a sample")
+    (tmp_path / "samples" / "samples.json").write_text(text)
+    (tmp_path / "sessions.json").write_text(text)
+    assert read_samples(tmp_path) == []
+    assert read_sessions(tmp_path) == []
+
+
+def test_a_run_notes_how_long_it_took_and_on_what(run: Run) -> None:
+    (session,) = read_sessions(run.folder)
+    assert session.first_step == 0
+    assert session.last_step == max(
+        json.loads(line)["step"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()
+    )
+    assert 0 < session.seconds < 600
+    assert "threads" in session.device
+    assert (session.ranks, session.precision) == (1, "float32")
+
+
+def test_the_card_of_the_best_model_has_the_metrics(run: Run) -> None:
+    card = (run.folder / "best" / "README.md").read_text(encoding="utf-8")
+    low, high = run.metrics.top1_interval
+    assert f"| accuracy | {percent(run.metrics.top1)}% (95% interval {percent(low)}–{percent(high)}%) |" in card
+    assert f"| macro F1 | {percent(run.metrics.macro_f1)}% |" in card
+    assert f"| split | test, {run.metrics.pictures} images |" in card
+
+
+def test_the_card_says_when_the_images_also_selected_the_checkpoint(tmp_path: Path) -> None:
+    run = tiny_run(pictures(tmp_path / "data"), tmp_path / "run", "epochs=1", "data.test=0")
+    card = (run.folder / "best" / "README.md").read_text(encoding="utf-8")
+    assert f"| split | validation, {run.metrics.pictures} images, which also selected the checkpoint |" in card
