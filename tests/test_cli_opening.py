@@ -156,3 +156,20 @@ def test_a_service_takes_them_too(tmp_path: Path) -> None:
     served = Served(settings.models[0], settings, Counters())
     assert served.description["heads"] == 3
     assert served.engine is not None
+
+
+@pytest.mark.parametrize("command", ["predict", "inspect", "train"])
+def test_a_key_table_opens_a_home_made_vit_in_commands(
+    command: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = scramble(vitrail.create(CONFIG)).state_dict()
+    save_file({f"mine.{name}": tensor.double() for name, tensor in state.items()}, tmp_path / "mine.safetensors")
+    table = '[config]\nheads = 3\nactivation = "gelu"\nnorm_eps = 1e-6\npool = "cls"\n'
+    table += "[preprocess]\nmean = [0.5, 0.5, 0.5]\n"
+    table += "".join(f'[[keys]]\ntheirs = "mine.{name}"\nours = "{name}"\n' for name in state)
+    (tmp_path / "mine.toml").write_text(table)
+    line = [*words(command, tmp_path / "mine.safetensors", images, tmp_path), "--keys", str(tmp_path / "mine.toml")]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, (done.output, done.exception)
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition("=")[0] for line in said] == ["assumed: preprocess.std", "assumed: preprocess.resize"]
