@@ -226,6 +226,6 @@ def test_a_full_disk_leaves_the_target_as_it_was(form: str, checkpoint: Path, tm
     done = run_limited(full, *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert "could not be written" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert sum(not line.startswith("assumed: ") for line in done.stderr.splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert {path.name for path in tmp_path.iterdir()} == {target.name}

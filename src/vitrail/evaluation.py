@@ -195,6 +195,7 @@ def evaluate_bundle(
     `by_number` takes the classes of the data to be those of the bundle in the same order, whatever they are called.
     `on_progress` is told how many pictures are done, and of how many.
     """
+    bundle = bundle.in_dtype("float32")
     if not bundle.model.config.classes:
         raise CheckpointError("the model has no head, so it knows no classes; train one on it first")
     if refusal := per_token(bundle.model.config):

@@ -16,7 +16,7 @@ from vitrail.acceleration.export.openvino import Compiled, openvino_model, write
 from vitrail.acceleration.export.torch_export import Archive, write_archive
 from vitrail.acceleration.packages import require
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import whole_file
 from vitrail.errors import CheckpointError, ConfigError, suggest
 
@@ -58,7 +58,7 @@ def export(
     the others. `opset` is the version of ONNX's operators.
     """
     target = _check_request(Path(output), to, opset, overwrite)
-    opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+    opened = ready_bundle(bundle)
     graph = Graph(opened.model, opened.preprocess if preprocess else None, channels_last=channels_last)
     metadata = describe_graph(graph, opened)
     with whole_file(target, overwrite=overwrite) as temporary:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.checkpoints.test_convert import tiny
@@ -75,7 +76,7 @@ def test_heads_of_a_size_that_nobody_published_are_refused(family: str, tmp_path
         convert(bundle, tmp_path / "hf", to="transformers")
         file = (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "vit.safetensors")
     else:
-        file = convert(bundle, tmp_path / "vit.pth", to=family).target  # type: ignore[arg-type]
+        file = convert(bundle, tmp_path / "vit.pth", to=family).target
     with pytest.raises(CheckpointError, match=r"width 96, 2 blocks.*; say it with --override heads=N .* divides 96"):
         load(file)
     told = load(file, overrides={"heads": 3, "norm_eps": bundle.model.config.norm_eps})
@@ -328,6 +329,18 @@ def test_convert_writes_the_numbers_that_are_asked_for(dtype: Any, tmp_path: Pat
     assert load(tmp_path / "same", dtype="keep").model.head.weight.dtype == kept
     convert(tmp_path / "other", tmp_path / "plain", dtype="float32")
     assert load(tmp_path / "plain", dtype="keep").model.head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "float64"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_bundle_in_other_numbers_computes(dtype: Any, precision: Any, tmp_path: Path) -> None:
+    tiny().save(tmp_path / "b")
+    bundle = load(tmp_path / "b", dtype=dtype)
+    image = np.zeros((32, 32, 3), np.uint8)
+    found = vitrail.Classifier(bundle, device="cpu", precision=precision)(image)
+    expected = vitrail.Classifier(tmp_path / "b", device="cpu")(image)
+    assert abs(found.probability - expected.probability) < 0.05
+    assert bundle.model.head.weight.dtype != torch.float32
 
 
 # ── norms that mean the same ──

@@ -348,7 +348,7 @@ def test_a_bundle_keeps_the_numbers_that_were_asked_for(tmp_path: Path) -> None:
     assert half(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert load(tmp_path / "b", dtype="fp16").model.head.weight.dtype == torch.float16
     with pytest.raises(ConfigError, match=r"no dtype is called 'float23'.*did you mean 'float32'"):
-        load(tmp_path / "b", dtype="float23")  # type: ignore[arg-type]
+        load(tmp_path / "b", dtype="float23")
 
 
 def test_tied_tensors_are_written_apart(tmp_path: Path) -> None:

@@ -106,6 +106,29 @@ def test_fetch_then_offline_then_unreachable(endpoint: str, tmp_path: Path) -> N
     assert "Traceback" not in missing.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["inspect", "train"])
+def test_without_a_connection_there_is_one_sentence(command: str, tmp_path: Path) -> None:
+    """Nobody listens there: the client's own lines about its retries, half a minute of them, are kept away."""
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    name = "timm:vit_tiny_patch16_224.augreg_in21k"
+    words = [
+        sys.executable,
+        "-m",
+        "vitrail",
+        *(("inspect", name) if command == "inspect" else ("train", "--from", name)),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert (
+        "the hub could not be reached for timm/vit_tiny_patch16_224.augreg_in21k, and nothing is in the cache"
+        in done.stderr
+    )
+    assert "download config.json and model.safetensors from http://127.0.0.1:9/timm/vit_tiny" in done.stderr
+    assert "give the folder instead of the name" in done.stderr
+
+
 def test_a_revision_and_timms_names(endpoint: str, tmp_path: Path) -> None:
     assert inspect(f"hf:org/vit@{COMMIT}", endpoint, tmp_path).returncode == 0
     timm = inspect("timm:vit_micro.tag", endpoint, tmp_path)

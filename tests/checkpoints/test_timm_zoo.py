@@ -27,13 +27,16 @@ def zoo() -> list[str]:
     return [name for name in timm.list_models() if timm.model_entrypoint(name).__module__ in (*MODULES, WITH_ROPE)]
 
 
-def test_every_name_tells_what_timm_builds() -> None:
+def test_all_names_are_timms() -> None:
+    assert len(zoo()) > 240
+    assert set(_NAMES) <= set(zoo())
+
+
+@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_name_tells_what_timm_builds(every: int) -> None:
     """Built without weights: the heads, activation, eps and pooled tokens of every name that is opened."""
     timm = import_peer("timm")
-    names = zoo()
-    assert len(names) > 240
-    assert set(_NAMES) <= set(names)
-    for name in names:
+    for name in zoo()[::every]:
         if name not in _NAMES:
             eva = timm.model_entrypoint(name).__module__ == WITH_ROPE
             assert eva or any(word in name for word in OTHER_ARCHITECTURES), name
@@ -52,30 +55,22 @@ def test_every_name_tells_what_timm_builds() -> None:
 @pytest.mark.parametrize("share", range(4))
 def test_every_architecture_of_timm(share: int, tmp_path: Path) -> None:
     timm = import_peer("timm")
-    opened = 0
-    for name in zoo()[share::4]:
+    for name in sorted(_NAMES)[share::4]:
         # The largest of a family stand for the smaller: what differs between them is the width.
         peer = scramble(timm.create_model(name, depth=1, num_classes=3)).eval()
         timm.models.save_for_hf(peer, tmp_path / name)
-        if name in _NAMES:
-            model = load(tmp_path / name).model
-            assert relative_error(*answers(model, peer)) <= 1e-5, name
-            opened += 1
-        else:
-            with pytest.raises(CheckpointError):
-                load(tmp_path / name)
+        model = load(tmp_path / name).model
+        assert relative_error(*answers(model, peer)) <= 1e-5, name
         for file in (tmp_path / name).iterdir():
             file.unlink()
-    assert opened > 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(4))
 def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
     """Without the config, heads given: the same logits, or refused, or what differs is among the assumptions."""
-    timm = import_peer("timm")
     for name in zoo()[share::4]:
-        peer = scramble(timm.create_model(name, depth=1, num_classes=3)).eval()
+        peer = scramble(one_block(name)).eval()
         torch.save(peer.state_dict(), tmp_path / "vit.pth")
         heads = getattr(getattr(peer.blocks[0], "attn", None), "num_heads", 1)
         try:
@@ -85,14 +80,18 @@ def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
         assert name in _NAMES, name
         if relative_error(*answers(bundle.model, peer)) > 1e-5:
             said = {assumption.field for assumption in bundle.assumptions}
-            told = {
-                field: value for field, value in told_by_name(name).items() if field in said or field == "pool_over"
-            }
             pool = {"token": "cls", "avg": "mean", "map": "map"}[peer.global_pool]
-            mended = load(
-                tmp_path / "vit.pth", heads=heads, overrides={**told, **({"pool": pool} if pool in said else {})}
-            )
+            told = {field: value for field, value in {**told_by_name(name), "pool": pool}.items() if field in said}
+            mended = load(tmp_path / "vit.pth", heads=heads, overrides=told)
             assert relative_error(*answers(mended.model, peer)) <= 1e-5, name
+
+
+def one_block(name: str) -> Any:
+    timm = import_peer("timm")
+    try:
+        return timm.create_model(name, depth=1, num_classes=3)
+    except AssertionError:  # a list with an entry for every block
+        return timm.create_model(name, depth=1, num_classes=3, num_kv_heads=1)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 A guess is made where the published models with such tensors agree, and it is said. Where they do not, or where there is
 none of that size, a wrong guess would give wrong numbers without an error, so the file is refused until the field is
-given (docs/decisions/0019).
+given (docs/decisions/0020).
 """
 
 import logging
@@ -84,6 +84,8 @@ def _open_question(field: str, config: ViTConfig) -> bool:
         return config.activation != "swiglu"
     if field == "pool":
         return config.pool != "map" and not config.distillation_token
+    if field == "pool_over":
+        return config.pool in ("mean", "map") and config.special_tokens > 0
     if field == "pre_logits":
         return config.representation is not None
     return not (field == "rope_theta" and config.position != "rope_2d")

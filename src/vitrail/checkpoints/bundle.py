@@ -8,7 +8,7 @@ README.md           a model card
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,14 @@ class Bundle:
                 *map(str, self.provenance.get("adapted") or []),
             ]
         )
+
+    def in_dtype(self, dtype: Dtype) -> "Bundle":
+        """Return the bundle in other numbers, or itself where it has them already; it stays as it is."""
+        state = self.model.state_dict()
+        changed = in_dtype(dict(state), dtype)
+        if all(changed[name].dtype == tensor.dtype for name, tensor in state.items()):
+            return self
+        return replace(self, model=loaded_model(self.model.config, changed)[0])
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the bundle as a folder. It is there whole or not at all."""

@@ -16,7 +16,7 @@ from vitrail.checkpoints.files import SUFFIXES
 from vitrail.checkpoints.hub import parse
 from vitrail.checkpoints.keys import Weights
 from vitrail.checkpoints.load import FAMILIES, inferred_config, load, open_checkpoint
-from vitrail.checkpoints.numbers import Dtype, check_dtype, in_dtype
+from vitrail.checkpoints.numbers import Dtype, check_dtype
 from vitrail.checkpoints.strict import load_weights, loaded_model
 from vitrail.checkpoints.transformers_config import (
     dinov2_config,
@@ -96,9 +96,10 @@ def convert(
     """Write a checkpoint in another format, open what was written, and compare the logits before it gets its name.
 
     `source` is whatever `load` opens (`overrides` says what its file does not tell), or a bundle, which may have been
-    adapted: `convert(load("B_16.npz", image_size=384), …)`. An architecture the target cannot express is refused. Where only small numbers differ (which
-    GELU, LayerNorm's eps), `approximate` allows it, and the change is measured. "own" writes by the key table that
-    `keys` names. The numbers stay those of the file, or of the bundle, unless `dtype` asks for others.
+    adapted: `convert(load("B_16.npz", image_size=384), …)`. An architecture the target cannot express is refused. Where
+    only small numbers differ (which GELU, LayerNorm's eps), `approximate` allows it, and the change is measured. "own"
+    writes by the key table that `keys` names. The numbers stay those of the file, or of the bundle, unless `dtype` asks
+    for others.
     """
     if to not in get_args(Target):
         raise CheckpointError(
@@ -110,7 +111,7 @@ def convert(
     if isinstance(source, Bundle):
         if overrides:
             raise CheckpointError("overrides go with a file; this is a bundle, which says everything itself")
-        bundle = _in_dtype(source, dtype)
+        bundle = source.in_dtype(dtype)
     else:
         bundle = load(source, overrides=overrides, dtype=dtype)
     path = Path(target)
@@ -136,13 +137,6 @@ def convert(
         notes = [] if way.folder else _not_in_a_file(near, temporary, own=to == "own")
     parameters = sum(p.numel() for p in bundle.model.parameters())
     return Conversion(path, to, tensors, parameters, change, differences, notes)
-
-
-def _in_dtype(bundle: Bundle, dtype: Dtype) -> Bundle:
-    """Return the bundle in other numbers; the one that was given stays as it is."""
-    state = bundle.model.state_dict()
-    changed = in_dtype(dict(state), dtype)
-    return bundle if dtype == "keep" else replace(bundle, model=loaded_model(bundle.model.config, changed)[0])
 
 
 def _norm_before_pool(bundle: Bundle, to: Target) -> Bundle:

@@ -108,6 +108,11 @@ def load(
     return bundle
 
 
+def ready_bundle(source: str | Path | Bundle) -> Bundle:
+    """Return a bundle to compute with, in float32: one that is given, in whatever numbers, or one that is opened."""
+    return source.in_dtype("float32") if isinstance(source, Bundle) else load(source)
+
+
 def open_checkpoint(
     source: str | Path,
     *,

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.given import Item, Picture, fitted, is_one, item_of, name_of, no_picture
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
@@ -108,7 +108,7 @@ class Explainer:
         self, bundle: Bundle | str | Path, wanted: Wanted, *, target: str | int | None = None, device: str = "auto"
     ) -> None:
         self.device = choose_device(device)
-        opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+        opened = ready_bundle(bundle)
         wanted.check(opened.model.config, target=target)
         self.bundle, self.wanted, self.channels = opened, wanted, opened.preprocess.channels
         self.target = None if target is None else read_class(target, opened)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import default_workers
 from vitrail.data.given import Picture, fitted, is_one, item_of, name_of, no_picture
 from vitrail.data.preprocess import Preprocess
@@ -81,7 +81,7 @@ class Classifier:
     ) -> None:
         place = choose_device(device)
         autocast(place, precision)  # refuses a wrong one before anything is read
-        opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+        opened = ready_bundle(bundle)
         outputs = check_head(opened)
         self.preprocess: Preprocess = opened.preprocess
         self.names: tuple[str, ...] = opened.classes or tuple(map(str, range(outputs)))

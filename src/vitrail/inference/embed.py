@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from vitrail._version import __version__
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import check_target, whole_file
 from vitrail.data.batches import BadPicture
 from vitrail.data.sources.choosing import choose_pictures, recorded_split
@@ -75,7 +75,7 @@ def embed(
     listed in what is returned. Memory does not grow with the number of pictures.
     """
     target = check_output(output, overwrite=overwrite)
-    bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
+    bundle = ready_bundle(bundle)
     chosen = choose_pictures(data, part, record=recorded_split(bundle.origin))
     wanted, how = Wanted(tokens, layer, normalise, raw), Computing(device, precision, batch, workers, on_progress)
     return embed_source(bundle, chosen.source, target, wanted, how, dtype=dtype, overwrite=overwrite)

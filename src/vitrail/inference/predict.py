@@ -24,7 +24,7 @@ from vitrail.acceleration.auto import settle_precision
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
 from vitrail.acceleration.lanes import LARGEST, Lanes
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import default_workers, empty_pixels, made_ahead
 from vitrail.data.given import Item, fitted
 from vitrail.data.preprocess import Preprocess
@@ -192,7 +192,7 @@ def predict_files(
         found = count_finished(output, chosen, items)
         _check_readable(found)
         return Summary(found.done, found.bad, found.done, 0.0, precision)
-    opened = bundle if isinstance(bundle, Bundle) else load(bundle)
+    opened = ready_bundle(bundle)
     top = min(top, check_head(opened))
     before = earlier_job(output) if output is not None and resume else None
     settled: Precision | Engine

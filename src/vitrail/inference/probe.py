@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.sources.choosing import recorded_split
 from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.opening import open_data
@@ -89,7 +89,7 @@ def probe(
     the test part. Features are what the head sees, or would see if the model ended after `layer`.
     """
     plan = Plan(tuple(only), _tuple(shots), seeds, _tuple(k), part)
-    bundle = bundle if isinstance(bundle, Bundle) else load(bundle)
+    bundle = ready_bundle(bundle)
     parts = open_parts(data, plan, recorded_split(bundle.origin))
     collected = collect(bundle, parts, plan, Computing(device, precision, batch, workers), layer=layer)
     return measure(collected, plan, device=device)

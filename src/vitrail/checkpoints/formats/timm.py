@@ -70,6 +70,7 @@ FAMILY = Family(
         "activation": "timm's default; a file does not tell quick_gelu, gelu_tanh or relu",
         "norm_eps": "timm's default; CLIP's models have 1e-5",
         "pool": "timm's default for such tensors; a file does not tell token, avg or max",
+        "pool_over": "timm's default",
     },
     needs={
         **PLAIN,

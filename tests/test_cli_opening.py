@@ -1,0 +1,175 @@
+"""Every command that opens a model: any numbers, --override and --keys, and what it assumes is said."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from tests.peers import scramble
+from typer.testing import CliRunner
+
+import vitrail
+from vitrail.cli.app import app
+
+CONFIG = vitrail.ViTConfig(image_size=(16, 16), patch_size=(8, 8), width=48, depth=1, heads=3, classes=2)
+HEADS = ("--override", "heads=3")
+COMMANDS = ("predict", "eval", "embed", "probe", "explain", "figures", "export", "convert", "bench", "train", "inspect")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("images")
+    draw = np.random.default_rng(0)
+    for number in range(24):
+        place = root / ("cat", "dog")[number % 2] / f"{number}.png"
+        place.parent.mkdir(exist_ok=True)
+        Image.fromarray(draw.integers(0, 255, (16, 16, 3), np.uint8)).save(place)
+    return root
+
+
+def checkpoint(folder: Path, dtype: torch.dtype) -> Path:
+    model = scramble(vitrail.create(CONFIG))
+    save_file({name: tensor.to(dtype) for name, tensor in model.state_dict().items()}, folder / "vit.safetensors")
+    return folder / "vit.safetensors"
+
+
+def words(command: str, file: Path, images: Path, out: Path) -> list[str]:
+    """Return the words that run a command quickly on a model."""
+    first = str(next(images.rglob("*.png")))
+    changes = ("steps=1", "batch=8", "evaluations=1")
+    match command:
+        case "predict":
+            return ["predict", str(file), first, "--workers", "0", "-o", str(out / "rows.jsonl"), "-q"]
+        case "eval":
+            return ["eval", str(file), str(images), "--part", "all", "--workers", "0", "--by-number"]
+        case "embed":
+            return ["embed", str(file), str(images), "-o", str(out / "features.npy"), "--workers", "0"]
+        case "probe":
+            return ["probe", str(file), str(images), "--only", "knn", "--k", "1", "--workers", "0"]
+        case "explain":
+            return ["explain", str(file), first, "--out", str(out / "maps")]
+        case "figures":
+            return ["figures", str(file), "--out", str(out / "figures"), "--only", "filters"]
+        case "export":
+            return ["export", str(file), str(out / "vit.pt2"), "--to", "torch"]
+        case "convert":
+            return ["convert", str(file), str(out / "bundle"), "--dtype", "float32"]
+        case "bench":
+            quick = ("--engine", "torch", "--precision", "float32", "--batch", "1", "--seconds", "0.01")
+            return ["bench", str(file), *quick]
+        case "train":
+            start = ["train", str(images), "--from", str(file), "--run", str(out / "run"), "--workers", "0"]
+            return [*start, *(word for change in changes for word in ("--set", change))]
+        case _:
+            return ["inspect", str(file)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_opens_bf16_and_says_what_it_assumes(
+    command: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = checkpoint(tmp_path, torch.bfloat16)
+    done = CliRunner().invoke(app, [*words(command, file, images, tmp_path), *HEADS])
+    assert done.exit_code == 0, (done.output, done.exception)
+    said = [record.message for record in caplog.records if record.name == "vitrail" and record.levelname == "WARNING"]
+    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in said]
+    resting = ["preprocess.mean", "preprocess.std", "preprocess.resize"]
+    assert fields == ["activation", "norm_eps", "pool", *resting], said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_what_it_would_have_to_guess(command: str, images: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, words(command, checkpoint(tmp_path, torch.float32), images, tmp_path))
+    assert isinstance(done.exception, vitrail.CheckpointError)
+    assert "say it with --override heads=N" in str(done.exception)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_predict_from_any_numbers_in_any_precision(
+    dtype: torch.dtype, precision: str, images: Path, tmp_path: Path
+) -> None:
+    line = [*words("predict", checkpoint(tmp_path, dtype), images, tmp_path), *HEADS, "--precision", precision]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, (done.output, done.exception)
+
+
+def test_assumptions_go_to_stderr(tmp_path: Path) -> None:
+    """In a process of its own, where no test's handler catches the log."""
+    line = [sys.executable, "-m", "vitrail", "inspect", str(checkpoint(tmp_path, torch.float32)), *HEADS]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 6
+    assert all(text.startswith("assumed: ") and "--override" in text for text in lines)
+    refused = subprocess.run(line[:-2], capture_output=True, text=True, check=False, timeout=120)
+    assert (refused.returncode, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("heads=abc", "heads is 'abc': input should be a valid integer"),
+        ("patch_size=8", None),
+        ("haeds=3", "no option 'haeds'; did you mean 'heads'"),
+        ("heads", "'heads' is no field with a value"),
+        ("preprocess.mean=0.4,0.5,0.6", None),
+    ],
+)
+def test_overrides_on_the_command_line(override: str, message: str | None, tmp_path: Path) -> None:
+    file = checkpoint(tmp_path, torch.float32)
+    done = CliRunner().invoke(app, ["inspect", str(file), *HEADS, "--override", override])
+    if message is None:
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert "patches of 8×8" in done.output
+        assert override.startswith("patch") or "mean (0.4, 0.5, 0.6)" in done.output
+    else:
+        assert message in str(done.exception) + done.output.replace("\n", " ")
+        assert isinstance(done.exception, vitrail.ConfigError | SystemExit)
+
+
+def test_train_from_other_heads_is_another_run(images: Path, tmp_path: Path) -> None:
+    """The weights are the same, the model is not: it is not resumed."""
+    line = words("train", checkpoint(tmp_path, torch.float32), images, tmp_path)
+    assert CliRunner().invoke(app, [*line, *HEADS]).exit_code == 0
+    done = CliRunner().invoke(app, [*line, "--override", "heads=1"])
+    assert isinstance(done.exception, vitrail.ConfigError)
+    plain = CliRunner().invoke(app, ["train", str(images), *HEADS])
+    assert "name one with --from" in str(plain.exception)
+
+
+def test_a_service_takes_them_too(tmp_path: Path) -> None:
+    from vitrail.serving.counters import Counters
+    from vitrail.serving.served import Served
+    from vitrail.serving.settings import Settings, name_models
+
+    file = checkpoint(tmp_path, torch.bfloat16)
+    made: dict[str, Any] = {"models": name_models([str(file)]), "device": "cpu"}
+    with pytest.raises(vitrail.CheckpointError, match="--override heads=N"):
+        Served(Settings(**made).models[0], Settings(**made), Counters())
+    settings = Settings(**made, overrides={"heads": 3})
+    served = Served(settings.models[0], settings, Counters())
+    assert served.description["heads"] == 3
+    assert served.engine is not None
+
+
+@pytest.mark.parametrize("command", ["predict", "inspect", "train"])
+def test_a_key_table_opens_a_home_made_vit_in_commands(
+    command: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = scramble(vitrail.create(CONFIG)).state_dict()
+    save_file({f"mine.{name}": tensor.double() for name, tensor in state.items()}, tmp_path / "mine.safetensors")
+    table = '[config]\nheads = 3\nactivation = "gelu"\nnorm_eps = 1e-6\npool = "cls"\n'
+    table += "[preprocess]\nmean = [0.5, 0.5, 0.5]\n"
+    table += "".join(f'[[keys]]\ntheirs = "mine.{name}"\nours = "{name}"\n' for name in state)
+    (tmp_path / "mine.toml").write_text(table)
+    line = [*words(command, tmp_path / "mine.safetensors", images, tmp_path), "--keys", str(tmp_path / "mine.toml")]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 0, (done.output, done.exception)
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition("=")[0] for line in said] == ["assumed: preprocess.std", "assumed: preprocess.resize"]
