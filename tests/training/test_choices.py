@@ -41,7 +41,7 @@ def test_every_choice_can_be_built_and_has_a_reason(facts: Facts) -> None:
     assert (again.recipe, again.model, again.choices) == (plan.recipe, plan.model, [])
 
 
-@pytest.mark.parametrize(("facts", "minutes"), [(DIGITS, 1.5), (PHOTOS, 15)])
+@pytest.mark.parametrize(("facts", "minutes"), [(DIGITS, 1.5), (PHOTOS, 10)])
 def test_a_run_on_a_cpu_ends_within_minutes(facts: Facts, minutes: float) -> None:
     """Two slow cores do about 30 billion operations a second; forward and backward are three forwards."""
     plan = planned(facts)
@@ -74,6 +74,13 @@ def test_a_named_model_stays_what_it_is() -> None:
 def test_muon_learns_faster() -> None:
     adamw, muon = (planned(PHOTOS, f"optimizer.kind={kind}").rate for kind in ("adamw", "muon"))
     assert muon == pytest.approx(2.5 * adamw)
+
+
+def test_few_photographs_get_a_shallow_model_and_a_gentle_rate() -> None:
+    few, many = planned(PHOTOS), planned(PHOTOS._replace(pictures=20_000))
+    assert (few.model.depth, many.model.depth) == (2, 4)
+    assert few.rate == many.rate / 2
+    assert planned(PHOTOS._replace(pictures=270)).recipe.epochs == 225
 
 
 def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
