@@ -220,7 +220,7 @@ def many(url: str, count: int, line: bytes, body: bytes = b"") -> Counter[str]:
 
 
 def test_ten_thousand_tiny_requests_and_memory_over_twenty_thousand(bundle: Path) -> None:
-    with server(str(bundle), "--no-log-requests", patience=300) as running:
+    with server(str(bundle), "--no-log-requests", patience=600) as running:
         assert many(running.url, 2000, b"POST /v1/predict", TINY) == {"200": 2000}
         settled = memory(running.process.pid)
         assert many(running.url, 8000, b"POST /v1/predict", TINY) == {"200": 8000}
