@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ from vitrail.errors import VitrailError
 from vitrail.inference.predict import predict_files
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+from vitrail.training.folder import write_json
+from vitrail.training.sweep import CANDIDATE, Outcome
+from vitrail.training.sweep import _recorded as _recorded_outcome
 from vitrail.training.train import Run, train
 
 LONGEST_SENTENCE = 1_500
@@ -254,6 +258,11 @@ def _old_images(place: Path) -> None:
     time.sleep(OLD)
 
 
+def _old_manifest(place: Path) -> None:
+    _manifest("all.csv")(place)
+    time.sleep(OLD)
+
+
 def _old_tar(place: Path) -> None:
     _tar(place)
     time.sleep(OLD)
@@ -273,7 +282,7 @@ def _read_all(name: str) -> Callable[[Path], object]:
 
 
 def _checked(place: Path) -> object:
-    return check_data(open_data(place / "data", val=0.25, test=0.25)).as_dict()
+    return check_data(open_data(place / "data" / "all.csv", val=0.25, test=0.25)).as_dict()
 
 
 def _cached(place: Path) -> object:
@@ -319,6 +328,10 @@ def _report(place: Path) -> object:
 
 def _recorded(place: Path) -> object:
     return choose_pictures(place / "data", record=recorded_split(place / "run" / "best"))
+
+
+def _candidate(place: Path) -> None:
+    write_json(place / CANDIDATE, asdict(Outcome(0.5, 1.25, 3, 6, 2.5, None)))
 
 
 # ── predictions ──
@@ -401,7 +414,9 @@ KINDS: dict[str, Kind] = {
     "tar": Kind(_tar, "all.tar", _read_all("all.tar")),
     "classes of a tar": Kind(_tar, "classes.txt", _read_all("all.tar")),
     "index of a tar": Kind(_old_tar, "cache/index/*.npz", _read_all("all.tar")),
-    "index of a folder": Kind(_old_images, "cache/index/*.npz", _checked, slow=True),
+    "index of a folder": Kind(_old_images, "cache/index/*.npz", _read_all("data"), slow=True),
+    "cache of a check": Kind(_old_manifest, "cache/index/*.npz", _checked, slow=True),
+    "candidate of a sweep": Kind(_candidate, "candidate.json", _recorded_outcome),
     "table of the pixel cache": Kind(_images, "cache/pixels/*/table.npz", _cached),
     "pixel cache": Kind(_images, "cache/pixels/*/pixels.bin", _cached),
     "job": Kind(_predictions("jsonl", stopped=True), "rows.jsonl.job.json", _resume("jsonl"), changes=True),
@@ -426,7 +441,7 @@ KINDS: dict[str, Kind] = {
         f"run with {file}": Kind(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "log.txt", "state/*/state.json",
-            "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "verdict.json", "stamps.npz",
+            "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "verdict.json", "stamps.index",
         )
     },
     **{

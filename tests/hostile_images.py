@@ -7,14 +7,17 @@ import zlib
 from PIL import Image
 
 
-def jpeg_of_scans(scans: int, side: int = 7000) -> bytes:
-    """Write a progressive JPEG whose scans hold nothing, each of which walks over the whole image."""
+def jpeg_of_scans(scans: int, side: int = 7000, *, progressive: bool = True) -> bytes:
+    """Write a JPEG whose scans hold nothing, each of which walks over the whole image."""
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, "JPEG", progressive=True, subsampling=0)
     small = file.getvalue()
     header = bytearray(small[: small.index(b"\xff\xda")])
     frame = header.index(b"\xff\xc2")
     header[frame + 5 : frame + 9] = struct.pack(">HH", side, side)
+    if not progressive:  # with a scan for each component, so that all are waited for
+        header[frame + 1] = 0xC0
+        return bytes(header) + (b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + bytes(80)) * scans + b"\xff\xd9"
     first = b"\xff\xda\x00\x0c\x03\x01\x00\x02\x00\x03\x00\x00\x00\x01" + bytes(80)
     # Every further scan claims to refine the lowest coefficient of all blocks by one bit.
     again = b"\xff\xda\x00\x0c\x03\x01\x00\x02\x00\x03\x00\x00\x00\x10" + bytes(80)

@@ -60,6 +60,7 @@ def test_good_data(run: Run, data: Path) -> None:
     assert "cat        7    1     2" in lines
     assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
     assert "all JPEG; all colour" in done.out
+    assert "Not looked for: near-duplicates: the same image cut, resized or saved again.\n" in done.out
     assert "images/s for each worker" in done.out
     assert [line.split()[0] for line in lines if line.strip().startswith(("100 ", "1,000 ", "5,000 "))] == [
         "100",
@@ -180,6 +181,16 @@ def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
     assert (done.code, done.err) == (2, "")
     for label in ("cat", "dog"):
         assert f"class {label!r} has 1 picture, too few for 3 parts" in done.out
+
+
+def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path) -> None:
+    rows = [f"cat/{number}.jpg,0.{number}" for number in range(10)] + [f"{number}.jpg,1" for number in range(20)]
+    (data / "list.csv").write_text("\n".join(["path,label", *rows]))
+    done = run(data / "list.csv")
+    assert (done.code, done.out) == (2, "")
+    assert f"{data}/list.csv has 21 faults: (1) 0.jpg, which {data}/list.csv lists, is not there" in done.err
+    assert "(20) 19.jpg, which" in done.err
+    assert f"(21) {data}/list.csv has numbers with fractions as labels (0.0, 0.1, 0.2, …), which are not" in done.err
 
 
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])

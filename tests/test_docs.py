@@ -5,6 +5,7 @@ import doctest
 import importlib
 import importlib.util
 import io
+import json
 import math
 import os
 import re
@@ -13,14 +14,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pydantic import BaseModel
 
-from vitrail import ViTConfig, variant_config
+from vitrail import Preprocess, ViTConfig, variant_config
+from vitrail.data.given import fitted, item_of
 from vitrail.models.stages import sample_picture, stages
 from vitrail.models.vit import ViT
 from vitrail.training.recipe import Recipe, preset_names
@@ -70,6 +74,66 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
         for line, code in python_blocks(page):
             # Empty lines before the code, so that a traceback names the line of the page.
             exec(compile("\n" * line + code, str(page), "exec"), names)
+
+
+def page_functions(page: Path, folder: Path) -> dict[str, Any]:
+    """Run a page's code in a folder and return what it defines."""
+    with namespace(page) as names, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        for line, code in python_blocks(page):
+            exec(compile("\n" * line + code, str(page), "exec"), names)
+        return dict(names)
+
+
+def test_the_onnx_example_prepares_an_image_as_predict_does(tmp_path: Path) -> None:
+    """Whatever the image and the preprocessing: pixel by pixel what the bundle makes of it."""
+    blocks = [code for _, code in python_blocks(DOCS / "howto" / "export.md") if "def prepared" in code]
+    names: dict[str, Any] = {}
+    exec(blocks[0].partition("\n# A photo")[0], names)  # the function alone: the page as a whole is run elsewhere
+    prepared = names["prepared"]
+    generator = np.random.default_rng(0)
+    for number, (mode, size, turn) in enumerate(
+        [("RGB", (90, 41), 6), ("RGB", (41, 90), 3), ("RGBA", (50, 50), 1), ("L", (33, 70), 8), ("RGB", (20, 21), 5)]
+    ):
+        channels = len(Image.new(mode, (1, 1)).getbands())
+        pixels = generator.integers(0, 256, (size[1], size[0], channels), np.uint8).squeeze()
+        file, note = tmp_path / f"{number}.png", Image.Exif()
+        note[0x0112] = turn
+        Image.fromarray(pixels).save(file, exif=note)
+        for preprocess in (
+            Preprocess(size=(32, 32), resize="cover", resize_to=(36, 36)),
+            Preprocess(size=(24, 40), resize="cover", interpolation="bicubic", half="down"),
+            Preprocess(size=(32, 32), resize="contain", mean=(0.4, 0.5, 0.6)),
+            Preprocess(size=(32, 32), resize="squash", interpolation="lanczos"),
+            Preprocess(size=(32, 32), resize="cover", resize_to=(28, 28)),
+            Preprocess(size=(32, 32), resize="cover").with_channels(1),
+        ):
+            ours = fitted(item_of(file, preprocess.channels), preprocess)
+            theirs = prepared(file, json.loads(preprocess.to_json()))
+            assert theirs.dtype == np.uint8
+            assert np.array_equal(theirs[0], ours), (mode, size, turn, preprocess)
+
+
+@pytest.mark.slow
+def test_the_onnx_example_predicts_what_the_command_predicts(tmp_path: Path) -> None:
+    found = page_functions(DOCS / "howto" / "export.md", tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "vitrail",
+        "predict",
+        "pets",
+        "photo.jpg",
+        "--output",
+        "rows.csv",
+        "--device",
+        "cpu",
+    ]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    text = (tmp_path / "rows.csv").read_text(encoding="utf-8")
+    classes, best, probabilities = found["classes"], found["best"], found["probabilities"]
+    assert str(classes[best]) in text
+    shares = [float(value) for value in re.findall(r"\b0\.\d+", text)]
+    assert min(abs(share - float(probabilities[best])) for share in shares) < 1e-3
 
 
 def test_every_page_that_teaches_has_code() -> None:

@@ -44,12 +44,12 @@ def test_a_command_says_what_to_set(
     command: str, bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    words = {
+    options: dict[str, list[object]] = {
         "predict": [bundle, data / "cat" / "0.png"],
         "eval": [bundle, data],
         "train": [data, "--from", bundle, "--run", tmp_path / "run", "--set", "steps=1"],
-    }[command]
-    monkeypatch.setattr(sys, "argv", ["vitrail", command, *map(str, words), "--device", "cpu"])
+    }
+    monkeypatch.setattr(sys, "argv", ["vitrail", command, *map(str, options[command]), "--device", "cpu"])
     assert _run() == 2
     error = capsys.readouterr().err
     assert "gives logits for each of its 5 tokens (pool = 'none'), not for the image; pool=cls works" in error

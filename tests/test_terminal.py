@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tests.serving.server import save_tiny
@@ -23,6 +23,7 @@ TEXT = st.text('\x00\x07\t\n\r\x1b\x7f\x85\x9b\u202e\u2066\u2028 aé猫😀[]"\\
 CLI = Path(vitrail.__file__).parent / "cli"
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_printable_text_has_nothing_that_commands(text: str) -> None:
     made = printable(text)
@@ -33,6 +34,7 @@ def test_printable_text_has_nothing_that_commands(text: str) -> None:
         assert made == text
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_json_stays_what_it_is(text: str) -> None:
     assert json.loads(printable(json.dumps([text], ensure_ascii=False))) == [text]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.checkpoints.test_formats import google_arrays
+from tests.damaging import drop_digest
 from tests.peers import import_peer, scramble
 
 from vitrail.checkpoints.bundle import Bundle
@@ -210,6 +211,7 @@ def test_fresh_names_start_fresh_and_are_said(tmp_path: Path) -> None:
     assert torch.equal(bundle.model.blocks[1].norm1.weight, state["blocks.1.norm1.weight"])
     Bundle(tiny(), Preprocess(size=(32, 32))).save(tmp_path / "bundle")
     save_file(state, tmp_path / "bundle" / "model.safetensors")
+    drop_digest(tmp_path / "bundle")
     with pytest.raises(CheckpointError, match="1 missing"):
         load(tmp_path / "bundle")
     assert load(tmp_path / "bundle", fresh=("blocks.*",)).provenance["fresh"] == ["blocks.1.norm1.bias"]

@@ -12,6 +12,10 @@ from PIL import Image
 from tests.explanations.test_explain import bundle, noise
 
 from vitrail.__main__ import main
+from vitrail.evaluation import percent
+from vitrail.explanations.explanation import Explanation
+from vitrail.explanations.overlay import CAPTION, GAP, captioned
+from vitrail.inference.classifier import Classifier
 
 
 class Done(NamedTuple):
@@ -47,7 +51,7 @@ def test_pictures_beside_their_maps(run: Callable[..., Done]) -> None:
     assert sorted(path.name for path in Path("explanations").iterdir()) == [
         "a_dog_-relevance-owl.npy", "a_dog_-relevance-owl.png", "cat-relevance-owl.npy", "cat-relevance-owl.png",
     ]  # fmt: skip
-    assert size("explanations/cat-relevance-owl.png") == (2 * 224 + 8, 134)
+    assert size("explanations/cat-relevance-owl.png") == (2 * 224 + 8, 134 + CAPTION)
     assert np.load("explanations/cat-relevance-owl.npy").shape == (3, 5)
     lines = done.out.splitlines()
     assert lines[0].split() == ["picture", "class", "sure", "written"]
@@ -132,3 +136,58 @@ def test_mistakes_get_one_sentence(run: Callable[..., Done], words: tuple[object
     assert "Traceback" not in done.err
     assert done.out == ""
     assert not Path("explanations").exists()
+
+
+def notes(path: str) -> dict[str, str]:
+    with Image.open(path) as picture:
+        return {
+            key.removeprefix("vitrail:"): str(value) for key, value in picture.info.items() if "vitrail:" in str(key)
+        }
+
+
+@pytest.mark.parametrize("method", ["relevance", "attention", "rollout", "pca"])
+def test_a_file_says_the_class_and_its_probability(run: Callable[..., Done], method: str) -> None:
+    assert run("cat.png", "--method", method).code == 0
+    best = Classifier(bundle(), device="cpu")("cat.png")
+    found = notes(f"explanations/cat-{method}.png")
+    assert (found["method"], found["class"]) == (method, best.name)
+    assert float(found["probability"]) == pytest.approx(best.probability, abs=1e-4)
+
+
+def test_the_class_that_is_explained_is_told_from_the_one_predicted(run: Callable[..., Done]) -> None:
+    predicted = Classifier(bundle(), device="cpu")("cat.png").name
+    other = next(name for name in bundle().classes or () if name != predicted)
+    assert run("cat.png", "--class", other).code == 0
+    found = notes(f"explanations/cat-relevance-{other}.png")
+    assert (found["target"], found["class"]) == (other, predicted)
+    assert float(found["target_probability"]) < float(found["probability"])
+
+
+def test_a_grid_has_the_class_above_it_too(run: Callable[..., Done]) -> None:
+    assert run("cat.png", "--method", "attention", "--grid", "heads").code == 0
+    (file,) = Path("explanations").iterdir()
+    assert "class" in notes(str(file))
+
+
+def test_the_caption_is_drawn_above_and_leaves_the_maps_as_they_are() -> None:
+    map = np.eye(3, dtype=np.float32)
+    owl = Explanation(map, noise(), "relevance", "owl", 0.873, "owl", 0.873)
+    cat = Explanation(map, noise(), "relevance", "cat", 0.1, "owl", 0.873)
+    assert owl.caption == f"relevance for owl, {percent(0.873)}%"
+    assert cat.caption == "relevance for cat, 10.0%; predicted owl, 87.3%"
+    assert Explanation(map, noise(), "pca", None, None, "owl", 0.873).caption == "pca; predicted owl, 87.3%"
+    assert Explanation(map, noise(), "pca").caption == "pca"
+    one, other = (np.asarray(captioned(found.side_by_side(), found.caption)) for found in (owl, cat))
+    assert (one[CAPTION:] == other[CAPTION:]).all()
+    assert (one[CAPTION:] == np.asarray(owl.side_by_side())).all()
+    assert (one[:CAPTION] != other[:CAPTION]).any()
+    assert one[:CAPTION].min() < 100, "something is written"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "line\nbreak \x1b[31m", "☃猫", " "])
+def test_any_name_of_a_class_fits_above_the_image(name: str) -> None:
+    found = Explanation(np.eye(3, dtype=np.float32), noise(), "relevance", name, 0.5)
+    sheet = found.side_by_side()
+    pixels = np.asarray(captioned(sheet, found.caption))
+    assert pixels.shape == (sheet.height + CAPTION, sheet.width, 3)
+    assert (pixels[:CAPTION, -GAP + 1 :] == 255).all(), "nothing is cut off at the right"

@@ -18,7 +18,7 @@ from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, In
 from vitrail.explanations.explain import Explainer
 from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.files import plan_outputs, safe_name
-from vitrail.explanations.overlay import HEAT, heat, stretched
+from vitrail.explanations.overlay import CAPTION, HEAT, heat, stretched
 from vitrail.explanations.relevance import relevance_maps
 from vitrail.explanations.wanted import Wanted
 
@@ -268,7 +268,8 @@ def test_saving(tmp_path: Path) -> None:
     found = Explanation(np.eye(3, dtype=np.float32), noise(), "attention")
     assert found.save(tmp_path / "new" / "x.png") == tmp_path / "new" / "x.png"
     with Image.open(tmp_path / "new" / "x.png") as picture:
-        assert picture.size == found.side_by_side().size
+        width, height = found.side_by_side().size
+        assert picture.size == (width, height + CAPTION)
     found.save(tmp_path / "x.npy")
     assert np.array_equal(np.load(tmp_path / "x.npy"), found.map)
     with pytest.raises(CheckpointError, match="exists already"):

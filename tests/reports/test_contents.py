@@ -97,7 +97,7 @@ def test_a_short_path_has_both_ends_of_the_name(most: int) -> None:
 
 def test_a_mistake_is_shown_as_it_is_stored_and_not_only_as_the_model_saw_it(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
-    for number in range(60):
+    for number in range(24):
         folder = tmp_path / "photos" / str(number % 2)
         folder.mkdir(parents=True, exist_ok=True)
         pixels = generator.integers(0, 255, (6, 9, 3), np.uint8)

@@ -364,7 +364,7 @@ def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             report(place)
     (copy / "recipe.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"recipe.toml is no TOML"):
+    with pytest.raises(ConfigError, match=r"recipe.toml is not UTF-8"):
         report(copy)
 
 

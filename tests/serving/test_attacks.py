@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 import httpx
 import pytest
@@ -31,6 +32,12 @@ class Client:
         self.host, port = url.removeprefix("http://").split(":")
         self.host_line = f"Host: {self.host}:{port}\r\n".encode()
         self.socket = socket.create_connection((self.host, int(port)), timeout=60)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
 
     def ask(self, line: bytes, body: bytes = b"") -> int:
         """Send a request and return the status."""
@@ -68,9 +75,8 @@ def good(url: str, count: int = 20, pause: float = 0.1) -> list[float]:
     taken = []
     for _ in range(count):
         begun = time.monotonic()
-        client = Client(url)
-        assert client.ask(b"POST /v1/predict", TINY) == 200
-        client.socket.close()
+        with Client(url) as client:
+            assert client.ask(b"POST /v1/predict", TINY) == 200
         taken.append(time.monotonic() - begun)
         time.sleep(pause)
     return taken
@@ -160,14 +166,13 @@ def test_large_images_in_one_form_and_slow_ones_that_are_allowed(running: Runnin
 
 def test_bodies_in_chunks_of_one_byte(running: Running) -> None:
     def chunks(over: threading.Event) -> None:
-        client = Client(running.url)
-        head = b"POST /v1/predict HTTP/1.1\r\n" + client.host_line + b"Content-Type: image/png\r\n"
-        client.socket.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
-        client.socket.settimeout(1)
-        while not over.is_set():
-            with suppress(TimeoutError):  # the server takes its time, which is the point
-                client.socket.send(b"1\r\nx\r\n" * 10_000)
-        client.socket.close()
+        with Client(running.url) as client:
+            head = b"POST /v1/predict HTTP/1.1\r\n" + client.host_line + b"Content-Type: image/png\r\n"
+            client.socket.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            client.socket.settimeout(1)
+            while not over.is_set():
+                with suppress(TimeoutError):  # the server takes its time, which is the point
+                    client.socket.send(b"1\r\nx\r\n" * 10_000)
 
     within = limit(running.url)
     with attacked(chunks, chunks, chunks):
@@ -202,13 +207,12 @@ def many(url: str, count: int, line: bytes, body: bytes = b"") -> Counter[str]:
     outcomes: Counter[str] = Counter()
 
     def some(number: int) -> None:
-        client = Client(url)
-        try:
-            for _ in range(number):
-                outcomes[str(client.ask(line, body))] += 1
-        except ConnectionError:
-            outcomes["closed"] += 1
-        client.socket.close()
+        with Client(url) as client:
+            try:
+                for _ in range(number):
+                    outcomes[str(client.ask(line, body))] += 1
+            except ConnectionError:
+                outcomes["closed"] += 1
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(some, [count // 8] * 8))
@@ -240,9 +244,9 @@ def test_hangups_and_the_end_under_load_and_attack(bundle: Path) -> None:
         def load(over: threading.Event) -> None:
             while not over.is_set():
                 try:
-                    client = Client(running.url)
-                    while not over.is_set():
-                        outcomes[str(client.ask(b"POST /v1/predict", TINY))] += 1
+                    with Client(running.url) as client:
+                        while not over.is_set():
+                            outcomes[str(client.ask(b"POST /v1/predict", TINY))] += 1
                 except ConnectionRefusedError:
                     return
                 except ConnectionError:  # between two requests, while it ends

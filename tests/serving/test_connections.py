@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -135,6 +136,21 @@ def test_a_refused_body_is_not_listened_to_for_ever(running: Running) -> None:
         drip()
 
 
+@pytest.mark.slow
+def test_a_refused_body_that_ends_soon_leaves_the_connection(running: Running) -> None:
+    with connect(
+        running, b"POST /v1/nothing HTTP/1.1\r\nHost: HOST\r\nTransfer-Encoding: chunked\r\n\r\n"
+    ) as connection:
+        wait_until(lambda: b"nothing at this address" in connection.recv(65_536, socket.MSG_PEEK))
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"1\r\nx\r\n0\r\n\r\n")
+        for pause in (0.0, 1.5):  # the second one after it would have been closed
+            time.sleep(pause)
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            wait_until(lambda: b"alive" in connection.recv(65_536, socket.MSG_PEEK))
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
 def test_a_body_in_one_byte_chunks_arrives_whole(running: Running) -> None:
     content = picture("PNG", (12, 9))
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
@@ -151,7 +167,7 @@ def test_few_file_descriptors_leave_room_for_what_else_is_opened(monkeypatch: py
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: asked.append(pair))
     used = 40
-    monkeypatch.setattr(connections.os, "listdir", lambda _: ["x"] * used)
+    monkeypatch.setattr(os, "listdir", lambda _: ["x"] * used)
     for soft, hard, room in ((1024, 4096, 512), (256, 4096, 512), (256, 256, 256 - used - connections.RESERVED)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, pair=(soft, hard): pair)
         assert connections.room_for(512) == room

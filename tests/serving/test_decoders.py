@@ -26,7 +26,7 @@ PREPROCESS = Preprocess(size=(16, 16))
 
 def with_decoders(ask: Callable[[Decoders], Awaitable[None]], **changes: object) -> None:
     async def run() -> None:
-        decoders = Decoders(Settings(models=name_models(["m"]), **changes))  # type: ignore[arg-type]
+        decoders = Decoders(Settings(models=name_models(["m"]), **changes))
         try:
             await decoders.start()
             await ask(decoders)
@@ -59,7 +59,7 @@ def test_what_takes_too_long_is_ended_and_others_go_on(monkeypatch: pytest.Monke
     monkeypatch.setattr(structure, "JPEG_SCANS", 10_000)  # here alone: the process that decodes would refuse it, too
 
     async def ask(decoders: Decoders) -> None:
-        process = decoders._idle[0]
+        process = decoders._idle[0].process
         os.kill(process.pid, 19)  # stopped, it takes for ever
         with pytest.raises(Refusal, match="more than 1 s to decode") as refused:
             await decoders.decode(picture(), PREPROCESS, "a", 1)
@@ -74,7 +74,7 @@ def test_what_takes_too_long_is_ended_and_others_go_on(monkeypatch: pytest.Monke
 
 def test_a_decoder_that_crashes_is_replaced() -> None:
     async def ask(decoders: Decoders) -> None:
-        os.kill(decoders._idle[0].pid, 9)
+        os.kill(decoders._idle[0].process.pid, 9)
         with pytest.raises(Refusal, match="its decoder has failed"):
             await decoders.decode(picture(), PREPROCESS, "a", 1)
         assert (await decoders.decode(picture(), PREPROCESS, "a", 2)).shape == (16, 16, 3)
@@ -127,7 +127,7 @@ def test_readiness_is_honest_about_images_that_wait(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         decoders = service._answerer.decoders
         await decoders.start()
-        os.kill(decoders._idle[0].pid, 19)
+        os.kill(decoders._idle[0].process.pid, 19)
         both = [asyncio.create_task(client.post("/v1/predict", content=picture(), headers=PNG)) for _ in range(2)]
         await asyncio.sleep(1.6)
         answer = await client.get("/readyz")

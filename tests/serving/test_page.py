@@ -1,11 +1,13 @@
 """The explorer page in a real Chromium, with a real service behind it."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,9 +17,11 @@ from tests.serving.page_visit import DESKTOP, PHONE, WAIT, Visit, picture_file, 
 import vitrail
 from vitrail import ViTConfig
 from vitrail.data.given import fitted, item_of
+from vitrail.data.sources.source import Arrays
 from vitrail.explanations.attention import attention_rows
 from vitrail.explanations.wanted import Method
 from vitrail.serving.files import FOLDER
+from vitrail.training.samples import keep_samples
 
 GRID, NAMES = (4, 4), ("heron", "<b>kite</b>", "crow", "wren", "owl", "swift")
 REFUSED = "Failed to load resource"  # how Chromium notes a refusal that the page itself explains
@@ -433,3 +437,92 @@ def test_it_fits_the_window_and_everything_has_a_name(seen: Visit) -> None:
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
     finally:
         page.set_viewport_size(DESKTOP)
+
+
+# ── samples of the model's own classes ──
+
+
+@pytest.fixture(scope="module")
+def own(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle in a run that kept images of its classes."""
+    folder = tmp_path_factory.mktemp("run")
+    shutil.copytree(bundles["birds"], folder / "best")
+    pixels = np.random.default_rng(3).integers(0, 256, (12, 6, 6, 3), np.uint8).repeat(8, axis=1).repeat(8, axis=2)
+    keep_samples(folder, Arrays(pixels, np.arange(12) % 6, NAMES))
+    return folder / "best"
+
+
+def test_it_starts_with_samples_of_the_models_own_classes(browser: Any, own: Path, bundles: dict[str, Path]) -> None:
+    """Also behind a token, without which nobody gets an image of the data."""
+    with service({"own": own, "birds": bundles["birds"]}, token="sesame") as address, visit(browser, DESKTOP) as seen:
+        assert httpx.get(f"{address}v1/samples/image?number=0").status_code == 401
+        assert httpx.get(f"{address}v1/samples").status_code == 401
+        seen.page.goto(address)
+        seen.page.locator("#token-value").fill("sesame")
+        seen.page.keyboard.press("Enter")
+        seen.page.wait_for_selector("body[data-ready]", timeout=WAIT)
+        seen.settle()
+        buttons = seen.page.locator("#samples .sample")
+        assert buttons.locator("span").all_inner_texts() == list(NAMES)
+        assert buttons.first.get_attribute("aria-pressed") == "true"
+        seen.page.wait_for_function("[...document.querySelectorAll('#samples img')].every(i => i.naturalWidth > 0)")
+        seen.until("picture=own%2F0")
+        before = seen.pixels()
+        buttons.nth(3).click()
+        seen.until("picture=own%2F3")
+        seen.settle()
+        assert seen.pixels() != before
+        seen.part("models").select_option("birds")
+        seen.until("model=birds")
+        seen.settle()
+        assert buttons.locator("span").count() == 0, "a model whose run kept none has the page's samples"
+        assert [text for text in seen.complaints if not text.startswith(REFUSED)] == []
+
+
+def test_samples_are_offered_by_http(own: Path) -> None:
+    with service({"own": own}) as address:
+        listed = httpx.get(f"{address}v1/samples").json()
+        assert [one["name"] for one in listed["samples"]] == list(NAMES)
+        image = httpx.get(f"{address}v1/samples/image?number=5")
+        assert (image.status_code, image.headers["content-type"]) == (200, "image/jpeg")
+        for number in ("6", "-1", "", "../0", "9" * 20):
+            refused = httpx.get(f"{address}v1/samples/image", params={"number": number})
+            assert (refused.status_code, "error" in refused.json()) == (404, True)
+        assert httpx.get(f"{address}v1/samples?model=nobody").status_code == 422
+
+
+LEFT_OF_THE_IMAGE = """([row, column]) => {
+  const canvas = document.querySelector("[data-part=canvas]");
+  const image = document.querySelector("[data-part=plain]");
+  const plain = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
+  plain.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  const side = canvas.width / 4;
+  const mean = (of) => {
+    const { data } = of.getContext("2d").getImageData(column * side + 8, row * side + 8, side - 16, side - 16);
+    return [0, 1, 2].map((part) => data.filter((_, i) => i % 4 === part).reduce((a, b) => a + b) / (data.length / 4));
+  };
+  const [shown, whole] = [mean(canvas), mean(plain)];
+  return shown.map((value, part) => Math.abs(value - whole[part]));
+}"""
+
+
+def test_the_image_is_clear_under_the_map_and_alone_beside_it(seen: Visit) -> None:
+    """Where the map has least to show, it changes the image by less than a fifth of the range of brightness."""
+    upload(seen, picture_file())
+    assert seen.part("plain").is_visible()
+    assert "as the model sees it: 32×32 pixels" in seen.part("plain-says").inner_text()
+    apart = [
+        max(seen.page.evaluate(LEFT_OF_THE_IMAGE, [row, column])) for row in range(GRID[0]) for column in range(GRID[1])
+    ]
+    assert min(apart) < 0.2 * 255
+    assert sum(apart) / len(apart) < 0.35 * 255
+    assert max(apart) > 0.1 * 255, "the map itself is seen"
+
+
+def test_the_stages_of_a_convolutional_stem_are_those_it_has(seen: Visit) -> None:
+    names = seen.page.locator("#stages h3").all_inner_texts()
+    shapes = seen.page.locator("#stages .shape").all_inner_texts()
+    found = {re.sub(r"^\d+\s*", "", name): shape for name, shape in zip(names, shapes, strict=True)}
+    assert "patches" not in found, "a convolution never makes them"
+    assert found["feature map"] == "1 × 32 × 4 × 4"
+    assert found["patch embeddings"] == "1 × 16 × 32"

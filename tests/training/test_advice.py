@@ -10,6 +10,7 @@ from vitrail.checkpoints.hub import parse
 from vitrail.metrics.baselines import PRETRAINED
 from vitrail.training.advice import FEW, before_training
 from vitrail.training.choices import Facts
+from vitrail.training.loop import _gap_warning
 from vitrail.training.train import train
 
 TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=16", "model.stem=conv", "steps=1"]
@@ -34,6 +35,17 @@ def test_the_name_is_one_that_can_be_opened() -> None:
     assert found.repository == "timm/vit_small_patch16_224.augreg_in21k"
 
 
+def test_a_journal_in_which_training_and_validation_part_ways() -> None:
+    steps = [{"step": step, "accuracy": step / 100} for step in range(1, 101)]
+    for best, warned in ((50, False), (100, True)):
+        validations = [{"step": 50, "val_top1": 0.45, "best": 50}, {"step": 100, "val_top1": 0.5, "best": best}]
+        said = _gap_warning([*steps, *validations])
+        assert bool(said) == warned, "what counts is the checkpoint that is kept"
+    assert said[0].startswith("overfitting: 98.0% on the training images, as augmented, and 50.0% on the validation")
+    assert _gap_warning(steps) == []
+    assert _gap_warning(validations) == []
+
+
 def test_a_run_says_it_once_before_it_trains(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for label in ("cat", "dog"):
@@ -42,10 +54,17 @@ def test_a_run_says_it_once_before_it_trains(tmp_path: Path) -> None:
             Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8)).save(
                 tmp_path / "photos" / label / f"{number}.png"
             )
-    run = train(tmp_path / "photos", changes=TINY, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    changes = [*TINY, "data.test=0", "data.val=0.25"]
+    run = train(tmp_path / "photos", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     lines = (run.folder / "log.txt").read_text().splitlines()
     places = [place for place, line in enumerate(lines) if line.startswith("WARNING: few photographs")]
     assert len(places) == 1
+    assert "; always 'cat' gives 50.0%, chance 50.0%; " in run.verdict
+    assert "; evaluated on the validation split; selected on these images; " in run.verdict
+    assert [f"WARNING: {text}" for text in run.metrics.warnings] == [
+        line for line in lines[places[0] + 2 :] if line.startswith("WARNING: ")
+    ]
+    assert run.metrics.warnings, "four images say nothing about a model of noise"
     assert lines[places[0] + 1].startswith("WARNING: better: start from a pretrained model")
     assert places[0] < next(place for place, line in enumerate(lines) if line.startswith("step 1: "))
     tuned = train(

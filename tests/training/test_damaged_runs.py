@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tests.damaging import RECIPE, make_run, train_tiny
 
+from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.training.state import Progress, Setting, State, save_state
 from vitrail.training.train import Run, train
@@ -136,15 +136,20 @@ def test_a_damaged_file_of_a_run_is_named(file: str, content: bytes, tmp_path: P
     assert "\n" not in str(found.value)
 
 
-def test_the_command_says_it_in_one_sentence(tmp_path: Path) -> None:
+def test_the_command_says_it_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path)
     (tmp_path / "run" / "recipe.toml").write_bytes(b"batch = ")
     changes = [word for change in RECIPE for word in ("--set", change)]
     words = ["train", str(tmp_path / "data"), "--run", str(tmp_path / "run"), "--device", "cpu", *changes]
-    done = subprocess.run([sys.executable, "-m", "vitrail", *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "recipe.toml is not TOML" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    monkeypatch.setattr(sys, "argv", ["vitrail", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "recipe.toml is not TOML" in said
+    assert len(said.strip().splitlines()) == 1
 
 
 def test_a_replaced_image_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def row(step: int, steps: int, seconds: float, waited: float) -> dict[str, Any]:
 
 def seconds_left(status: Status) -> float:
     parts = [int(part) for part in status.left.split(":")]
-    return sum(part * 60**place for place, part in enumerate(reversed(parts)))
+    return float(sum(part * 60**place for place, part in enumerate(reversed(parts))))
 
 
 @PROPERTY

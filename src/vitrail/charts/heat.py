@@ -9,8 +9,8 @@ WRITTEN = 24
 """Up to so many rows and columns each cell has its number written in it."""
 NAMED = 60
 """Up to so many rows and columns each has its name beside it; more are counted."""
-LEGEND = 46
-"""The height of the scale below a square table."""
+LEGEND, LEGEND_WIDTH = 48, 280
+"""The size of the scale below a square table."""
 MOST_NOTES = 400
 """So many cells of a large map say their numbers when they are pointed at: the strongest."""
 
@@ -52,11 +52,12 @@ def heat_map(
         body += text_at(left, HEAD + 14, x_label, style="quiet")
     if y_label:
         body += text_at(MARGIN + 10, top, y_label, style="quiet", anchor="end", turned=True)
+    right = left + side * len(columns) + MARGIN
     if len(rows) == len(columns):
         body += _legend(left, bottom + 14)
         bottom += LEGEND + 10
+        right = max(right, left + LEGEND_WIDTH)
     said = f"{len(rows):,} rows by {len(columns):,} columns"
-    right = left + side * len(columns) + MARGIN
     return drawing(
         body, title=title, description=said, width=max(right, 300), height=bottom + MARGIN, standalone=standalone
     )
@@ -74,18 +75,16 @@ def _kind(row: int, column: int, share: float, square: bool) -> str:
 
 def _legend(left: float, top: float) -> str:
     """Draw the scale: hits above errors, so that it is seen that both are measured alike."""
-    box, parts = 16, []
+    box, parts = 18, []
     for row, (kind, said) in enumerate((("hit", "right"), ("miss", "wrong"))):
         y = top + 14 * row
-        parts.append(text_at(left - 7, y + 10, said, style="quiet small", anchor="end"))
+        parts.append(text_at(left - 7, y + 10, said, style="quiet", anchor="end"))
         for step in range(LEVELS):
             parts.append(f'<rect class="{kind}{step}" x="{number(left + step * box)}" y="{number(y)}" ')
             parts.append(f'width="{box - 1}" height="12" rx="1"/>')
     for share in (0, 50, 100):
-        parts.append(
-            text_at(left + LEVELS * box * share / 100, top + 39, f"{share}%", style="quiet small", anchor="middle")
-        )
-    parts.append(text_at(left + LEVELS * box + 22, top + 39, "of the row", style="quiet small"))
+        parts.append(text_at(left + LEVELS * box * share / 100, top + 42, f"{share}%", style="quiet", anchor="middle"))
+    parts.append(text_at(left + LEVELS * box + 24, top + 42, "of the row", style="quiet"))
     return "".join(parts)
 
 

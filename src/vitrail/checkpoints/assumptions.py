@@ -2,7 +2,7 @@
 
 A guess is made where the published models with such tensors agree, and it is said. Where they do not, or where there is
 none of that size, a wrong guess would give wrong numbers without an error, so the file is refused until the field is
-given (docs/decisions/0019).
+given (docs/decisions/0020).
 """
 
 import logging

@@ -45,16 +45,14 @@ def check(
 ) -> None:
     """Decode every image; list every fault, duplicate and odd one in one pass; measure how fast they can be read."""
     from vitrail.data.batches import default_workers
-    from vitrail.data.checking.check import check_data
+    from vitrail.data.checking.check import check_data, open_to_check
     from vitrail.data.checking.measure import available_cores, measure_speed
-    from vitrail.data.sources.opening import open_data
     from vitrail.errors import DataError
 
     if sheet is not None:
         _check_target(sheet)
     with progress("listing") as on_found:
-        faults: list[str] = []
-        parts = open_data(data, faults=faults, on_progress=lambda found: on_found(found, None))
+        parts, faults = open_to_check(data, on_progress=lambda found: on_found(found, None))
     with progress("measuring") as on_measured:
         # Before the check, so that the check has not yet brought every file into the system's memory.
         speed = measure_speed(parts.train, size=(size, size), on_progress=on_measured)
@@ -121,6 +119,7 @@ def _print_report(report: "Report") -> None:
     _print_sizes(report)
     _heading("Files")
     _print_wrapped(f"{_bytes(report.bytes)} in all; {_listed(report.formats)}; {_listed(report.modes)}")
+    _print_wrapped(f"Not looked for: {'; '.join(report.not_looked_for)}.")
 
 
 def _print_sizes(report: "Report") -> None:

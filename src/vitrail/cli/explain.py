@@ -107,7 +107,7 @@ def _write(
     import numpy as np
 
     from vitrail.explanations.explanation import save_array, save_picture
-    from vitrail.explanations.overlay import tiled
+    from vitrail.explanations.overlay import captioned, tiled
 
     if grid is None:
         found = explainer.explain(item, name)
@@ -116,7 +116,7 @@ def _write(
         tiles = explainer.grid(item, grid, name)  # type: ignore[arg-type]
         found, array = tiles[0].explanation, np.stack([tile.explanation.map for tile in tiles])
         sheet = tiled([tile.explanation.overlay(opacity, side or TILE) for tile in tiles], [t.label for t in tiles])
-    save_picture(sheet, files.picture, overwrite=overwrite)
+    save_picture(captioned(sheet, found.caption), files.picture, notes=found.notes, overwrite=overwrite)
     if files.array is not None:
         save_array(array, files.array, overwrite=overwrite)
     return found

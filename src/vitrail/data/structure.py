@@ -35,6 +35,7 @@ _AFTER_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
 _ALONE = frozenset((0x01, *range(0xD0, 0xDA)))
 """Markers without a length: restarts, start and end of the image."""
 _FRAME_HEADERS = frozenset((*range(0xC0, 0xD0),)) - {0xC4, 0xC8, 0xCC}
+_SEQUENTIAL = (0xC0, 0xC1)
 
 
 class Outline(NamedTuple):
@@ -70,6 +71,7 @@ def outline(content: bytes) -> Outline | None:
 
 def _jpeg(content: bytes) -> Outline | None:
     place, segments, stray, size = 2, 0, 0, None
+    components = 0  # of a sequential image: one whose first scan has all of them is done with it
     while True:
         found = _MARKER.search(content, place, place + JPEG_STRAY - stray + 2)
         if found is None:
@@ -89,8 +91,9 @@ def _jpeg(content: bytes) -> Outline | None:
             if marker in _FRAME_HEADERS:
                 height, width = struct.unpack_from(">HH", content, start + 5)
                 size = width, height
+                components = content[start + 9] if marker in _SEQUENTIAL else 0
             place += struct.unpack_from(">H", content, place)[0]
-    scans = _jpeg_scans(content, start, segments)
+    scans = 1 if components and content[start + 4] == components else _jpeg_scans(content, start, segments)
     return None if size is None else Outline(*size, passes=scans)
 
 

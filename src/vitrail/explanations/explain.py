@@ -101,6 +101,15 @@ class Tile(NamedTuple):
     explanation: Explanation
 
 
+class _Told(NamedTuple):
+    """What a model says of an image: the class to explain and the class it predicts, by their numbers."""
+
+    target: int | None
+    probability: float | None
+    predicted: int | None
+    confidence: float | None
+
+
 class Explainer:
     """A bundle made ready to be explained in one way, one picture after another."""
 
@@ -118,16 +127,16 @@ class Explainer:
         """Explain one picture; `name` is for messages."""
         seen, pixels = self._prepared(item, name)
         with in_use(self.model):
-            target, probability = self._class_of(pixels)
-            map = explain_pixels(self.model, pixels, self.wanted, target)[0]
-        return self._explanation(map, seen, target, probability)
+            told = self._told(pixels)
+            map = explain_pixels(self.model, pixels, self.wanted, told.target)[0]
+        return self._explanation(map, seen, told)
 
     def grid(self, item: Item, each: Each, name: str = "the picture") -> list[Tile]:
         """Explain one picture for every head of the layer, or for every layer."""
         check_grid(self.wanted, each)
         seen, pixels = self._prepared(item, name)
         with in_use(self.model):
-            target, probability = self._class_of(pixels)
+            told = self._told(pixels)
             if each == "heads":
                 maps = list(attention_maps(self.model, pixels, self.wanted.layer, self.wanted.query)[0])
             elif self.wanted.method == "attention":
@@ -135,9 +144,9 @@ class Explainer:
                 maps = [choose_head(of_layer, self.wanted.head)[0] for of_layer in every]
             else:
                 layers = [replace(self.wanted, layer=layer) for layer in range(self.model.config.depth)]
-                maps = [explain_pixels(self.model, pixels, wanted, target)[0] for wanted in layers]
+                maps = [explain_pixels(self.model, pixels, wanted, told.target)[0] for wanted in layers]
         unit = each.removesuffix("s")
-        return [Tile(f"{unit} {i}", self._explanation(map, seen, target, probability)) for i, map in enumerate(maps)]
+        return [Tile(f"{unit} {i}", self._explanation(map, seen, told)) for i, map in enumerate(maps)]
 
     def _prepared(self, item: Item, name: str) -> tuple[Image.Image, Tensor]:
         """Read a picture: what the model sees, to look at, and as it is given to the model."""
@@ -149,24 +158,28 @@ class Explainer:
         return as_picture(crop), self.bundle.preprocess.normalise(pixels)
 
     @torch.no_grad()
-    def _class_of(self, pixels: Tensor) -> tuple[int | None, float | None]:
-        """Return the class to explain, and how likely the model takes it to be."""
-        if not self.wanted.targeted:
-            return None, None
+    def _told(self, pixels: Tensor) -> "_Told":
+        """Return the class to explain and the class that is predicted, each with its probability."""
         config = self.model.config
+        if not config.classes or (config.pool == "none" and not self.wanted.targeted):
+            return _Told(None, None, None, None)  # nothing is said of a whole image
         logits = self.model(pixels)[0]
         answer = logits[answering_token(config, self.wanted.query)] if config.pool == "none" else logits
-        target = int(answer.argmax()) if self.target is None else self.target
-        return target, float(answer.softmax(dim=0)[target])
+        shares, best = answer.softmax(dim=0), int(answer.argmax())
+        if not self.wanted.targeted:
+            return _Told(None, None, best, float(shares[best]))
+        target = best if self.target is None else self.target
+        return _Told(target, float(shares[target]), best, float(shares[best]))
 
-    def _explanation(
-        self, map: Tensor, seen: Image.Image, target: int | None = None, probability: float | None = None
-    ) -> Explanation:
+    def _explanation(self, map: Tensor, seen: Image.Image, told: "_Told") -> Explanation:
         if not bool(map.isfinite().all()):
             raise Diverged("the map has numbers that are not finite; the model's weights are damaged")
-        names = self.bundle.classes
-        called = names[target] if names is not None and target is not None else target
-        return Explanation(map.float().cpu().numpy(), seen, self.wanted.method, called, probability)
+        target, predicted = (
+            number if self.bundle.classes is None or number is None else self.bundle.classes[number]
+            for number in (told.target, told.predicted)
+        )
+        numbers = map.float().cpu().numpy()
+        return Explanation(numbers, seen, self.wanted.method, target, told.probability, predicted, told.confidence)
 
 
 def check_grid(wanted: Wanted, each: str) -> None:

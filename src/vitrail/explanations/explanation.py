@@ -1,16 +1,19 @@
 """`Explanation`: a map of what a model looked at, with the picture it belongs to."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from vitrail.checkpoints.writing import whole_file
 from vitrail.errors import ConfigError
 from vitrail.evaluation import percent
-from vitrail.explanations.overlay import beside, enlarged, overlay
+from vitrail.explanations.overlay import beside, captioned, enlarged, overlay
 from vitrail.explanations.wanted import Method
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
@@ -30,6 +33,10 @@ class Explanation:
     """The class that is explained: its name, or its number where the bundle has no names; None for other methods."""
     probability: float | None = None
     """How likely the model takes it to be, from 0 to 1."""
+    predicted: str | int | None = None
+    """The class that the model predicts; None where it predicts none for a whole image."""
+    confidence: float | None = None
+    """Its probability."""
 
     def __repr__(self) -> str:
         of = "" if self.target is None else f" of {self.target}, {percent(self.probability or 0)}%"
@@ -46,8 +53,27 @@ class Explanation:
         """Return the picture and beside it the overlay."""
         return beside([enlarged(self.picture, side), self.overlay(opacity, side)])
 
+    @property
+    def caption(self) -> str:
+        """What a file of it says above the image: the class that is explained, or predicted, and its probability."""
+        found = "" if self.predicted is None else f"predicted {self.predicted}, {percent(self.confidence or 0)}%"
+        if self.target is None:
+            return f"{self.method}; {found}" if found else self.method
+        said = f"{self.method} for {self.target}, {percent(self.probability or 0)}%"
+        return f"{said}; {found}" if found and self.predicted != self.target else said
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """The same for programs, as a PNG holds it beside its pixels."""
+        found = {"method": self.method, "target": self.target, "target_probability": self.probability}
+        found |= {"class": self.predicted, "probability": self.confidence}
+        return {key: str(value) for key, value in found.items() if value is not None}
+
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write picture and overlay side by side to a .png, .jpg or .webp, or the map itself to a .npy."""
+        """Write image and overlay side by side to a .png, .jpg or .webp, or the map itself to a .npy.
+
+        Above them stands the class that is explained, or predicted, with its probability.
+        """
         target = Path(path)
         if target.suffix.lower() == ".npy":
             return save_array(self.map, target, overwrite=overwrite)
@@ -55,13 +81,20 @@ class Explanation:
             raise ConfigError(
                 f"{target} does not end as a picture or an array does; use one of {', '.join(PICTURES)} or .npy"
             )
-        return save_picture(self.side_by_side(), target, overwrite=overwrite)
+        return save_picture(captioned(self.side_by_side(), self.caption), target, notes=self.notes, overwrite=overwrite)
 
 
-def save_picture(picture: Image.Image, target: Path, *, overwrite: bool) -> Path:
-    """Write a picture, all or nothing."""
+def save_picture(
+    picture: Image.Image, target: Path, *, overwrite: bool, notes: Mapping[str, str] | None = None
+) -> Path:
+    """Write an image, all or nothing; a PNG also holds `notes`."""
+    options: dict[str, Any] = {}
+    if notes and target.suffix.lower() == ".png":
+        options["pnginfo"] = PngInfo()
+        for key, value in notes.items():
+            options["pnginfo"].add_itxt(f"vitrail:{key}", value)
     with whole_file(target, overwrite=overwrite) as temporary:
-        picture.save(temporary)
+        picture.save(temporary, **options)
     return target
 
 

@@ -16,7 +16,7 @@ HEAT = ((26, 22, 66), (82, 31, 122), (152, 42, 121), (214, 71, 92), (246, 124, 6
 LEAST_SIDE = 224
 """Smaller pictures, such as digits of 8×8 pixels, are enlarged to this to be seen."""
 GAP = 8
-LABEL = 26
+LABEL, CAPTION = 26, 36
 PAPER, INK = "#ffffff", "#22211f"
 
 
@@ -85,6 +85,28 @@ def tiled(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image
         pen.text((left, top + LABEL - 4), label, fill=INK, font=font, anchor="ls")
         sheet.paste(picture, (left, top + LABEL))
     return sheet
+
+
+def captioned(sheet: Image.Image, text: str) -> Image.Image:
+    """Write a line above a sheet, smaller or cut in its middle where it would be too wide; without text, as it is."""
+    words = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    if not words:
+        return sheet
+    room = sheet.width - 2 * GAP
+    sizes = (20, 17, 14, 12)
+    font = next((font for size in sizes if (font := _font(size)).getlength(words) <= room), _font(sizes[-1]))
+    whole_text, kept = words, len(words)
+    while font.getlength(words) > room and kept > 2:
+        kept -= 1
+        words = f"{whole_text[: kept // 2]}…{whole_text[len(whole_text) - (kept + 1) // 2 :]}"
+    whole = Image.new("RGB", (sheet.width, sheet.height + CAPTION), PAPER)
+    ImageDraw.Draw(whole).text((GAP, CAPTION - 11), words, fill=INK, font=font, anchor="ls")
+    whole.paste(sheet, (0, CAPTION))
+    return whole
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size=size)
 
 
 def _resized(numbers: Floats, size: tuple[int, int]) -> Floats:

@@ -16,8 +16,9 @@ from typing import cast
 
 from vitrail.data.given import A_URL, Item, is_url
 from vitrail.data.sources.builtin import digits
+from vitrail.data.sources.columns import Row
 from vitrail.data.sources.listing import shown
-from vitrail.data.sources.manifests import Row, path_of, read_csv, read_in_words, read_jsonl
+from vitrail.data.sources.manifests import path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
 from vitrail.data.sources.shards import RANGE, expand_pattern, is_pattern

@@ -126,22 +126,25 @@ def _smoothed_cells(
     images = matrix.sum(axis=1)
     present = np.flatnonzero(images)
     true, predicted = np.nonzero(matrix)
+    cells: list[tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]]
     added = _z(level) ** 2 / 2 * images[present] / images.sum()
     others = np.roll(present, -1) if len(present) > 1 else (present + 1) % len(matrix)
-    parts = [(true, predicted, matrix[true, predicted].astype(np.float64)), (present, present, added)]
+    cells = [(true, predicted, matrix[true, predicted].astype(np.float64)), (present, present, added)]
     if len(matrix) > 1:  # else there is no class to take an image for by mistake
-        parts.append((present, others, added))
-    rows, columns, weights = (np.concatenate(column) for column in zip(*parts, strict=True))
-    whole, place = np.unique(rows * len(matrix) + columns, return_inverse=True)
-    return whole // len(matrix), whole % len(matrix), np.bincount(place, weights)
+        cells.append((present, others, added))
+    places = np.concatenate([rows * len(matrix) + columns for rows, columns, _ in cells])
+    found, which = np.unique(places, return_inverse=True)
+    weights = np.zeros(len(found))
+    np.add.at(weights, which, np.concatenate([weight for _, _, weight in cells]))
+    return found // len(matrix), found % len(matrix), weights
 
 
 class _Counts(NamedTuple):
     """Of many matrices, (matrices, classes) each."""
 
     right: NDArray[np.int64]
-    count: NDArray[np.int64]
-    """Images of the class."""
+    images: NDArray[np.int64]
+    """Those of the class."""
     taken: NDArray[np.int64]
     """Images taken for it."""
 
@@ -169,8 +172,9 @@ def _macro_f1_of_each(counts: _Counts) -> NDArray[np.float64]:
 
 def _balanced_accuracy_of_each(counts: _Counts) -> NDArray[np.float64]:
     """Return the mean recall of many matrices, over the classes that were drawn."""
-    recalls = np.where(counts.count > 0, counts.right / np.maximum(counts.count, 1), 0.0)
-    return np.asarray(recalls.sum(axis=1) / (counts.count > 0).sum(axis=1))
+    right, count, _ = counts
+    recalls = np.where(count > 0, right / np.maximum(count, 1), 0.0)
+    return np.asarray(recalls.sum(axis=1) / (count > 0).sum(axis=1))
 
 
 def _percentiles(found: NDArray[np.float64], estimate: float, level: float) -> Interval:

@@ -1,5 +1,7 @@
 """The routes: each reads a request, asks a model, and writes what it says."""
 
+import re
+
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -55,6 +57,8 @@ class Service:
             Route("/v1/explain", self.explain, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/reload", self.reload, methods=["POST"]),
+            Route("/v1/samples", self.own_samples, methods=["GET"]),
+            Route("/v1/samples/image", self.own_sample, methods=["GET"]),
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
@@ -113,6 +117,22 @@ class Service:
         except CheckpointError as error:
             raise Refusal(409, str(error), reason="reload") from None
         return as_json({"reloaded": names})
+
+    # Images of training data are given to whoever may ask the model, not to everybody, as the page's own samples are.
+
+    async def own_samples(self, request: Request) -> Response:
+        """List the images that the run of a model kept of its classes."""
+        with self.shelf.use(request.query_params.get("model") or None) as served:
+            samples = [{"name": one.label, "number": number} for number, one in enumerate(served.samples)]
+            return as_json({"model": served.name, "samples": samples})
+
+    async def own_sample(self, request: Request) -> Response:
+        """Give one of them."""
+        number = request.query_params.get("number", "")
+        with self.shelf.use(request.query_params.get("model") or None) as served:
+            if not re.fullmatch("[0-9]{1,6}", number) or int(number) >= len(served.samples):
+                raise Refusal(404, "there is no sample of this number; /v1/samples lists those of a model")
+            return Response(served.samples[int(number)].content, media_type="image/jpeg")
 
     # ── the service itself ──
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from vitrail.serving.counters import Counters
 
-RESERVED = 48
-"""File descriptors for what else is opened: bundles that are reloaded, new decoders, the log."""
+RESERVED = 64
+"""File descriptors for what else is opened: bundles that are reloaded, decoders, connections about to give way."""
 FEWEST = 8
 TELL_EVERY = 10.0
 """Seconds between two lines of the log about the same trouble."""

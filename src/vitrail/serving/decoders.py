@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
+from vitrail.serving.connections import told
 from vitrail.serving.decoder_process import HEAD, MADE, READY
 from vitrail.serving.decoding import check_upload
 from vitrail.serving.refusal import Refusal
@@ -28,6 +30,16 @@ START_TIME = 60.0
 """Seconds that a new process may take to import what it needs; a tenth of a second on an idle machine."""
 LARGE = 16_000_000
 """Pixels times scans from which an image is large work: about a third of a second."""
+
+
+class _Ended(Exception):  # noqa: N818 - named for what happened
+    """A decoder had to be ended, or ended by itself."""
+
+
+class _Decoder(NamedTuple):
+    process: Process
+    tasks: asyncio.StreamWriter
+    results: asyncio.StreamReader
 
 
 @dataclass(eq=False)
@@ -46,7 +58,7 @@ class Decoders:
         self._settings = settings
         self._small: Turns[_Job] = Turns()
         self._large: Turns[_Job] = Turns()
-        self._idle: list[Process] = []
+        self._idle: list[_Decoder] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._at_work, self._large_at_work = 0, Counter[Hashable]()
         self._large_is_next = False
@@ -118,57 +130,57 @@ class Decoders:
     # ── at work ──
 
     async def _work(self, client: Hashable, job: _Job) -> None:
-        process: Process | None = None
+        decoder: _Decoder | None = None
         try:
-            process = self._idle.pop() if self._idle else await _started()
-            async with asyncio.timeout(self._settings.decode_time):
-                made = await self._decoded(process, job)
-        except TimeoutError:
-            if process is None:
-                _fail(job, Refusal(503, "no decoder could be started; try again soon", retry_after=1, reason="decode"))
-                return
-            await _ended(process)
-            process = None
-            sentence = f"the picture takes more than {self._settings.decode_time:g} s to decode; send a simpler file"
-            _fail(job, Refusal(422, sentence, reason="decode"))
-        except (asyncio.IncompleteReadError, OSError):  # it has crashed, or memory was too short to start one
-            await _ended(process)
-            process = None
-            _fail(job, Refusal(422, "the picture cannot be used: its decoder has failed", reason="decode"))
+            decoder = self._idle.pop() if self._idle else await _started()
+            made = await self._decoded_in_time(decoder, job)
+            if isinstance(made, Refusal):
+                raise made
+            if not job.result.done():
+                job.result.set_result(made)
+            self._idle.append(decoder)
+        except _Ended as ended:
+            await _ended(decoder)
+            told.warn("a decoder was ended", why=str(ended))
+            _fail(job, Refusal(422, str(ended), reason="decode"))
+        except Refusal as refusal:
+            if decoder is not None:
+                self._idle.append(decoder)
+            _fail(job, refusal)
         except BaseException as error:  # the service ends, or there is a fault in it: whoever waits has to hear of it
-            await _ended(process)
-            process = None
+            await _ended(decoder)
             _fail(job, error)
             raise
-        else:
-            if isinstance(made, Refusal):
-                _fail(job, made)
-            elif not job.result.done():
-                job.result.set_result(made)
         finally:
-            if process is not None:
-                self._idle.append(process)
             self._at_work -= 1
             self._large_at_work[client] -= job.large
             if not self._large_at_work[client]:
                 del self._large_at_work[client]
             self._dispatch()
 
-    async def _decoded(self, process: Process, job: _Job) -> Pixels | Refusal:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    async def _decoded_in_time(self, decoder: _Decoder, job: _Job) -> Pixels | Refusal:
+        seconds = self._settings.decode_time
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._decoded(decoder, job)
+        except TimeoutError:
+            raise _Ended(f"the picture takes more than {seconds:g} s to decode; send a simpler file") from None
+        except (asyncio.IncompleteReadError, OSError):
+            raise _Ended("the picture cannot be used: its decoder has failed") from None
+
+    async def _decoded(self, decoder: _Decoder, job: _Job) -> Pixels | Refusal:
         settings = self._settings
         asked = {"pixels": settings.pixels, "formats": settings.formats, "preprocess": job.preprocess.model_dump()}
         words = json.dumps(asked).encode()
-        process.stdin.write(HEAD.pack(len(words), len(job.content)) + words)
-        process.stdin.write(job.content)
-        await process.stdin.drain()
+        decoder.tasks.write(HEAD.pack(len(words), len(job.content)) + words)
+        decoder.tasks.write(job.content)
+        await decoder.tasks.drain()
         # Never a pickle: what comes back has been made by a program that a hostile file may have taken over.
-        fine, height, width, size = MADE.unpack(await process.stdout.readexactly(MADE.size))
+        fine, height, width, size = MADE.unpack(await decoder.results.readexactly(MADE.size))
         if not fine:
-            said = json.loads(await process.stdout.readexactly(size))
+            said = json.loads(await decoder.results.readexactly(size))
             return Refusal(int(said["status"]), str(said["sentence"]))
-        content = await process.stdout.readexactly(height * width * size)
+        content = await decoder.results.readexactly(height * width * size)
         return np.frombuffer(content, np.uint8).reshape(height, width, size)
 
 
@@ -177,27 +189,33 @@ def _fail(job: _Job, error: BaseException) -> None:
         job.result.set_exception(error)
 
 
-async def _started() -> Process:
+async def _started() -> _Decoder:
     # A session of its own: Ctrl-C in a terminal ends the service in order, and it ends its decoders.
     command = (sys.executable, "-m", "vitrail.serving.decoder_process")
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
-    )
-    assert process.stdout is not None
+    decoder: _Decoder | None = None
     try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+        )
+        decoder = _Decoder(
+            process, cast(asyncio.StreamWriter, process.stdin), cast(asyncio.StreamReader, process.stdout)
+        )
         async with asyncio.timeout(START_TIME):
-            await process.stdout.readexactly(len(READY))
+            await decoder.results.readexactly(len(READY))
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        await _ended(decoder)
+        told.warn("no decoder can be started")
+        raise Refusal(503, "no decoder can be started; try again soon", retry_after=5, reason="decode") from None
     except BaseException:
-        await _ended(process)
+        await _ended(decoder)
         raise
-    return process
+    return decoder
 
 
-async def _ended(process: Process | None) -> None:
-    if process is None:
+async def _ended(decoder: _Decoder | None) -> None:
+    if decoder is None:
         return
-    if process.returncode is None:
-        process.kill()
-    assert process.stdin is not None
-    process.stdin.close()
-    await process.wait()
+    if decoder.process.returncode is None:
+        decoder.process.kill()
+    decoder.tasks.close()
+    await decoder.process.wait()

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from vitrail.training.samples import samples_of_bundle
+
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -16,6 +18,9 @@ TYPES = {
     ".webp": "image/webp",
     ".woff2": "font/woff2",
 }
+MOST_SAMPLES, LARGEST_SAMPLE = 12, 200_000
+"""How many samples of a model's own classes are offered, and how many bytes one may have."""
+JPEG = b"\xff\xd8\xff"
 FOLDER = Path(__file__).parent / "page"
 
 
@@ -51,6 +56,34 @@ def sample_list(files: dict[str, PageFile]) -> list[dict[str, str]]:
         for address, file in files.items()
         if address.startswith("/samples/") and file.media_type.startswith("image/")
     ]
+
+
+class OwnSample(NamedTuple):
+    """An image that the run of a model kept: the class it has, and the JPEG itself."""
+
+    label: str
+    content: bytes
+
+
+def own_samples(source: str) -> list[OwnSample]:
+    """Read an image of each of a few of a model's classes, where the model lies in a run that kept some."""
+    if not Path(source).is_dir():  # a file, or a name of a hub
+        return []
+    first: dict[str, Path] = {}
+    for sample in samples_of_bundle(source):
+        first.setdefault(sample.label, sample.file)
+    labels = list(first)
+    most = min(MOST_SAMPLES, len(labels))
+    found = []
+    for label in (labels[place * len(labels) // most] for place in range(most)):
+        try:
+            with first[label].open("rb") as file:
+                content = file.read(LARGEST_SAMPLE + 1)
+        except OSError:
+            continue
+        if content.startswith(JPEG) and len(content) <= LARGEST_SAMPLE:
+            found.append(OwnSample(label, content))
+    return found
 
 
 def _called(address: str) -> str:

@@ -121,7 +121,32 @@ def _others(secured: bool) -> Json:
     }
     text = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     metrics = _answers(None, (), secured)
+    named = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
+    image = {
+        "200": {"description": "A JPEG.", "content": {"image/jpeg": {"schema": {"type": "string", "format": "binary"}}}}
+    }
+    one = _answers(None, (404, 422), secured)
     return {
+        "/v1/samples": {
+            "get": {
+                "operationId": "own_samples",
+                "summary": "Images of a model's own classes, where its run kept some",
+                "parameters": [named],
+                **_answers("OwnSamples", (422,), secured),
+            }
+        },
+        "/v1/samples/image": {
+            "get": {
+                "operationId": "own_sample",
+                "summary": "One of these images",
+                "parameters": [
+                    named,
+                    {"name": "number", "in": "query", "required": True, "schema": {"type": "integer", "minimum": 0}},
+                ],
+                **one,
+                "responses": {**image, **one["responses"]},
+            }
+        },
         "/v1/models": {"get": {"operationId": "models", "summary": "The models", **_answers("Models", (), secured)}},
         "/v1/models/reload": {"post": reload},
         "/healthz": {"get": {"operationId": "healthz", "summary": "The process answers", **_answers("Status", ())}},
@@ -190,6 +215,7 @@ def _schemas() -> Json:
         "Error": _object({"error": {**text, "description": "One sentence."}, "request_id": text}),
         "Status": _object({"status": text}),
         "Samples": _object({"samples": _list(_object({"name": text, "url": text}))}),
+        "OwnSamples": _object({"model": text, "samples": _list(_object({"name": text, "number": whole}))}),
         "Reloaded": _object({"reloaded": _list(text)}),
         "Models": _object({"models": _list(_object(model))}),
         "Predictions": results(_object({"classes": _list(known)})),

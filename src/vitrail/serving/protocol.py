@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 from collections import OrderedDict
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -136,7 +137,7 @@ class BoundedProtocol(H11Protocol):
         self._turned_away = True
         self.bounds.farewells += 1
         self.bounds.connections.release(self)
-        body = json.dumps({"error": sentence}).encode()
+        body = json.dumps({"error": sentence, "request_id": secrets.token_hex(8)}).encode()
         lines = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "connection: close", f"content-length: {len(body)}"
         head = "\r\n".join((*lines, "content-type: application/json", *more, "", ""))
         self.transport.write(head.encode() + body)
@@ -164,6 +165,9 @@ class BoundedProtocol(H11Protocol):
 
     def _watch(self) -> None:
         """Bound the time from the first byte of a request, or from the beginning, to the end of its head."""
+        if self._last_timer is not None and self.conn.their_state is not h11.SEND_BODY:
+            self._last_timer.cancel()  # the body that nobody reads has come to its end after all
+            self._last_timer = None
         waits = self.conn.their_state is h11.IDLE
         if not waits:
             self._stop_timer()

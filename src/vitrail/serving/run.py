@@ -1,6 +1,7 @@
 """Running the service: the port, the signals, the log, from the start to an orderly end."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -11,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -21,12 +21,18 @@ from vitrail.errors import ConfigError, VitrailError
 from vitrail.serving.app import Service
 from vitrail.serving.connections import Connections, NotTooOften, room_for, told
 from vitrail.serving.protocol import BoundedProtocol, Bounds
+from vitrail.serving.refusal import Refusal
 from vitrail.serving.settings import Settings
 
 LINGER = 0.5
 """Seconds for which a service that stops still says so, instead of being gone at once."""
 LAST_WORDS = 0.2
 """Seconds for those who were connected in the last moment to be told."""
+AT_ONCE = 4
+"""Connections that are accepted in one round of the event loop. It takes some rounds until others have given way for
+them, so there are file descriptors in reserve."""
+QUEUED = 1024
+"""Connections that the system holds until they are accepted."""
 _log = logging.getLogger("vitrail.serving")
 
 
@@ -49,7 +55,7 @@ def serve(settings: Settings, *, started: float | None = None) -> None:
             service.app,
             http=Protocol,
             proxy_headers=False,  # anybody on this machine could claim to be many clients
-            backlog=128,
+            backlog=AT_ONCE,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -109,11 +115,17 @@ class _Server(uvicorn.Server):
     async def _warm_up(self) -> None:
         try:
             await asyncio.gather(self._service.start_decoders(), self._service.start())
+        except Refusal:  # told already; nothing could be answered
+            self._fault = ConfigError("no process that decodes images can be started; is there enough memory?")
+            self.should_exit = True
+            return
         except Exception as error:
             self._fault, self.should_exit = error, True
             return
         while not self.started and not self.should_exit:
             await asyncio.sleep(0.005)
+        with contextlib.suppress(OSError):  # closed meanwhile
+            self._place.listen(QUEUED)
         if self._service.life.stage != "ready":  # it has been told to stop meanwhile
             return
         host, port = self._place.getsockname()[:2]
@@ -146,7 +158,7 @@ def _has_hangup() -> bool:
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_hangup() -> Iterator[None]:
     """Let SIGHUP, which would end the process, do nothing while the bundles are being opened anyway."""
     if not _has_hangup():

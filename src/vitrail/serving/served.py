@@ -26,6 +26,7 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, choose_device
 from vitrail.serving.batching import Batcher
 from vitrail.serving.counters import Counters
+from vitrail.serving.files import own_samples
 from vitrail.serving.questions import Answer, Asked, Embed, Predict
 from vitrail.serving.settings import NamedSource, Settings
 
@@ -53,6 +54,7 @@ class Served:
             settings.precision if settings.engine == "torch" and settings.precision != "auto" else "float32"
         )
         self.ready = _ready_for(model, self.precision)
+        self.samples = own_samples(named.source)
         self._description = describe(named.name, self.bundle, self.device)
         self.users = 0
         """Requests that hold on to this model; one that was replaced ends with the last of them."""

@@ -1,6 +1,6 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
-recipe.toml split.json stamps.npz check.json samples/ metrics.jsonl log.txt best/ last/ state/ sessions.json
+recipe.toml split.json stamps.index check.json samples/ metrics.jsonl log.txt best/ last/ state/ sessions.json
 verdict.json; and with the extra `train`: curves.png tensorboard/ held_out.parquet
 """
 

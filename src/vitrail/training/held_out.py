@@ -22,7 +22,7 @@ def digest_of(source: Source, index: int) -> str:
         stored = source.read(index)
     except DataError:  # it was there a moment ago
         return ""
-    content = stored if isinstance(stored, bytes) else np.ascontiguousarray(stored)
+    content = stored if isinstance(stored, bytes) else np.ascontiguousarray(stored).tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 

@@ -46,7 +46,7 @@ from vitrail.training.team import Team
 from vitrail.training.underway import Underway
 
 GAP_SHARE = 20
-"""Training accuracy is that of the last twentieth of the steps."""
+"""Training accuracy is that of the last twentieth of the steps up to the best checkpoint."""
 
 
 class Watcher(Protocol):
@@ -236,7 +236,8 @@ class _Run:
         answers = self._predict(best.model.to(self.where.device), source)
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
-        measured = replace(measured, warnings=(*measured.warnings, *_gap_warning(Journal.read(self.folder))))
+        if self.records is not None:
+            measured = replace(measured, warnings=(*measured.warnings, *_gap_warning(Journal.read(self.folder))))
         if final:
             best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
         if final and self.records is not None:
@@ -449,11 +450,14 @@ def _evenly(steps: int, count: int) -> set[int]:
 
 
 def _gap_warning(rows: list[dict[str, Any]]) -> list[str]:
-    """Say that training and validation accuracy are far apart at the end of a run, by its journal."""
-    training = [row["accuracy"] for row in rows if "accuracy" in row]
-    validation = [row["val_top1"] for row in rows if "val_top1" in row]
-    last = training[-max(1, len(training) // GAP_SHARE) :]
-    return warning_about_gap(sum(last) / len(last), validation[-1]) if last and validation else []
+    """Say that training and validation accuracy are far apart at the best checkpoint, by the journal."""
+    validations = {row["step"]: row for row in rows if "val_top1" in row}
+    best = validations.get(validations[max(validations)]["best"]) if validations else None
+    if best is None:
+        return []
+    before = [row["accuracy"] for row in rows if "accuracy" in row and row["step"] <= best["step"]]
+    last = before[-max(1, len(before) // GAP_SHARE) :]
+    return warning_about_gap(sum(last) / len(last), best["val_top1"]) if last else []
 
 
 def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:

@@ -1,6 +1,7 @@
 """Whether the images are still those that a run began with: the sizes and times of their files, which cost a look each.
 
-stamps.npz   two numbers for every image, in the order of train, validation and test
+stamps.index   two numbers for every image, in the order of train, validation and test; a NumPy archive, but not called
+               one, because an .npz in a folder is taken for weights
 """
 
 from pathlib import Path
@@ -14,7 +15,7 @@ from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts
 from vitrail.errors import DataError
 
-STAMPS = "stamps.npz"
+STAMPS = "stamps.index"
 GONE = (-1, -1)
 """The stamp of a file that cannot be looked at; whoever reads it says why."""
 

@@ -76,7 +76,7 @@ def save_state(folder: Path, state: State, setting: Setting) -> None:
         content = {**asdict(state.progress), **setting._asdict(), "checksum": checksum}
         if state.scaler.is_enabled():
             content["scaler"] = state.scaler.state_dict()
-        content["digest"] = _digest(content)
+        content["digest"] = content_digest(content)
         (temporary / "state.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         follow_umask(*temporary.iterdir())
         for file in temporary.iterdir():
@@ -141,14 +141,14 @@ def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str,
 def _read(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read one state; whatever is wrong with it is an `OSError`, a `ValueError` or a `SafetensorError`."""
     content = read_json(place / "state.json")
-    if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
+    if not isinstance(content, dict) or content.pop("digest", None) != content_digest(content):
         raise ValueError("state.json is not as it was written")
     if file_digest(place / "state.safetensors") != content["checksum"]:
         raise ValueError("its checksum is another")
     return load_file(place / "state.safetensors"), content
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def content_digest(content: Mapping[str, Any]) -> str:
     """Return a digest of what state.json says."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -159,16 +159,8 @@ def _introduce(
 ) -> None:
     """Say what will be done, and keep what is known of the data."""
     if not (place / SPLIT).exists():
-        report = quick_check(parts, size=plan.model.image_size[0])
-        write_json(place / CHECK, report.as_dict())
+        _say_check(screen, place, parts, plan.model.image_size[0])
         write_json(place / SPLIT, parts.split)
-        screen.note(report.verdict)
-        for finding in report.findings:
-            if finding.grave:
-                some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
-                screen.note(
-                    f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}"
-                )
         screen.choices(plan.choices)
         for text in advice:
             screen.warning(text)
@@ -181,6 +173,17 @@ def _introduce(
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     precision = _precision(plan.recipe, device)
     screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} pictures to train on")
+
+
+def _say_check(screen: Screen, place: Path, parts: Parts, size: int) -> None:
+    """Check the data in bounded time, keep what was found, and say what would make a result wrong."""
+    report = quick_check(parts, size=size)
+    write_json(place / CHECK, report.as_dict())
+    screen.note(report.verdict)
+    for finding in report.findings:
+        if finding.grave:
+            some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
+            screen.note(f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}")
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vitrail.data.sources import folders
+from vitrail.data.sources import tree
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.source import Keyed, Source
 from vitrail.errors import DataError
@@ -244,13 +244,13 @@ def test_pictures_without_labels(tmp_path: Path) -> None:
 
 def test_the_index_is_used_until_a_folder_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     walks: list[str] = []
-    walk = folders._walk
+    walk = tree._walk
 
-    def counted(root: str, *rest: object) -> folders.Listing:
+    def counted(root: str, *rest: object) -> tree.Listing:
         walks.append(root)
         return walk(root, *rest)
 
-    monkeypatch.setattr(folders, "_walk", counted)
+    monkeypatch.setattr(tree, "_walk", counted)
     write(tmp_path, "a/1.png", "b/deep/2.png", "b/notes.txt")
     fresh = open_folder(tmp_path)
     assert not list(cache.rglob("*.npz")), "a folder that just changed is not indexed"
@@ -283,7 +283,7 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Path) -> None:
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "PROGRESS_EVERY", 2)
+    monkeypatch.setattr(tree, "PROGRESS_EVERY", 2)
     write(tmp_path, "a/1.png", "a/2.png", "a/3.png", "b/1.png", "b/2.png")
     age(tmp_path)
     told: list[int] = []

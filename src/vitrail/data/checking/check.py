@@ -31,8 +31,12 @@ from vitrail.data.checking.findings import (
 from vitrail.data.checking.rows import COMPARED, FINE
 from vitrail.data.checking.skipped import find_skipped, skipped_findings
 from vitrail.data.checking.survey import Seen, Survey, survey, survey_headers
+from vitrail.data.sources.faults import Faults, settle
+from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts
+from vitrail.errors import DataError
 
 SIDES = (0, 32, 64, 128, 224, 384, 512, 768, 1024, 2048, 4096)
 """Where the bins of the histogram of sizes begin."""
@@ -103,6 +107,16 @@ class Report:
             ],
             "short_sides": [span._asdict() for span in self.short_sides],
         }
+
+
+def open_to_check(place: str, *, on_progress: Progress | None = None) -> tuple[Parts, Faults]:
+    """Open what can be used of some data, and say what cannot; where nothing can, the error says all that is wrong."""
+    faults: Faults = []
+    try:
+        return open_data(place, faults=faults, on_progress=on_progress), faults
+    except DataError as error:
+        settle([*faults, str(error)], shown(place), None, said=len(faults) + 1)
+        raise
 
 
 def check_data(

@@ -70,7 +70,7 @@ def skipped_findings(found: Skipped) -> list[Finding]:
             f"and {'is' if count == 1 else 'are'} not used"
         )
         lines = tuple(f"{name}: a {kind}; rename it to {_renamed(name, kind)}" for name, kind in found.misnamed)
-        advice = "give them names that end as their content says"
+        advice = "give each a name that ends as its content says"
         findings.append(Finding("misnamed", count, f"{_files(count)} misnamed", text, advice, lines, grave=True))
     if count := len(found.outside):
         lie, are = ("image lies", "is") if count == 1 else ("images lie", "are")

@@ -11,13 +11,13 @@ SAID = 10
 """How many faults a message names; `vitrail check` lists them all."""
 
 
-def settle(found: Sequence[str], place: str, faults: Faults | None) -> None:
-    """Put what was found into the caller's list, or raise one error about all of it. `place` is for the message."""
+def settle(found: Sequence[str], place: str, faults: Faults | None, *, said: int = SAID) -> None:
+    """Put what was found into the caller's list, or raise one error about all of it, in which so many are `said`."""
     if faults is not None:
         faults.extend(found)
     elif len(found) == 1:
         raise DataError(found[0])
     elif found:
-        listed = ". ".join(f"({number}) {text}" for number, text in enumerate(found[:SAID], start=1))
-        more = f". {len(found) - SAID:,} more are listed by `vitrail check`" if len(found) > SAID else ""
+        listed = ". ".join(f"({number}) {text}" for number, text in enumerate(found[:said], start=1))
+        more = f". {len(found) - said:,} more are listed by `vitrail check`" if len(found) > said else ""
         raise DataError(f"{place} has {len(found):,} faults: {listed}{more}")

@@ -12,18 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.sources.columns import PICTURE_COLUMNS, Columns, LabelCollector, Row, choose_columns
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Progress, shown
-from vitrail.data.sources.manifests import (
-    PICTURE_COLUMNS,
-    PROGRESS_EVERY,
-    Columns,
-    LabelCollector,
-    Manifest,
-    Row,
-    choose_columns,
-    manifest_of,
-)
+from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
 from vitrail.data.sources.source import Labels, reason_of, stamp_file
 from vitrail.errors import DataError
 from vitrail.io import open_regular

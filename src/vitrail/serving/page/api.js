@@ -21,6 +21,18 @@ export function onNeed({ token, waiting }) {
 export const getModels = async () => (await ask("v1/models")).models;
 export const getSamples = async () => (await ask("samples")).samples;
 
+
+/** Return the images that the run of a model kept of its classes; an older server has none. */
+export async function getOwnSamples(model) {
+  const { samples } = await ask(`v1/samples?${new URLSearchParams({ model })}`);
+  return samples.map(({ name, number }) => ({
+    name: `${model}/${number}`,
+    title: name,
+    own: true,
+    url: `v1/samples/image?${new URLSearchParams({ model, number })}`,
+  }));
+}
+
 export async function getPicture(url) {
   const reply = await send(url, {});
   return reply.blob();

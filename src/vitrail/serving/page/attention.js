@@ -39,21 +39,36 @@ export class PatchView {
   setLook(opacity, lines) {
     this.opacity = opacity;
     this.lines = lines;
-    if (this.picture) this.#prepare();
+    if (!this.picture) return;
+    this.#prepare();
+    if (this.map) this.#paintMap();
   }
 
   /** Take a number for each patch, or three colours; null takes the map away. */
   setMap(values) {
     this.map = values;
     if (!values) return null;
+    this.limits = range(values);
+    this.#paintMap();
+    return this.limits;
+  }
+
+  /** Paint the map, a pixel for each patch. Where it has little to show it covers little, so that the image stays clear. */
+  #paintMap() {
+    const { map, limits, opacity } = this;
     const [rows, columns] = this.grid;
     const context = this.heat.getContext("2d");
     const pixels = context.createImageData(columns, rows);
-    const limits = range(values);
-    if (values.length === rows * columns * 3) paintColours(pixels, values);
-    else paintHeat(pixels, values, limits);
+    const isColours = map.length === rows * columns * 3;
+    if (isColours) paintColours(pixels, map);
+    else paintHeat(pixels, map, limits);
+    const [least, span] = [limits.least, limits.most - limits.least || 1];
+    const weakest = opacity ** 3; // at full opacity the map alone is seen
+    for (let patch = 0; patch < rows * columns; patch++) {
+      const strength = isColours ? 1 : (map[patch] - least) / span;
+      pixels.data[4 * patch + 3] = Math.round(255 * opacity * (weakest + (1 - weakest) * strength));
+    }
     context.putImageData(pixels, 0, 0);
-    return limits;
   }
 
   draw() {
@@ -62,11 +77,9 @@ export class PatchView {
     context.globalAlpha = 1;
     context.drawImage(this.map ? this.ground : this.plain, 0, 0);
     if (this.map) {
-      context.globalAlpha = this.opacity;
       context.imageSmoothingEnabled = !this.lines;
       context.imageSmoothingQuality = "high";
       context.drawImage(this.heat, 0, 0, canvas.width, canvas.height);
-      context.globalAlpha = 1;
     }
     if (this.lines) context.drawImage(this.lead, 0, 0);
     if (this.asked && isPatch(this.asked)) this.#outline(...patchOf(this.asked));
@@ -83,7 +96,7 @@ export class PatchView {
     const ground = this.ground.getContext("2d");
     ground.drawImage(this.plain, 0, 0);
     ground.globalCompositeOperation = "saturation";
-    ground.globalAlpha = this.opacity;
+    ground.globalAlpha = this.opacity ** 2;
     ground.fillStyle = "#808080";
     ground.fillRect(0, 0, width, height);
     this.lead = fresh(width, height);

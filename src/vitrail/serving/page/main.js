@@ -1,6 +1,6 @@
 // The page: what is wanted (state.js), who shows it (panels), and the controls that change it.
 
-import { Failure, getModels, getSamples, onNeed } from "./api.js";
+import { Failure, getModels, getOwnSamples, getSamples, onNeed } from "./api.js";
 import { verdict } from "./compare.js";
 import { byId, make, percent, say } from "./elements.js";
 import { Panel } from "./panel.js";
@@ -23,7 +23,8 @@ const LARGEST_ATTENTION = 64 * 2 ** 20; // bytes, as in serving/questions.py
 
 let state = readState(location.hash);
 let models = [];
-let samples = [];
+let samples = []; // those of the page
+const ownSamples = new Map(); // those of each model
 let picture = null;
 let coming = null; // the picture that is being looked at for the first time
 let turn = 0; // counts the pictures that were asked for, so that one that loads slowly does not replace a later one
@@ -126,9 +127,22 @@ async function arrange() {
     if (panels[i].model !== model) panels[i].setModel(model);
   });
   byId("panels").classList.toggle("two", panels.length === 2);
+  await offerSamples();
   const next = coming ?? picture;
   if (next) await look(next);
 }
+
+/** Offer images of the first model's own classes where its run kept some; else those of the page. */
+async function offerSamples() {
+  const name = state.model;
+  if (!ownSamples.has(name)) ownSamples.set(name, await getOwnSamples(name).catch(() => []));
+  const own = ownSamples.get(name);
+  if (name !== state.model || offered === (own.length ? own : samples)) return;
+  offered = own.length ? own : samples;
+  showSamples(offered, (sample) => attemptAll(() => takeSample(sample)));
+  markSample(state.picture);
+}
+let offered = null;
 
 /** Let every panel look at a picture. If the first cannot, the picture before stays. */
 async function look(next) {
@@ -291,7 +305,8 @@ async function restore(wanted) {
   showControls();
   await arrange();
   if (state.picture === OWN && picture?.name === OWN) return;
-  const sample = samples.find(({ name }) => name === wanted.picture) ?? fittingSample(samples, modelNamed(state.model));
+  const all = [...[...ownSamples.values()].flat(), ...samples];
+  const sample = all.find(({ name }) => name === wanted.picture) ?? fittingSample(all, modelNamed(state.model));
   if (!sample) return say(byId("notice"), "Choose a picture to begin.");
   await takeSample(sample, {});
   if (wanted.picture === OWN) {
@@ -318,7 +333,6 @@ async function start() {
   await attemptAll(async () => {
     [models, samples] = await Promise.all([getModels(), getSamples()]);
     models = models.map(withinReason);
-    showSamples(samples, (sample) => attemptAll(() => takeSample(sample)));
     offerComparison();
     await begin(state);
   });

@@ -77,6 +77,7 @@ export class Panel {
       signal.throwIfAborted();
       Object.assign(this, { picture, classes, memory, seen });
       this.view.setPicture(seen, this.model.grid);
+      this.#showPlain();
       this.#take(found);
       this.#showAnswers();
     });
@@ -285,6 +286,17 @@ export class Panel {
     const where = asks ? `, ${inWords(query)} asked` : "";
     parts.canvas.setAttribute("aria-label", `The picture as ${model.name} sees it, ${model.grid.join(" by ")} patches${where}`);
     if (this.classes) markBar(parts.bars, this.classes, this.target);
+  }
+
+  /** Show the image without a map over it, as the model sees it. */
+  #showPlain() {
+    const { parts, seen, picture } = this;
+    parts.plain.src = seen.src;
+    parts.plain.alt = picture.title ?? "";
+    parts.plain.hidden = false;
+    parts.plain.classList.toggle("pixelated", seen.naturalWidth < 64);
+    parts["plain-says"].textContent =
+      `The image alone, as the model sees it: ${seen.naturalHeight}×${seen.naturalWidth} pixels.`;
   }
 
   #showAnswers() {

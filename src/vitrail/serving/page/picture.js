@@ -42,17 +42,30 @@ export function watchForPictures(take, refuse) {
 /** Return the words for a sample's name. */
 const titleOf = (name) => name.replaceAll("-", " ");
 
-/** List the samples as buttons. */
+/** List the samples as buttons; those of the model's own classes have their names below them. */
 export function showSamples(samples, pick) {
   byId("samples").replaceChildren(
     ...samples.map((sample) => {
-      const image = make("img", { src: sample.url, alt: titleOf(sample.name), width: 64, height: 64 });
-      const button = make("button", { type: "button", className: "sample", title: titleOf(sample.name) }, image);
+      const title = sample.title ?? titleOf(sample.name);
+      const image = make("img", { alt: title, width: 64, height: 64 });
+      const words = sample.own ? [make("span", { "aria-hidden": "true" }, title)] : [];
+      const said = sample.own ? `${title} (a training image of this model)` : title;
+      const button = make("button", { type: "button", className: "sample", title: said }, image, ...words);
       button.dataset.name = sample.name;
       button.addEventListener("click", () => pick(sample));
+      if (sample.own) showThumbnail(image, sample);
+      else image.src = sample.url;
       return button;
     }),
   );
+}
+
+/** Fetch a thumbnail as all else of the models is fetched: with the token, where there is one. */
+async function showThumbnail(image, sample) {
+  sample.blob ??= getPicture(sample.url);
+  const address = URL.createObjectURL(await sample.blob.catch(() => new Blob()));
+  image.addEventListener("load", () => URL.revokeObjectURL(address), { once: true });
+  image.src = address;
 }
 
 /** Mark the sample that is shown; a picture of one's own marks none. */
@@ -61,11 +74,14 @@ export function markSample(name) {
 }
 
 export async function loadSample(sample) {
-  return { blob: await getPicture(sample.url), name: sample.name, title: titleOf(sample.name) };
+  const blob = await (sample.blob ?? getPicture(sample.url));
+  return { blob, name: sample.name, title: sample.title ?? titleOf(sample.name) };
 }
 
-/** Return the sample to begin with: a digit for a model of digits, else a scene. */
+/** Return the sample to begin with: one of the model's own classes, a digit for a model of digits, else a scene. */
 export function fittingSample(samples, model) {
+  const own = samples.find((sample) => sample.own && sample.name.startsWith(`${model.name}/`));
+  if (own) return own;
   const ofDigits = model.classes?.length === 10 && model.classes.every((name, i) => name === String(i));
   return samples.find((sample) => sample.name.startsWith("digit") === ofDigits) ?? samples[0];
 }
