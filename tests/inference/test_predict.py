@@ -102,7 +102,7 @@ def test_lists_from_stdin_have_a_row_for_each_line(run: Run) -> None:
     assert [row["path"] for row in rows] == lines.decode().splitlines()
     assert [row["error"] for row in rows] == [
         None,
-        "a folder; name it on the command line to have the pictures in it read",
+        "a folder; name it on the command line to have the images in it read",
         "it cannot be read: No such file or directory",
         None,
         "a URL, and nothing is fetched from there; download it first",

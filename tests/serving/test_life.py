@@ -190,7 +190,7 @@ def test_nobody_has_to_listen_when_it_is_ready(tmp_path: Path) -> None:
 def test_a_damaged_bundle_does_not_start(tmp_path: Path) -> None:
     bundle = save_tiny(tmp_path / "m")
     damage(bundle)
-    with pytest.raises(CheckpointError, match="damaged safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupt"):
         serve(Settings(models=name_models([str(bundle)]), port=0))
 
 
