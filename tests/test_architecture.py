@@ -15,8 +15,10 @@ SOURCE = Path(vitrail.__file__).parent
 LAYER = {
     "_version": 0,
     "errors": 0,
+    "terminal": 0,
     "schema": 1,
     "runtime": 1,
+    "io": 1,
     "models": 2,
     "data": 2,
     "metrics": 2,

@@ -60,6 +60,7 @@ def test_good_data(run: Run, data: Path) -> None:
     assert "cat        7    1     2" in lines
     assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
     assert "all JPEG; all colour" in done.out
+    assert "Not looked for: near-duplicates: the same image cut, resized or saved again.\n" in done.out
     assert "images/s for each worker" in done.out
     assert [line.split()[0] for line in lines if line.strip().startswith(("100 ", "1,000 ", "5,000 "))] == [
         "100",
@@ -98,11 +99,43 @@ def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
         assert picture.format == "PNG"
 
 
-def test_what_was_passed_over_is_said(run: Run, data: Path) -> None:
-    (data / "cat" / "notes.heic").write_text("")
+def test_what_was_skipped_is_named(run: Run, data: Path) -> None:
+    for number in range(7):
+        (data / "cat" / f"notes{number}.txt").write_text("no image")
+    shutil.copy(data / "cat" / "0.jpg", data / "dog" / "0.php")
     done = run(data, "--workers", 0)
     assert done.code == 0
-    assert "1 other files were passed over" in done.out
+    assert "· 7 files were skipped, because the name does not end as an image's. " in done.out
+    assert f"    {data}/cat/notes4.txt\n    … and 2 more\n" in done.out
+    assert f"    {data}/dog/0.php: a JPEG; rename it to 0.jpg\n" in done.out
+
+
+def test_one_pass_lists_every_fault(run: Run, data: Path) -> None:
+    (data / "cat" / "gone.jpg").symlink_to("nowhere.jpg")
+    (data / "cat" / "round.jpg").symlink_to("round.jpg")
+    (data / "dog" / "up").symlink_to(data)
+    (data / "emu").mkdir()
+    (data / "fox").mkdir()
+    shutil.copy(data / "dog" / "0.jpg", data / "fox")
+    (data / "gnu").mkdir()
+    (data / "cat" / "text.jpg").write_text("no image")
+    Image.new("RGB", (80, 60)).save(data / "cat" / "black.png")
+    done = run(data, "--workers", 0)
+    assert (done.code, done.err) == (2, "")
+    assert "! 6 faults in how the data lies; training refuses it. Mend what is listed.\n" in done.out
+    for text in (
+        f"{data}/cat/gone.jpg is a link to nowhere.jpg, which is not there; correct or remove the link",
+        f"{data}/cat/round.jpg is a link in a circle; correct or remove the link",
+        f"{data}/dog/up is a link to a folder that it lies in; remove the link",
+        f"the class folder {data}/emu has no pictures; add some, or remove the folder",
+        "class 'fox' has 1 picture, too few for 3 parts",
+        "! 1 picture cannot be read.",
+        "1 duplicate with different labels",
+        "· 1 picture shows a single colour and nothing else.",
+    ):
+        assert text in done.out
+    found = json.loads(run(data, "--json", "--workers", 0).out)
+    assert len(found["faults"]) == 6
 
 
 def test_the_sheet_is_named(run: Run, data: Path, tmp_path: Path) -> None:
@@ -145,9 +178,19 @@ def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
         for number in range(1, 10):
             (data / label / f"{number}.jpg").unlink()
     done = run(data)
+    assert (done.code, done.err) == (2, "")
+    for label in ("cat", "dog"):
+        assert f"class {label!r} has 1 picture, too few for 3 parts" in done.out
+
+
+def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path) -> None:
+    rows = [f"cat/{number}.jpg,0.{number}" for number in range(10)] + [f"{number}.jpg,1" for number in range(20)]
+    (data / "list.csv").write_text("\n".join(["path,label", *rows]))
+    done = run(data / "list.csv")
     assert (done.code, done.out) == (2, "")
-    assert "class 'cat' has 1 picture, too few for 3 parts" in done.err
-    assert len(done.err.splitlines()) == 1
+    assert f"{data}/list.csv has 21 faults: (1) 0.jpg, which {data}/list.csv lists, is not there" in done.err
+    assert "(20) 19.jpg, which" in done.err
+    assert f"(21) {data}/list.csv has numbers with fractions as labels (0.0, 0.1, 0.2, …), which are not" in done.err
 
 
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])

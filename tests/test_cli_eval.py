@@ -69,9 +69,12 @@ def data(tmp_path: Path) -> Path:
 
 def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
     done = run(bundle, data)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
     lines = done.out.splitlines()
     assert "% on 20 pictures, 95% interval " in lines[0]
+    assert "; always 'cat' gives 50.0%, chance 50.0%; " in lines[0]
+    assert lines[0].endswith("; evaluated on all images.")
+    assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be told apart"
     assert "; weakest class " in lines[0]
     for words in ("top-1", "macro-F1", "calibration error", "% sure on average", "Confusions", "Classes, the weakest"):
         assert words in done.out
@@ -82,12 +85,14 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
 def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     (data / "cat" / "text.png").write_text("no picture")
     done = run(bundle, data, "--json", "--batch", 3)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
     found = json.loads(done.out)
     assert (found["part"], found["pictures"], found["top5"]) == ("all", 20, None)
     assert np.array(found["confusion"]).sum() == 20
     assert found["bad"][0]["name"].endswith("text.png")
-    assert found["verdict"].endswith("; 1 more could not be read")
+    assert found["verdict"].endswith("; 1 more could not be read; evaluated on all images")
+    assert found["warnings"] == [line.removeprefix("WARNING: ") for line in done.err.splitlines()]
+    assert found["warnings"]
     text = run(bundle, data).out
     assert text.startswith(found["verdict"] + ".\n")
     assert "Pictures that could not be read" in text
@@ -96,18 +101,45 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
 def test_the_pictures_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Path, data: Path) -> None:
     parts = open_data(data, seed=3, val=0.2, test=0.3)
     (bundle.parent / "split.json").write_text(json.dumps(parts.split))
-    assert "% on 6 held-out pictures, " in run(bundle, data).out
-    assert "% on 4 held-out pictures, " in run(bundle, data, "--part", "val").out
-    assert "% on 10 training pictures, " in run(bundle, data, "--part", "train").out
-    assert "% on 20 pictures, " in run(bundle, data, "--part", "all").out
+    expected = {
+        "test": ("% on 6 held-out pictures, ", "; evaluated on the test split."),
+        "val": ("% on 4 held-out pictures, ", "; evaluated on the validation split; selected on these images."),
+        "train": ("% on 10 training pictures, ", "; evaluated on the training split."),
+        "all": (
+            "% on 20 pictures, ",
+            "; evaluated on all images; selected on 4 of these images; trained on 10 of these images.",
+        ),
+    }
+    for part, (images, end) in expected.items():
+        line = run(bundle, data, "--part", part).out.splitlines()[0]
+        assert images in line
+        assert line.endswith(end)
+    assert run(bundle, data).out == run(bundle, data, "--part", "test").out
+    found = json.loads(run(bundle, data, "--part", "val", "--json").out)
+    assert (found["part"], found["selected_on"], found["trained_on"]) == ("val", 4, 0)
     (bundle.parent / "split.json").write_text("[1]")
     assert "% on 20 pictures, " in run(bundle, data).out
+
+
+def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
+    run: Run, bundle: Path, data: Path
+) -> None:
+    parts = open_data(data, seed=3, val=0.2, test=0.0)
+    (bundle.parent / "split.json").write_text(json.dumps(parts.split))
+    caveat = "; evaluated on the validation split; selected on these images."
+    assert run(bundle, data).out.splitlines()[0].endswith(caveat)
+    # Another run's data knows nothing of these images.
+    for path in (data / "cat").iterdir():
+        path.rename(path.with_name(f"other-{path.name}"))
+    for path in (data / "dog").iterdir():
+        path.rename(path.with_name(f"other-{path.name}"))
+    assert run(bundle, data).out.splitlines()[0].endswith("; evaluated on all images.")
 
 
 def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
     names = (*(str(digit) for digit in range(10)), *(f"other {number}" for number in range(15)))
     done = run(saved(tmp_path / "b", names), "digits", "--part", "test", "--precision", "bf16", "--device", "cpu")
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0
     assert "% on 359 pictures, " in done.out
     assert "top-5" in done.out
     assert "The model has 15 other classes, without pictures here." in done.out

@@ -245,7 +245,12 @@ def source_of(count: int) -> Arrays:
 
 def test_the_verdict() -> None:
     found = measure(predictions(354, 6), source_of(360))
-    assert found.verdict == "98.3% on 360 held-out pictures, 95% interval 96.4–99.2; weakest class dog"
+    assert found.verdict == (
+        "98.3% on 360 held-out pictures, 95% interval 96.4–99.2; always 'cat' gives 98.3%, chance 50.0%; "
+        "weakest class dog"
+    )
+    assert found.as_dict()["baselines"] == {"majority_class": "cat", "majority": 354 / 360, "chance": 0.5}
+    assert [text.split(":")[0] for text in found.as_dict()["warnings"]] == ["no better than guessing"]
     assert found.top5 is None
     assert found.ece == pytest.approx(354 / 360 - 0.8)
     perfect = measure(predictions(1, 0), source_of(1), kind="pictures")

@@ -17,6 +17,7 @@ def _run() -> int:
 
     from vitrail.cli.app import app
     from vitrail.errors import VitrailError
+    from vitrail.terminal import printable
 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -27,18 +28,37 @@ def _run() -> int:
     except usage_error as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help already
             return 2
-        print(f"vitrail: {error.format_message()} (see vitrail --help)", file=sys.stderr)  # type: ignore[attr-defined]
+        said = error.format_message()  # type: ignore[attr-defined]
+        print(printable(f"vitrail: {said}{_recipe_hint(error) or ' (see vitrail --help)'}"), file=sys.stderr)
     except typer.Abort:
         return 130
     except VitrailError as error:
         rank = os.environ.get("RANK", "0")  # among the processes that torchrun started
         if rank == "0" or not error.everywhere:
-            print(f"vitrail: {'' if rank == '0' else f'process {rank}: '}{error}", file=sys.stderr)
+            print(printable(f"vitrail: {'' if rank == '0' else f'process {rank}: '}{error}"), file=sys.stderr)
     except OSError as error:  # a full disk, a closed terminal
-        print(f"vitrail: {error.strerror or error}", file=sys.stderr)
+        print(printable(f"vitrail: {error.strerror or error}"), file=sys.stderr)
     else:
         return code if isinstance(code, int) else 0
     return 2
+
+
+def _recipe_hint(error: Exception) -> str:
+    """Say how an option that is no option of `train` is set in the recipe, where the recipe has it."""
+    option = getattr(error, "option_name", None)
+    if not isinstance(option, str) or sys.argv[1:2] != ["train"]:
+        return ""
+    from vitrail.training.recipe import full_name
+
+    name, _, value = option.lstrip("-").partition("=")
+    full = full_name(name.replace("-", "_"))
+    if full is None:
+        return ""
+    words = sys.argv[1:]
+    given = next((word for word in words if word.startswith(f"{option.partition('=')[0]}=")), "").partition("=")[2]
+    place = words.index(option) + 1 if option in words else len(words)
+    after = words[place] if place < len(words) and not words[place].startswith("--") else "…"
+    return f" It is set in the recipe: --set {full}={value or given or after}"
 
 
 if __name__ == "__main__":

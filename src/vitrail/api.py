@@ -2,10 +2,10 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
 from vitrail.reports.report import report, report_of_finished
+from vitrail.terminal import printable
 from vitrail.training.recipe import Recipe
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
@@ -81,6 +82,8 @@ def train(
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     start: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -90,18 +93,19 @@ def train(
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
-    "optimizer.lr=3e-4". `start` is a model to begin with. `verdict_on="val"` leaves the test part alone while
+    "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
+    for `load`. `verdict_on="val"` leaves the test part alone while
     settings are still being chosen; the same call without it gives the verdict later, and writes the report.
     """
     run = train_run(
-        data, recipe=recipe, changes=changes, start=start, folder=folder, device=device, workers=workers, quiet=quiet,
-        verdict_on=verdict_on,
+        data, recipe=recipe, changes=changes, start=start, overrides=overrides, keys=keys, folder=folder, device=device,
+        workers=workers, quiet=quiet, verdict_on=verdict_on,
     )  # fmt: skip
     if verdict_on != "test" or os.environ.get("RANK", "0") != "0":  # torchrun has started others that do not report
         return run
     path, said = report_of_finished(run.folder)
     if not quiet:
-        print(said, file=sys.stderr)
+        print(printable(said), file=sys.stderr)
     return replace(run, report=path)
 
 

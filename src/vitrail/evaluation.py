@@ -18,6 +18,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.choosing import match_classes
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, DataError, Diverged
+from vitrail.metrics.baselines import Baselines, baselines, warnings_about
 from vitrail.metrics.calibration import ReliabilityBin, expected_calibration_error, reliability
 from vitrail.metrics.classification import (
     Confusion,
@@ -27,9 +28,16 @@ from vitrail.metrics.classification import (
     macro_f1,
     most_confused,
     per_class,
-    top_k_accuracy,
+    top_k_right,
 )
-from vitrail.metrics.intervals import Interval, bootstrap_macro_f1, bootstrap_mean, wilson_interval
+from vitrail.metrics.intervals import (
+    Interval,
+    bootstrap_balanced_accuracy,
+    bootstrap_macro_f1,
+    bootstrap_mean,
+    wilson_interval,
+)
+from vitrail.models.checks import per_token
 from vitrail.runtime import Precision, autocast, choose_device
 
 WORST = 20
@@ -84,13 +92,16 @@ class Evaluation:
     """Wilson's."""
     top5: float | None
     """None with fewer than 6 classes."""
+    top5_interval: Interval | None
+    """Wilson's."""
     loss: float
     loss_interval: Interval
     """By bootstrap."""
     balanced_accuracy: float
+    balanced_accuracy_interval: Interval
+    """By a smoothed bootstrap, as that of macro-F1."""
     macro_f1: float
     macro_f1_interval: Interval
-    """By bootstrap."""
     per_class: tuple[ClassScore, ...]
     confusion: NDArray[np.int64]
     """(K, K), the true class by row, the predicted one by column."""
@@ -99,6 +110,13 @@ class Evaluation:
     worst: tuple[Mistake, ...]
     """The most confident mistakes, the most confident first."""
     bad: tuple[BadPicture, ...]
+    warnings: tuple[str, ...] = ()
+    """Why the result may be worth less than it looks, each with the next step."""
+
+    @property
+    def baselines(self) -> Baselines:
+        """What always predicting the largest class gives, and chance."""
+        return baselines(self.confusion)
 
     @property
     def weakest_first(self) -> list[ClassScore]:
@@ -120,6 +138,10 @@ class Evaluation:
         noun = self.kind if self.pictures != 1 else self.kind.removesuffix("s")
         low, high = self.top1_interval
         said = [f"{percent(self.top1)}% on {self.pictures:,} {noun}, 95% interval {percent(low)}–{percent(high)}"]
+        base = self.baselines
+        if base.majority < 1:  # on images of one class there is nothing to guess
+            largest = self.classes[base.majority_class]
+            said.append(f"always {largest!r} gives {percent(base.majority)}%, chance {percent(base.chance)}%")
         if self.weakest is not None:
             said.append(f"weakest class {self.weakest.name}")
         if self.bad:
@@ -128,6 +150,7 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
+        base = self.baselines
         return {
             "verdict": self.verdict,
             "pictures": self.pictures,
@@ -136,11 +159,15 @@ class Evaluation:
             "top1": self.top1,
             "top1_interval": list(self.top1_interval),
             "top5": self.top5,
+            "top5_interval": None if self.top5_interval is None else list(self.top5_interval),
             "loss": self.loss,
             "loss_interval": list(self.loss_interval),
             "balanced_accuracy": self.balanced_accuracy,
+            "balanced_accuracy_interval": list(self.balanced_accuracy_interval),
             "macro_f1": self.macro_f1,
             "macro_f1_interval": list(self.macro_f1_interval),
+            "baselines": {**base._asdict(), "majority_class": self.classes[base.majority_class]},
+            "warnings": list(self.warnings),
             "weakest": None if self.weakest is None else self.weakest.name,
             "per_class": [row._asdict() for row in self.per_class],
             "confusion": self.confusion.tolist(),
@@ -170,6 +197,8 @@ def evaluate_bundle(
     """
     if not bundle.model.config.classes:
         raise CheckpointError("the model has no head, so it knows no classes; train one on it first")
+    if refusal := per_token(bundle.model.config):
+        raise CheckpointError(refusal)
     source = match_classes(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
     place = choose_device(device)
     data = EveryPicture(source, bundle.preprocess, batch, bad_files="skip")
@@ -246,16 +275,20 @@ def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -
     matrix = confusion_matrix(labels, predicted, outputs)
     losses, table = log_losses(probabilities, labels), reliability(probabilities, labels)
     right = int((predicted == labels).sum())
+    among_five = int(top_k_right(probabilities, labels, 5).sum())
+    interval = wilson_interval(right, len(labels))
     return Evaluation(
         pictures=len(labels),
         kind=kind,
         classes=tuple(source.classes),
         top1=right / len(labels),
-        top1_interval=wilson_interval(right, len(labels)),
-        top5=top_k_accuracy(probabilities, labels, 5) if outputs > 5 else None,
+        top1_interval=interval,
+        top5=among_five / len(labels) if outputs > 5 else None,
+        top5_interval=wilson_interval(among_five, len(labels)) if outputs > 5 else None,
         loss=float(losses.mean()),
         loss_interval=bootstrap_mean(losses),
         balanced_accuracy=balanced_accuracy(matrix),
+        balanced_accuracy_interval=bootstrap_balanced_accuracy(matrix),
         macro_f1=macro_f1(matrix),
         macro_f1_interval=bootstrap_macro_f1(matrix),
         per_class=_class_scores(matrix, source.classes),
@@ -264,6 +297,7 @@ def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -
         reliability=table,
         worst=_worst(predictions, source),
         bad=predictions.bad,
+        warnings=tuple(warnings_about(matrix, interval, source.classes)),
     )
 
 

@@ -6,6 +6,9 @@ import functools
 import hashlib
 import itertools
 import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Literal, NamedTuple
@@ -19,6 +22,10 @@ from vitrail.errors import ConfigError, suggest
 Precision = Literal["float32", "bf16", "fp16"]
 PATIENCE = datetime.timedelta(hours=1)
 """How long processes wait for one of them, which may be decoding a data set, or fetching a model."""
+GRACE = 600.0
+"""Seconds that a process may take to save what it has after its launcher has gone."""
+BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""What torchrun, and nobody else, puts into the environment of the processes it starts."""
 _meetings = itertools.count()
 _left: list[object] = []
 """Process groups that were left. Torch ends a group without Python's lock only where Python lets go of it last. After
@@ -38,6 +45,10 @@ def choose_device(name: str = "auto") -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
+        kind, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
+        if kind.lower() in ("gpu", "nvidia"):
+            meant = "mps" if usable["mps"] else f"cuda{colon}{number}"
+            raise ConfigError(f"no device is called {name!r}; did you mean {meant!r}?") from None
         raise ConfigError(f"no device is called {name!r}{suggest(name, usable)}") from None
     if device.type == "cuda" and device.index is None and "LOCAL_RANK" in os.environ:
         device = torch.device("cuda", _number("LOCAL_RANK"))
@@ -126,6 +137,8 @@ def process_group(device: torch.device) -> Iterator[Processes]:
             f"start several processes with torchrun, or unset them"
         )
     processes = Processes(*(_number(name) for name in names))
+    if BY_TORCHRUN in os.environ:
+        _end_with_launcher()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -146,6 +159,21 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         yield processes
     finally:
         torch.distributed.destroy_process_group()
+
+
+@functools.cache
+def _end_with_launcher() -> None:
+    """See to it, once in a process, that it does not run on for ever where torchrun alone was killed."""
+    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()
+
+
+def _watch(launcher: int) -> None:
+    """Once the launcher is gone, ask this process to stop, as the launcher would have: a run then saves its state."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE)
+    os._exit(128 + signal.SIGTERM)  # it waits for others that are gone, or saves to a disk that does not answer
 
 
 @functools.cache

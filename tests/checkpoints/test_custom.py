@@ -120,3 +120,130 @@ def test_own_needs_a_table(tmp_path: Path) -> None:
         convert(bundle, tmp_path / "x.pth", to="own")
     with pytest.raises(CheckpointError, match=r"nowhere\.toml cannot be read"):
         load(tmp_path / "mine.pth", keys=tmp_path / "nowhere.toml")
+
+
+# ── a ViT as people write it for MNIST: a table without a batch axis, flattened kernels, queries scaled elsewhere ──
+
+
+class HomeMade(torch.nn.Module):
+    """Class token, learned positions, pre-norm; attention multiplies queries by 2, and positions count half."""
+
+    def __init__(self, hidden: bool = False) -> None:
+        super().__init__()
+        self.where = torch.nn.Parameter(torch.empty(17, 32))
+        self.token = torch.nn.Parameter(torch.empty(32))
+        self.patch = torch.nn.Linear(64, 32)
+        self.norm_a, self.norm_b, self.norm = (torch.nn.LayerNorm(32) for _ in range(3))
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+        self.hidden = torch.nn.Linear(32, 24) if hidden else None
+        self.out = torch.nn.Linear(24 if hidden else 32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = x.unfold(2, 8, 8).unfold(3, 8, 8).reshape(len(x), 16, 64)
+        x = torch.cat([self.token.expand(len(x), 1, -1), self.patch(patches)], dim=1) + 0.5 * self.where
+        y = self.norm_a(x)
+        parts = (2 * self.q(y), self.k(y), self.v(y))
+        q, k, v = (part.reshape(len(x), 17, 4, 8).transpose(1, 2) for part in parts)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.o(y)
+        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm_b(x))))
+        x = self.norm(x)[:, 0]
+        return self.out(x if self.hidden is None else torch.nn.functional.gelu(self.hidden(x)))  # type: ignore[no-any-return]
+
+
+def home_made_table(*, hidden: bool = False, shapes: bool = True) -> str:
+    text = """
+[config]
+heads = 4
+norm_eps = 1e-5
+activation = "gelu"
+pool = "cls"
+patch_size = 8
+
+[preprocess]
+mean = [0.1307]
+std = [0.3081]
+resize = "squash"
+
+[[keys]]
+theirs = ["q.weight", "k.weight", "v.weight"]
+ours = "blocks.0.attn.qkv.weight"
+scale = [2, 1, 1]
+[[keys]]
+theirs = ["q.bias", "k.bias", "v.bias"]
+ours = "blocks.0.attn.qkv.bias"
+scale = [2, 1, 1]
+"""
+    shaped = {
+        "where": ("pos_embed", [1, 17, 32], [17, 32], 0.5),
+        "token": ("cls_token", [1, 1, -1], [32], 1),
+        "patch.weight": ("patch_embed.proj.weight", [32, 1, 8, 8], [32, 64], 1),
+    }
+    for theirs, (ours, reshape, shape, scale) in shaped.items():
+        text += f'\n[[keys]]\ntheirs = "{theirs}"\nours = "{ours}"\nreshape = {reshape}\nscale = {scale}\n'
+        text += f"shape = {shape}\n" if shapes else ""
+    layers = {"norm_a": "norm1", "norm_b": "norm2", "o": "attn.proj", "up": "mlp.fc1", "down": "mlp.fc2"}
+    names = {mine: f"blocks.0.{ours}" for mine, ours in layers.items()} | {"norm": "norm", "out": "head"}
+    names |= {"hidden": "pre_logits.fc"} if hidden else {}
+    pairs = [(f"{mine}.{kind}", f"{ours}.{kind}") for mine, ours in names.items() for kind in ("weight", "bias")]
+    for theirs, ours in [*pairs, ("patch.bias", "patch_embed.proj.bias")]:
+        text += f'\n[[keys]]\ntheirs = "{theirs}"\nours = "{ours}"\n'
+    return text
+
+
+def test_a_table_reshapes_scales_and_says_the_preprocessing(tmp_path: Path) -> None:
+    peer = HomeMade()
+    scramble(peer)
+    torch.save(peer.state_dict(), tmp_path / "mnist.pth")
+    (tmp_path / "map.toml").write_text(home_made_table())
+    bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
+    x = torch.randn(2, 1, 32, 32)
+    with torch.no_grad():
+        assert relative_error(bundle.model(x), peer(x)) <= 1e-5
+    assert (bundle.preprocess.mean, bundle.preprocess.channels) == ((0.1307,), 1)
+    assert bundle.assumptions == ()
+    convert(bundle, tmp_path / "again.pth", to="own", keys=tmp_path / "map.toml")
+    written = torch.load(tmp_path / "again.pth", weights_only=True)
+    assert all(torch.equal(written[name], tensor) for name, tensor in peer.state_dict().items())
+    (tmp_path / "map.toml").write_text(home_made_table(shapes=False))
+    with pytest.raises(CheckpointError, match=r"token is reshaped when it is read.*add shape = "):
+        convert(bundle, tmp_path / "no.pth", to="own", keys=tmp_path / "map.toml")
+
+
+def test_a_head_that_is_not_ours_is_said(tmp_path: Path) -> None:
+    """GELU in the head cannot be expressed: mapped onto our layer with tanh, it is opened and said."""
+    torch.save(scramble(HomeMade(hidden=True)).state_dict(), tmp_path / "mnist.pth")
+    (tmp_path / "map.toml").write_text(home_made_table(hidden=True))
+    bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
+    assert [(said.field, said.value) for said in bundle.assumptions] == [("pre_logits", "tanh")]
+    assert "a layer with another activation cannot be opened" in str(bundle.assumptions[0])
+
+
+def test_what_a_table_leaves_out_is_said(tmp_path: Path) -> None:
+    torch.save(scramble(HomeMade()).state_dict(), tmp_path / "mnist.pth")
+    lines = home_made_table().splitlines()
+    left_out = ("norm_eps", "activation", "pool", "mean", "std", "resize")
+    (tmp_path / "map.toml").write_text("\n".join(line for line in lines if not line.startswith(left_out)))
+    bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
+    fields = {said.field for said in bundle.assumptions}
+    assert fields == {"activation", "norm_eps", "pool", "preprocess.mean", "preprocess.std", "preprocess.resize"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("reshape = [1, 17, 32]", "reshape = [1, 16, 32]", r"where is \(17, 32\), which cannot be reshaped to"),
+        ("reshape = [1, 17, 32]", "reshape = [-1, -1, 32]", "one of which may be -1"),
+        ("scale = [2, 1, 1]", "scale = [2, 1]", "should be one number other than 0, or 3 of them"),
+        ("scale = 0.5", "scale = 0", "should be one number other than 0"),
+        ("patch_size = 8", "patch_size = 'x'", "patch_size is 'x': it should be one whole number"),
+        ("mean = [0.1307]", "mean = [0.1, 0.2]", "for 1 channels|for 3 channels|give one for each"),
+        ("mean = [0.1307]", "maen = [0.1307]", "no option 'maen'"),
+    ],
+)
+def test_bad_reshapes_and_scales(old: str, new: str, words: str, tmp_path: Path) -> None:
+    torch.save(scramble(HomeMade()).state_dict(), tmp_path / "mnist.pth")
+    (tmp_path / "map.toml").write_text(home_made_table().replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.checkpoints.test_convert import TINY, same, tiny
+from tests.checkpoints.test_convert import same, tiny
 from tests.checkpoints.test_formats import SMALL, assert_same_logits
 from tests.peers import import_peer, relative_error, scramble
 
@@ -269,16 +269,17 @@ def test_what_a_file_does_not_tell_can_be_said(tmp_path: Path) -> None:
     assert done.change == 0
     assert done.notes == [
         "a file holds weights alone: the preprocessing and class names stay behind",
-        "the file does not say image_size=(16, 64); say it when you open it",
-        "the file does not say activation='gelu_tanh'; say it when you open it",
-        "the file does not say pool='mean'; say it when you open it",
+        "the file does not say heads=2; say it when you open it (--override heads=…)",
+        "the file does not say image_size=(16, 64); say it when you open it (--override image_size=…)",
+        "the file does not say activation='gelu_tanh'; say it when you open it (--override activation=…)",
+        "the file does not say pool='mean'; say it when you open it (--override pool=…)",
     ]
-    said = {"image_size": (16, 64), "pool": "mean", "activation": "gelu_tanh"}
-    again = load(tmp_path / "vit.pth", known=said)
+    said = {"heads": 2, "image_size": (16, 64), "pool": "mean", "activation": "gelu_tanh"}
+    again = load(tmp_path / "vit.pth", overrides=said)
     x = torch.randn(1, 3, 16, 64)
     assert torch.equal(again.model(x), bundle.model(x))
     with pytest.raises(ConfigError, match="ViTConfig has no option 'pol'; did you mean 'pool'"):
-        load(tmp_path / "vit.pth", known={"pol": "mean"})
+        load(tmp_path / "vit.pth", overrides={"pol": "mean"})
 
 
 def test_a_bundle_says_everything_itself(tmp_path: Path) -> None:
@@ -321,25 +322,33 @@ def test_averaged_weights_come_first_and_are_said(tmp_path: Path) -> None:
     assert "the weights are those under 'state_dict_ema' in the file" in bundle.provenance["notes"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_files_and_mixed_ones(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_numbers_and_mixed_ones(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A model is opened in float32 whatever its file has, and in what is asked for."""
     state = {name: tensor.to(dtype) for name, tensor in tiny().model.state_dict().items()}
-    torch.save(state, tmp_path / "half.pth")
-    half = load(tmp_path / "half.pth", heads=2, known={"position": "learned_1d"})
-    assert half.model(torch.randn(1, 3, 32, 32, dtype=dtype)).dtype == dtype
+    torch.save(state, tmp_path / "other.pth")
+    assert load(tmp_path / "other.pth", heads=2).model(torch.randn(1, 3, 32, 32)).dtype == torch.float32
+    kept = load(tmp_path / "other.pth", heads=2, overrides={"position": "learned_1d"}, dtype="keep")
+    assert kept.model(torch.randn(1, 3, 32, 32, dtype=dtype)).dtype == dtype
     del state["norm.bias"]
     torch.save(state, tmp_path / "less.pth")
-    assert {p.dtype for p in load(tmp_path / "less.pth", heads=2, fresh=("norm.*",)).model.parameters()} == {dtype}
+    less = load(tmp_path / "less.pth", heads=2, fresh=("norm.*",), dtype="keep")
+    assert {p.dtype for p in less.model.parameters()} == {dtype}
     torch.save({**state, "norm.bias": torch.zeros(128)}, tmp_path / "mixed.pth")
-    mixed = load(tmp_path / "mixed.pth", heads=2)
+    mixed = load(tmp_path / "mixed.pth", heads=2, dtype="keep")
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
     assert any("all were brought to float32" in note for note in mixed.provenance["notes"])
 
 
-def test_computed_positions_follow_the_weights(tmp_path: Path) -> None:
+def test_a_bundle_keeps_the_numbers_that_were_asked_for(tmp_path: Path) -> None:
     model = ViT(tiny().model.config.replace(position="sincos_2d")).to(torch.bfloat16)
     Bundle(model.eval(), Preprocess(size=(32, 32))).save(tmp_path / "b")
-    assert load(tmp_path / "b").model(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert load(tmp_path / "b").model(torch.randn(1, 3, 32, 32)).dtype == torch.float32
+    half = load(tmp_path / "b", dtype="keep").model
+    assert half(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert load(tmp_path / "b", dtype="fp16").model.head.weight.dtype == torch.float16
+    with pytest.raises(ConfigError, match=r"no dtype is called 'float23'.*did you mean 'float32'"):
+        load(tmp_path / "b", dtype="float23")  # type: ignore[arg-type]
 
 
 def test_tied_tensors_are_written_apart(tmp_path: Path) -> None:
@@ -359,10 +368,3 @@ def test_names_for_a_head_that_had_none(tmp_path: Path) -> None:
     assert (named.classes, named.provenance["adapted"]) == (("a", "b", "c"), ["3 classes named"])
     with pytest.raises(ConfigError, match="classes is 'cat'; give their number, or a tuple of their names"):
         load(tmp_path / "a.pth", heads=2, classes="cat")
-
-
-@pytest.mark.parametrize(("width", "heads"), [(1280, 16), (1152, 16), (768, 12)])
-def test_well_known_widths_have_their_heads(width: int, heads: int, tmp_path: Path) -> None:
-    fields = {**TINY, "width": width, "heads": heads, "depth": 1}
-    torch.save(tiny(**fields).model.state_dict(), tmp_path / "a.pth")
-    assert load(tmp_path / "a.pth").model.config.heads == heads

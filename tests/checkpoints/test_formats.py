@@ -67,7 +67,8 @@ SMALL: dict[str, Any] = {
 def test_timm(options: dict[str, Any], tmp_path: Path) -> None:
     peer = scramble(import_peer("timm.models.vision_transformer").VisionTransformer(**{**SMALL, **options}))
     torch.save(peer.state_dict(), tmp_path / "model.pth")
-    bundle = load(tmp_path / "model.pth")
+    said = {"heads": 2, **({"activation": "gelu"} if "pre_norm" in options else {})}
+    bundle = load(tmp_path / "model.pth", overrides=said)
     assert bundle.provenance["family"] == "timm"
     assert_same_logits(bundle, peer)
     assert_writes_back(bundle, timm.FAMILY, peer)
@@ -76,7 +77,7 @@ def test_timm(options: dict[str, Any], tmp_path: Path) -> None:
 def test_timm_distilled(tmp_path: Path) -> None:
     peer = scramble(import_peer("timm").create_model("deit_tiny_distilled_patch16_224", depth=2))
     torch.save({"model": peer.state_dict()}, tmp_path / "deit.pth")
-    bundle = load(tmp_path / "deit.pth")
+    bundle = load(tmp_path / "deit.pth", heads=3)
     assert bundle.model.config.distillation_token
     assert_same_logits(bundle, peer)
     assert_writes_back(bundle, timm.FAMILY, peer)
@@ -86,7 +87,7 @@ def test_timm_distilled(tmp_path: Path) -> None:
 def test_timm_hybrids(name: str, tmp_path: Path) -> None:
     peer = scramble(import_peer("timm").create_model(name, depth=2, num_classes=7))
     torch.save(peer.state_dict(), tmp_path / "hybrid.pth")
-    bundle = load(tmp_path / "hybrid.pth")
+    bundle = load(tmp_path / "hybrid.pth", heads=peer.blocks[0].attn.num_heads)
     assert bundle.model.config.resnet_numerics == "timm"
     assert_same_logits(bundle, peer)
     assert_writes_back(bundle, timm.FAMILY, peer)
@@ -96,7 +97,7 @@ def test_timm_hybrids(name: str, tmp_path: Path) -> None:
 def test_timm_rope(prefix: str, tmp_path: Path) -> None:
     peer = scramble(import_peer("timm").create_model("vit_small_patch16_rope_224", depth=2, img_size=64)).eval()
     torch.save({f"{prefix}{name}": tensor for name, tensor in peer.state_dict().items()}, tmp_path / "rope.pth")
-    bundle = load(tmp_path / "rope.pth", image_size=64)
+    bundle = load(tmp_path / "rope.pth", heads=6, image_size=64)
     assert bundle.provenance["family"] == "timm-rope"
     assert (bundle.model.config.position, bundle.model.config.heads) == ("rope_2d", 6)
     assert_same_logits(bundle, peer)
@@ -124,7 +125,7 @@ def test_torchvision(representation: int | None, old_names: bool, tmp_path: Path
     if old_names:
         state = {k.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): v for k, v in state.items()}
     torch.save(state, tmp_path / "vit.pth")
-    bundle = load(tmp_path / "vit.pth")
+    bundle = load(tmp_path / "vit.pth", heads=2)
     assert bundle.provenance["family"] == "torchvision"
     assert_same_logits(bundle, peer)
     assert_writes_back(bundle, torchvision.FAMILY, peer)
@@ -135,7 +136,7 @@ def test_torchvision_conv_stem(tmp_path: Path) -> None:
     stem = [module.ConvStemConfig(8, 3, 2), module.ConvStemConfig(16, 3, 2), module.ConvStemConfig(32, 3, 2)]
     peer = scramble(module.VisionTransformer(32, 8, 2, 2, 128, 96, num_classes=7, conv_stem_configs=stem))
     torch.save(peer.state_dict(), tmp_path / "vit.pth")
-    bundle = load(tmp_path / "vit.pth")
+    bundle = load(tmp_path / "vit.pth", overrides={"heads": 2, "image_size": 32})
     assert_same_logits(bundle, peer)
     assert_writes_back(bundle, torchvision.FAMILY, peer)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.checkpoints.test_formats import google_arrays
+from tests.damaging import drop_digest
 from tests.peers import import_peer, scramble
 
 from vitrail.checkpoints.bundle import Bundle
@@ -19,7 +20,7 @@ from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.load import load
 from vitrail.checkpoints.strict import load_weights
 from vitrail.checkpoints.writing import whole_file, whole_folder
-from vitrail.data.preprocess import IMAGENET_MEAN, Preprocess
+from vitrail.data.preprocess import HALF, Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -45,7 +46,7 @@ def test_a_thousand_outputs_are_assumed_to_be_imagenet(tmp_path: Path) -> None:
     torch.save(tiny(classes=1000).state_dict(), tmp_path / "a.pth")
     bundle = load(tmp_path / "a.pth", heads=3)
     assert bundle.classes == imagenet_names()
-    assert "assumed to be ImageNet's" in bundle.provenance["notes"][-1]
+    assert "classes=ImageNet's names (because the head has 1,000 outputs)" in bundle.provenance["assumed"][-1]
     torch.save(tiny().state_dict(), tmp_path / "b.pth")
     assert load(tmp_path / "b.pth", heads=3).classes is None
 
@@ -64,7 +65,7 @@ def test_coverage_and_preprocessing_are_the_familys(tmp_path: Path) -> None:
     count = len(tiny().state_dict())
     assert bundle.provenance["coverage"].startswith(f"{count} of {count} tensors, 0.0")
     assert bundle.preprocess.resize_to == (35, 35)  # 248 of 224, at 32
-    assert bundle.preprocess.mean == IMAGENET_MEAN
+    assert bundle.preprocess.mean == HALF
     assert not bundle.model.training
 
 
@@ -182,7 +183,8 @@ def test_a_wrong_number_of_heads(tmp_path: Path) -> None:
     torch.save(tiny().state_dict(), tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match="5 heads do not divide the attention's width 48"):
         load(tmp_path / "a.pth", heads=5)
-    assert load(tmp_path / "a.pth").model.config.heads == 1  # narrower than one head of 64
+    with pytest.raises(CheckpointError, match=r"no published ViT has this size .*; say it with --override heads=N"):
+        load(tmp_path / "a.pth")
 
 
 def test_fresh_names_may_be_missing() -> None:
@@ -209,6 +211,7 @@ def test_fresh_names_start_fresh_and_are_said(tmp_path: Path) -> None:
     assert torch.equal(bundle.model.blocks[1].norm1.weight, state["blocks.1.norm1.weight"])
     Bundle(tiny(), Preprocess(size=(32, 32))).save(tmp_path / "bundle")
     save_file(state, tmp_path / "bundle" / "model.safetensors")
+    drop_digest(tmp_path / "bundle")
     with pytest.raises(CheckpointError, match="1 missing"):
         load(tmp_path / "bundle")
     assert load(tmp_path / "bundle", fresh=("blocks.*",)).provenance["fresh"] == ["blocks.1.norm1.bias"]
@@ -223,15 +226,18 @@ def test_the_load_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixt
     count = sum(p.numel() for p in tiny().parameters()) / 1e6
     whole = f"{len(tiny().state_dict())} of {len(tiny().state_dict())} tensors, {count:.2f} M parameters"
     assert bundle.coverage == f"{whole}, {position}, picture 32x32 -> 48x48, head reset {old.classes} -> 5"
-    assert [record.message for record in caplog.records] == [f"{tmp_path / 'a.pth'}: {bundle.coverage}"]
+    told = [record.message for record in caplog.records if record.levelname == "INFO"]
+    assert told == [f"{tmp_path / 'a.pth'}: {bundle.coverage}"]
+    assumed = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert assumed == [f"assumed: {assumption}" for assumption in bundle.assumptions]
 
 
 def test_the_wanted_size_explains_an_oblong_table(tmp_path: Path) -> None:
     config = tiny().config.replace(image_size=(2 * tiny().config.patch_size[0], 5 * tiny().config.patch_size[1]))
     torch.save(ViT(config).state_dict(), tmp_path / "oblong.pth")
-    with pytest.raises(CheckpointError, match="not a square grid; say the picture's size with image_size="):
+    with pytest.raises(CheckpointError, match="not a square grid; say the image's size with --override image_size="):
         load(tmp_path / "oblong.pth", heads=3)
-    with pytest.raises(CheckpointError, match="do not fit a picture of 32×32"):
+    with pytest.raises(CheckpointError, match="do not fit an image of 32×32"):
         load(tmp_path / "oblong.pth", heads=3, image_size=32)
     bundle = load(tmp_path / "oblong.pth", heads=3, image_size=config.image_size)
     assert bundle.model.config.grid == (2, 5)

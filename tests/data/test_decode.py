@@ -2,18 +2,24 @@
 
 import io
 import struct
+import sys
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import simplejpeg
 import tifffile
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from vitrail.data import decode as module
 from vitrail.data.decode import decode, open_picture
+from vitrail.data.sniffing import ENDINGS, HEAD, reads_heic, sniff
+from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import DataError
 
 Array = NDArray[Any]
@@ -301,3 +307,69 @@ def test_channels_a_file_does_not_have(channels: int) -> None:
     for content in (simplejpeg.encode_jpeg(scene()), saved(Image.fromarray(scene()), "PNG")):
         with pytest.raises(DataError, match=f"a picture of 3 channels, where {channels} are wanted"):
             decode(content, channels)
+
+
+# ── HEIC and AVIF ──
+
+
+@pytest.fixture
+def _heic_anew() -> Iterator[None]:
+    """Ask again whether HEIC can be read, before and after."""
+    reads_heic.cache_clear()
+    yield
+    reads_heic.cache_clear()
+
+
+def heic(**options: object) -> bytes:
+    assert reads_heic(), "the extra `test` installs pillow-heif"
+    return saved(Image.fromarray(scene()), "HEIF", quality=90, **options)
+
+
+def test_heic_is_read() -> None:
+    pixels = decode(heic())
+    assert pixels.shape == scene().shape
+    assert np.abs(pixels.astype(int) - scene()).mean() < 6
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decode(heic(exif=exif.tobytes())).shape == (*scene().shape[1::-1], 3)
+    with pytest.raises(DataError, match=r"a damaged HEI[CF]: "):
+        decode(heic()[:-200])
+
+
+@pytest.mark.usefixtures("_heic_anew")
+def test_heic_without_pillow_heif_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = heic()
+    reads_heic.cache_clear()
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(
+        DataError, match=r"^a HEIC image, which needs pillow-heif to be read: pip install 'vitrail\[heif\]'$"
+    ):
+        open_picture(content)
+
+
+def test_avif_is_read_or_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = saved(Image.fromarray(scene()), "AVIF", quality=90)
+    assert np.abs(decode(content).astype(int) - scene()).mean() < 6
+    monkeypatch.setattr(features, "check", lambda feature: False)
+    with pytest.raises(
+        DataError, match=r"^an AVIF image, which this Pillow does not read: pip install 'pillow>=11\.3'$"
+    ):
+        open_picture(content)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])
+def test_the_kind_is_told_by_the_content(format: str) -> None:
+    kind = sniff(saved(Image.fromarray(scene()), format)[:HEAD])
+    assert kind is not None
+    assert kind.upper() == format
+    assert ENDINGS[kind] in SUFFIXES
+
+
+@given(st.binary(max_size=80) | st.text(max_size=80).map(str.encode))
+def test_any_bytes_are_sniffed_without_a_fault(content: bytes) -> None:
+    assert sniff(content) in {None, *ENDINGS}
+
+
+def test_text_is_not_an_image() -> None:
+    for content in (b"", b"BMW and others are cars", b"RIFF\0\0\0\0WAVE", b"\0\0\0\x20ftypmp42\0\0\0\0isom", b"<?php"):
+        assert sniff(content) is None

@@ -148,7 +148,7 @@ def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
         (("headless", "p"), "the model has no head, so it knows no classes"),
         (("bundle", "gone.png"), "there is no gone.png; give files, folders"),
         (("bundle", "https://example.org/cat.jpg"), "is a URL, and nothing is fetched from there; download it first"),
-        (("bundle", "empty"), "no pictures were found; a picture's name ends in bmp, gif, "),
+        (("bundle", "empty"), "no pictures were found; a picture's name ends in avif, bmp, gif, "),
         (("bundle", "-"), "no pictures were found"),
         (("bundle", "text.jpg"), "the only picture, text.jpg, cannot be read: no picture: "),
         (("bundle", "p", "-o", "there.csv"), "there.csv exists already; choose another name, or replace it with --ov"),

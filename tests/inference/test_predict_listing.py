@@ -119,6 +119,16 @@ def test_pictures_inside_parquet() -> None:
     assert items[40].error is not None
 
 
+def test_a_folder_of_parquet_files() -> None:
+    os.mkdir("shards")
+    for number in range(2):
+        table = arrow.table({"bytes": [b"%d" % number, b"x"]})
+        arrow.parquet.write_table(table, f"shards/{number}.parquet")
+    wanted = [f"shards/{file}.parquet, row {row}" for file in range(2) for row in (1, 2)]
+    for place in ("shards", "shards/*.parquet", "shards/{0..1}.parquet"):
+        assert names(list_items([place])) == wanted
+
+
 def test_broken_manifests() -> None:
     for name, content, words in (
         ("a.csv", b"what,label\n1,2\n", "has no column for the pictures"),
@@ -197,7 +207,7 @@ def test_places_that_are_refused_at_once(place: str, words: str) -> None:
 def test_what_is_neither_file_nor_folder() -> None:
     os.mkfifo("pipe.png")
     (item,) = list_items(["pipe.png"])
-    with pytest.raises(DataError, match="neither a file nor a folder"):
+    with pytest.raises(DataError, match="a pipe, a socket or a device"):
         item.read()
 
 

@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 
 from vitrail.errors import InputError
 from vitrail.metrics import intervals
-from vitrail.metrics.classification import confusion_matrix, macro_f1
-from vitrail.metrics.intervals import bootstrap_macro_f1, bootstrap_mean, wilson_interval
+from vitrail.metrics.classification import balanced_accuracy, confusion_matrix, macro_f1
+from vitrail.metrics.intervals import (
+    bootstrap_balanced_accuracy,
+    bootstrap_macro_f1,
+    bootstrap_mean,
+    wilson_interval,
+)
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -57,14 +62,50 @@ def test_drawing_in_chunks_changes_nothing_but_memory(monkeypatch: pytest.Monkey
 
 def test_macro_f1_is_that_of_pictures_drawn_again() -> None:
     rng = np.random.default_rng(0)
-    labels = rng.integers(0, 4, 120)
-    predicted = np.where(rng.random(120) < 0.8, labels, rng.integers(0, 4, 120))
-    found = bootstrap_macro_f1(confusion_matrix(labels, predicted, 4), resamples=4000)
+    labels = rng.integers(0, 4, 600)
+    predicted = np.where(rng.random(600) < 0.8, labels, rng.integers(0, 4, 600))
+    matrix = confusion_matrix(labels, predicted, 4)
+    scores = ((bootstrap_macro_f1, macro_f1), (bootstrap_balanced_accuracy, balanced_accuracy))
     drawn = []
-    for _ in range(4000):
-        again = rng.integers(0, 120, 120)
-        drawn.append(macro_f1(confusion_matrix(labels[again], predicted[again], 4)))
-    assert found == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.01)
+    for _ in range(2000):
+        again = rng.integers(0, 600, 600)
+        matrix_again = confusion_matrix(labels[again], predicted[again], 4)
+        drawn.append([score(matrix_again) for _, score in scores])
+    for (bootstrap, _), plain in zip(scores, np.quantile(drawn, [0.025, 0.975], axis=0).T, strict=True):
+        assert bootstrap(matrix, resamples=4000) == pytest.approx(tuple(plain), abs=0.01)
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 60), min_size=2, max_size=6).filter(any), st.sampled_from([0.8, 0.95, 0.99]))
+def test_where_all_are_right_or_none_no_interval_is_narrower_than_wilsons(images: list[int], level: float) -> None:
+    """120 images, all right: the plain bootstrap said 100.0–100.0, and Wilson says 96.9–100.0 of the accuracy."""
+    total = sum(images)
+    all_right, none_right = np.diag(images), np.roll(np.diag(images), 1, axis=1)
+    for bootstrap in (bootstrap_macro_f1, bootstrap_balanced_accuracy):
+        low, high = bootstrap(all_right, resamples=200, level=level)
+        assert high == 1
+        assert low <= wilson_interval(total, total, level).low
+        low, high = bootstrap(none_right, resamples=200, level=level)
+        assert low == 0
+        assert high >= wilson_interval(0, total, level).high
+
+
+@pytest.mark.parametrize("right", [1.0, 0.99, 0.97, 0.9, 0.6])
+def test_intervals_cover_the_truth_also_near_the_end(right: float) -> None:
+    """With four equal classes and mistakes spread evenly, both scores are the share of right predictions."""
+    rng, covered, runs = np.random.default_rng(1), np.zeros(2), 150
+    for _ in range(runs):
+        labels = rng.integers(0, 4, 120)
+        predicted = np.where(rng.random(120) < right, labels, (labels + rng.integers(1, 4, 120)) % 4)
+        matrix = confusion_matrix(labels, predicted, 4)
+        found = [bootstrap(matrix, resamples=200) for bootstrap in (bootstrap_macro_f1, bootstrap_balanced_accuracy)]
+        covered += [low <= right <= high for low, high in found]
+    assert (covered / runs > 0.88).all()  # a plain bootstrap covers 0.99 in 0.72 of the runs
+
+
+def test_one_class_that_cannot_be_mistaken() -> None:
+    for bootstrap in (bootstrap_macro_f1, bootstrap_balanced_accuracy):
+        assert bootstrap(np.array([[120]])) == wilson_interval(120, 120)
 
 
 @PROPERTY
@@ -79,7 +120,8 @@ def test_macro_f1_of_each_resample(seed: int, pictures: int, classes: int) -> No
         full = np.zeros((classes, classes), np.int64)
         full[true, predicted] = row
         expected.append(macro_f1(full))
-    assert intervals._macro_f1_of_each(cells, true, predicted, classes).tolist() == pytest.approx(expected)
+    counts = intervals._counts_of_each(cells, true, predicted, classes)
+    assert intervals._macro_f1_of_each(counts).tolist() == pytest.approx(expected)
     found = bootstrap_macro_f1(matrix, seed=seed, resamples=100)
     assert 0 <= found.low <= macro_f1(matrix) <= found.high <= 1
     assert found == bootstrap_macro_f1(matrix, seed=seed, resamples=100)

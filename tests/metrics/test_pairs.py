@@ -25,3 +25,22 @@ def test_counts_and_difference() -> None:
 def test_other_pictures_are_refused() -> None:
     with pytest.raises(InputError, match="same pictures"):
         paired(np.zeros(3, bool), np.zeros(4, bool))
+
+
+def test_two_that_agree_on_every_image_are_not_equal_for_certain() -> None:
+    for images in (1, 5, 100, 2000):
+        right = np.ones(images, bool)
+        low, high = paired(right, right).interval
+        assert -1 <= low < 0 < high <= 1
+        assert high - low > 3 / (images + 2)
+    with pytest.raises(InputError, match="no images"):
+        paired(np.zeros(0, bool), np.zeros(0, bool))
+
+
+def test_the_interval_of_a_difference_covers_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        first, second = rng.random(80) < 0.95, rng.random(80) < 0.9
+        covered += paired(first, second).interval.low <= -0.05 <= paired(first, second).interval.high
+    assert covered / 400 > 0.93

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.reports.runs import CLASSES
@@ -63,8 +64,53 @@ def test_other_pictures_are_not_compared_one_by_one(run: Path, copy: Path) -> No
     pq.write_table(table.slice(1), copy / "held_out.parquet")
     both, why = answers_of_both(read_run(run), read_run(copy))
     assert both is None
-    assert "judged by different pictures" in why
-    assert "judged by different pictures" in Page(report(run, copy, copy / "both.html")).sections["pairs"]
+    assert "evaluated on different images" in why
+    assert "evaluated on different images" in Page(report(run, copy, copy / "both.html")).sections["pairs"]
+
+
+def test_runs_on_different_data_are_shown_side_by_side_and_neither_is_better(
+    run: Path, copy: Path, tmp_path: Path
+) -> None:
+    """The same names and classes, other images: B would have been called better."""
+    table = pq.read_table(copy / "held_out.parquet")
+    place = table.schema.get_field_index("digest")
+    other = pa.array([f"{number:016x}" for number in range(table.num_rows)])
+    pq.write_table(table.set_column(place, "digest", other), copy / "held_out.parquet")
+    verdict = json.loads((copy / "verdict.json").read_text())
+    verdict |= {"top1": 1.0, "top1_interval": [0.98, 1.0]}
+    (copy / "verdict.json").write_text(json.dumps(verdict))
+    page = Page(report(run, copy, tmp_path / "both.html"))
+    head = page.sections[""]
+    assert "Different data: A " in head
+    assert "B 100.0%" in head
+    assert "do not say which model is better" in head
+    text = " ".join(page.sections.values())
+    assert "is better:" not in text
+    assert "B − A" not in text
+    assert not [cell for cell in page.all("span") if cell.get("class") in ("up", "down")]
+    assert "where the images are the same" in page.sections["classes"]
+    for folder in (run, copy):
+        assert share(json.loads((folder / "verdict.json").read_text())["top1"]) in page.sections["result"]
+
+
+def test_the_same_data_in_another_place_is_the_same(run: Path, copy: Path) -> None:
+    table = pq.read_table(copy / "held_out.parquet")
+    place = table.schema.get_field_index("name")
+    moved = pa.array([f"elsewhere/{number}.png" for number in range(table.num_rows)])
+    pq.write_table(table.set_column(place, "name", moved), copy / "held_out.parquet")
+    both, _ = answers_of_both(read_run(run), read_run(copy))
+    assert both is not None
+
+
+def test_without_predictions_the_recorded_split_tells_whether_the_images_are_the_same(
+    run: Path, copy: Path, tmp_path: Path
+) -> None:
+    (copy / "held_out.parquet").unlink()
+    assert "No clear difference" in Page(report(run, copy, tmp_path / "a.html")).sections[""]
+    split = json.loads((copy / "split.json").read_text())
+    split["names"]["test"][0] = "another.png"
+    (copy / "split.json").write_text(json.dumps(split))
+    assert "Different data" in Page(report(run, copy, tmp_path / "a.html")).sections[""]
 
 
 def test_what_is_missing_in_either_is_said(run: Path, copy: Path, tmp_path: Path) -> None:

@@ -89,6 +89,18 @@ def test_only_our_own_script_and_style_may_run(page: Page) -> None:
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
 
 
+def test_baselines_are_named_and_what_a_result_lacks_is_at_the_top(page: Page, run: Path) -> None:
+    verdict = json.loads((run / "verdict.json").read_text())
+    assert verdict["warnings"], "the classes of this run are hard to tell apart"
+    for text in verdict["warnings"]:
+        assert text[1:] in page.sections[""]
+    assert f"gives {share(verdict['baselines']['majority'])}, chance 33.3%." in page.sections[""]
+    assert "chance 33.3%" in page.sections["result"]
+    log = (run / "log.txt").read_text()
+    assert f"WARNING: {verdict['warnings'][0]}\n" in log
+    assert f"always {verdict['baselines']['majority_class']!r} gives " in log.splitlines()[-1]
+
+
 def test_names_are_text(page: Page) -> None:
     assert len(page.all("script")) == 1
     assert page.all("i") == [], "the run's name is no markup"
@@ -352,7 +364,7 @@ def test_a_folder_that_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             report(place)
     (copy / "recipe.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"recipe.toml is no TOML"):
+    with pytest.raises(ConfigError, match=r"recipe.toml is not UTF-8"):
         report(copy)
 
 

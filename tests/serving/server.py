@@ -29,13 +29,29 @@ class Running:
 
 
 @contextlib.contextmanager
-def server(*words: str, environment: dict[str, str] | None = None, patience: float = 120) -> Iterator[Running]:
+def server(
+    *words: str, environment: dict[str, str] | None = None, patience: float = 120, descriptors: int | None = None
+) -> Iterator[Running]:
     """Run `vitrail serve` until the end of the block; whoever has ended it already is fine.
 
     In float32 unless something else is asked for, so that answers can be compared digit by digit.
     """
+    few = [] if descriptors is None else ["prlimit", f"--nofile={descriptors}:{descriptors}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "vitrail", "serve", "--precision", "float32", *words, "--port", "0", "--device", "cpu"],
+        [
+            *few,
+            sys.executable,
+            "-m",
+            "vitrail",
+            "serve",
+            "--precision",
+            "float32",
+            *words,
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

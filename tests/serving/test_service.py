@@ -46,7 +46,7 @@ def asked(
 
 
 def settings_for(bundle: Path, **changes: Any) -> Settings:
-    return Settings(models=name_models([str(bundle)]), device="cpu", **changes)
+    return Settings(models=name_models([str(bundle)]), device="cpu", **{"allow_hosts": ("service",), **changes})
 
 
 class Gate:
@@ -150,6 +150,8 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
 
 def test_the_deadline(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        await service.start_decoders()
+        await client.post("/v1/predict", content=picture(), headers=PNG)  # so that a decoder has started, too
         gate = gated(service)
         late = await client.post("/v1/predict", files=[("picture", picture())] * 3)
         assert late.status_code == 504
@@ -250,7 +252,7 @@ def test_a_reload_is_of_the_model_that_is_named_or_of_all(bundle: Path) -> None:
             assert (await client.post(f"/v1/models/reload{query}")).json() == {"reloaded": names}
         assert (await client.post("/v1/models/reload?model=third")).status_code == 422
 
-    asked(Settings(models=name_models([str(bundle), f"second={bundle}"]), device="cpu"), ask)
+    asked(Settings(models=name_models([str(bundle), f"second={bundle}"]), device="cpu", allow_hosts=("service",)), ask)
 
 
 def test_uploads_together_have_a_limit(bundle: Path) -> None:

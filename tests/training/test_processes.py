@@ -184,3 +184,40 @@ def test_what_processes_tell_each_other(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["well", "well"]
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    launcher = start_and_wait(tmp_path / "run", 2, 5, "steps=100000", "evaluations=20000")
+    launcher.kill()  # torchrun alone: nothing tells the ranks
+    try:
+        launcher.communicate(timeout=120)  # until nobody has its pipes any more
+        assert not ranks(tmp_path / "run")
+    finally:
+        kill_all(tmp_path / "run")
+    stopped_at = json.loads((newest(tmp_path / "run") / "state.json").read_text())["step"]
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert stopped_at == last, "the state was saved when they ended"
+
+
+@pytest.mark.slow
+def test_two_processes_recover_a_damaged_best_model(tmp_path: Path) -> None:
+    first = run(tmp_path / "run", 2, "steps=20")
+    assert first.returncode == 0, first.stderr
+    weights = tmp_path / "run" / "best" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    done = run(tmp_path / "run", 2, "steps=20")
+    assert done.returncode == 0, done.stderr
+    assert "nothing is lost" in done.stderr
+    assert weights.read_bytes() == content
+
+
+def ranks(folder: Path) -> list[int]:
+    """Return the processes whose command names a run."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(place.name) != os.getpid() and os.fsencode(folder) in (place / "cmdline").read_bytes():
+                found.append(int(place.name))
+    return found

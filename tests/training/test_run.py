@@ -1,6 +1,5 @@
 """A run as a person starts it: stopped at any moment and started again, it is the run that never stopped."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,12 +21,13 @@ from vitrail.checkpoints.writing import recover
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.opening import open_data
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
+from vitrail.io import file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.runtime import Processes
 from vitrail.training.folder import claimed, default_folder, origin_of
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
 from vitrail.training.schedules import learning_rate
-from vitrail.training.state import Progress, Setting, State, load_state, save_state
+from vitrail.training.state import Progress, Setting, State, content_digest, load_state, save_state
 from vitrail.training.team import Team
 from vitrail.training.train import train
 
@@ -243,7 +243,7 @@ def test_a_full_disk_keeps_the_state_before(tmp_path: Path) -> None:
     state.progress.step = 2
     (tmp_path / "state").chmod(0o500)
     (tmp_path / "state" / f".00000002.{os.getpid()}").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"could not be saved in .*; the one before is intact"):
+    with pytest.raises(CheckpointError, match=r"could not be saved in .*; the one of step 1 is intact"):
         save_state(tmp_path / "state", state, setting)
     (tmp_path / "state" / f".00000002.{os.getpid()}").unlink(missing_ok=True)
     assert load_state(tmp_path / "state", state, setting, Team(Processes(), torch.device("cpu"))) == []
@@ -275,7 +275,7 @@ def test_a_disk_that_fills_up_during_a_run(straight: Path, tmp_path: Path) -> No
     said = full.stderr.splitlines()[-1]
     assert (full.returncode, full.stdout) == (2, "")
     assert "could not be saved" in said
-    assert "the one before is intact" in said
+    assert "the one of step 1 is intact" in said
     assert "Traceback" not in full.stderr
     assert _steps(folder) == before
     assert run(folder, *often).returncode == 0
@@ -408,7 +408,9 @@ def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:
         tensors["model/head.bias"] = torch.zeros(3)
         save_file(tensors, file)
         content = json.loads((state / "state.json").read_text())
-        content["checksum"] = hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+        content["checksum"] = file_digest(file)
+        del content["digest"]
+        content["digest"] = content_digest(content)
         (state / "state.json").write_text(json.dumps(content))
     done = run(folder, "--workers", "0")
     assert done.returncode == 2

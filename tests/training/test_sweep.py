@@ -80,7 +80,7 @@ def test_the_val_part_chooses(straight: Sweep) -> None:
 def test_only_the_chosen_run_has_a_verdict(straight: Sweep) -> None:
     assert [c.folder.name for c in straight.candidates if (c.folder / "verdict.json").exists()] == ["lr=0.1"]
     assert json.loads((straight.best.folder / "verdict.json").read_text())["pictures"] == 359
-    assert "selected on these pictures" not in straight.best.verdict
+    assert "selected on these images" not in straight.best.verdict
 
 
 def test_equal_accuracy_is_decided_by_the_loss(tmp_path: Path) -> None:

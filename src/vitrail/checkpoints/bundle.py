@@ -1,7 +1,7 @@
 """The bundle: a model as one folder, with everything it needs to be used: weights, architecture, preprocessing, names.
 
 model.safetensors   the weights, under our names (timm's)
-config.json         under "vitrail": format_version, vit, preprocess, classes, provenance;
+config.json         under "vitrail": format_version, vit, preprocess, classes, provenance, weights_sha256;
                     beside it, where timm can express the model, what timm needs to open the folder
 README.md           a model card
 """
@@ -13,17 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from vitrail._version import __version__
+from vitrail.checkpoints.assumptions import Assumption
 from vitrail.checkpoints.files import read_json, read_weights
+from vitrail.checkpoints.numbers import Dtype, check_numbers, in_dtype
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.checkpoints.timm_config import timm_config
 from vitrail.checkpoints.writing import whole_folder, write_safetensors
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
+from vitrail.io import file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
+from vitrail.schema import LONGEST_SHOWN
 
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+WEIGHTS_DIGEST = "weights_sha256"
+"""What config.json calls the digest of the weights, as `sha256sum model.safetensors` prints it."""
 METRICS = "metrics"
 """Under this name provenance has what the model was measured at, as a card shows it."""
 
@@ -40,6 +46,8 @@ class Bundle:
     """Where the weights come from and what was done to them."""
     origin: Path | None = None
     """Where it was opened; not saved."""
+    assumptions: tuple[Assumption, ...] = ()
+    """What its file did not say and was taken for granted; kept, as sentences, in the provenance of what is saved."""
 
     def __post_init__(self) -> None:
         outputs = self.model.config.classes
@@ -70,7 +78,8 @@ class Bundle:
         """Write the bundle's files into a folder that is there. `save` is the safe way."""
         weights = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
         write_safetensors(folder / WEIGHTS, weights, {"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(self._config(), indent=2) + "\n", encoding="utf-8")
+        config = self._config(file_digest(folder / WEIGHTS))
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (folder / CARD).write_text(self._card(), encoding="utf-8")
 
     def write_card(self, folder: Path) -> None:
@@ -80,13 +89,14 @@ class Bundle:
         temporary.write_text(self._card(), encoding="utf-8")
         temporary.replace(target)
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, digest: str) -> dict[str, Any]:
         ours = {
             "format_version": FORMAT_VERSION,
             "vit": json.loads(self.model.config.resolved().to_json()),
             "preprocess": json.loads(self.preprocess.to_json()),
             "classes": None if self.classes is None else list(self.classes),
             "provenance": {"written_by": f"vitrail {__version__}", **self.provenance},
+            WEIGHTS_DIGEST: digest,
         }
         return {"vitrail": ours, **timm_config(self.model.config, self.preprocess, self.classes)}
 
@@ -135,35 +145,71 @@ def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
     return f"{len(classes)} ({shown}{', …' if len(classes) > 10 else ''})"
 
 
+def _short(found: object) -> str:
+    text = repr(found)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+
+
+def _sides(size: tuple[int, int], channels: int) -> str:
+    return f"{size[0]}×{size[1]} pixels in {channels} channels"
+
+
 def is_bundle(config: Mapping[str, Any]) -> bool:
     """Say whether a config.json is that of a bundle."""
     return isinstance(config.get("vitrail"), dict)
 
 
-def read_bundle(folder: Path, *, fresh: Sequence[str] = ()) -> Bundle:
+def check_weights(folder: Path, ours: Mapping[str, Any]) -> None:
+    """Refuse weights that are not those that the bundle was written with; one without a digest is taken as it is."""
+    wanted = ours.get(WEIGHTS_DIGEST)
+    if wanted is None:
+        return
+    file = folder / WEIGHTS
+    try:
+        found = file_digest(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+    if found != wanted:
+        raise CheckpointError(
+            f"{file} is corrupt: its digest is not the {WEIGHTS_DIGEST} in {folder / CONFIG}; copy it again, or remove "
+            f"that line where you have changed the weights yourself"
+        )
+
+
+def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "float32") -> Bundle:
     """Read a bundle's folder."""
     ours = read_json(folder / CONFIG)["vitrail"]
     version = ours.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{folder} is a bundle of format {version!r}, and this version of vitrail reads format {FORMAT_VERSION}; "
-            f"update vitrail"
+            f"{folder} is a bundle of format {_short(version)}, and this version of vitrail reads format "
+            f"{FORMAT_VERSION}; update vitrail"
         )
     missing = [key for key in ("vit", "preprocess", "classes", "provenance") if key not in ours]
     if missing:
         raise CheckpointError(f"{folder / CONFIG} lacks {', '.join(missing)} under 'vitrail'; was it edited?")
-    config, weights = ViTConfig.from_json(json.dumps(ours["vit"])), read_weights(folder / WEIGHTS)
+    config = ViTConfig.from_json(json.dumps(ours["vit"]))
+    check_weights(folder, ours)
+    weights = read_weights(folder / WEIGHTS)
     if config.depth > len(weights):
         raise CheckpointError(
             f"{folder} says {config.depth} layers, but has only {len(weights)} tensors; was it edited?"
         )
-    model, started_fresh = loaded_model(config, weights, fresh=fresh)
+    check_numbers(weights, folder / WEIGHTS)
+    model, started_fresh = loaded_model(config, in_dtype(weights, dtype), fresh=fresh)
     preprocess = Preprocess.from_json(json.dumps(ours["preprocess"]))
+    if (preprocess.size, preprocess.channels) != (config.image_size, config.channels):
+        raise CheckpointError(
+            f"{folder / CONFIG} prepares images of {_sides(preprocess.size, preprocess.channels)} for a model that "
+            f"takes {_sides(config.image_size, config.channels)}; was it edited?"
+        )
     names = ours["classes"]
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {names!r}")
+        found = _short(names)
+        raise CheckpointError(f"{folder / CONFIG} should have a list of names as classes, found {found}")
     if not isinstance(ours["provenance"], dict):
-        raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {ours['provenance']!r}")
+        found = _short(ours["provenance"])
+        raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {found}")
     classes = None if names is None else tuple(names)
     provenance = {**ours["provenance"], **({"fresh": started_fresh} if started_fresh else {})}
     return Bundle(model, preprocess, classes, provenance)

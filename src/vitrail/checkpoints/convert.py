@@ -1,6 +1,7 @@
 """Moving a checkpoint to another library's format, with proof: what was written is opened again and compared."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,8 +15,9 @@ from vitrail.checkpoints.family import Family
 from vitrail.checkpoints.files import SUFFIXES
 from vitrail.checkpoints.hub import parse
 from vitrail.checkpoints.keys import Weights
-from vitrail.checkpoints.load import FAMILIES, inferred_config, load
-from vitrail.checkpoints.strict import load_weights
+from vitrail.checkpoints.load import FAMILIES, inferred_config, load, open_checkpoint
+from vitrail.checkpoints.numbers import Dtype, check_dtype, in_dtype
+from vitrail.checkpoints.strict import load_weights, loaded_model
 from vitrail.checkpoints.transformers_config import (
     dinov2_config,
     preprocessor_differences,
@@ -85,16 +87,18 @@ def convert(
     target: str | Path,
     *,
     to: Target = "bundle",
+    overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
+    dtype: Dtype = "keep",
     approximate: bool = False,
     overwrite: bool = False,
 ) -> Conversion:
     """Write a checkpoint in another format, open what was written, and compare the logits before it gets its name.
 
-    `source` is whatever `load` opens, or a bundle, which may have been adapted: `convert(load("B_16.npz",
-    image_size=384), …)`. An architecture the target cannot express is refused. Where only small numbers differ (which
+    `source` is whatever `load` opens (`overrides` says what its file does not tell), or a bundle, which may have been
+    adapted: `convert(load("B_16.npz", image_size=384), …)`. An architecture the target cannot express is refused. Where only small numbers differ (which
     GELU, LayerNorm's eps), `approximate` allows it, and the change is measured. "own" writes by the key table that
-    `keys` names.
+    `keys` names. The numbers stay those of the file, or of the bundle, unless `dtype` asks for others.
     """
     if to not in get_args(Target):
         raise CheckpointError(
@@ -102,9 +106,16 @@ def convert(
         )
     if (to == "own") != (keys is not None):
         raise CheckpointError("a key table (--keys) goes with the format 'own', and 'own' needs one")
-    bundle = source if isinstance(source, Bundle) else load(source)
+    check_dtype(dtype)
+    if isinstance(source, Bundle):
+        if overrides:
+            raise CheckpointError("overrides go with a file; this is a bundle, which says everything itself")
+        bundle = _in_dtype(source, dtype)
+    else:
+        bundle = load(source, overrides=overrides, dtype=dtype)
     path = Path(target)
     _keep_the_source(bundle, target)
+    bundle = _norm_before_pool(bundle, to)
     way = _way(bundle, path, to, None if keys is None else read_key_table(keys))
     differences = way.differences(bundle.model.config)
     if differences and not approximate:
@@ -125,6 +136,26 @@ def convert(
         notes = [] if way.folder else _not_in_a_file(near, temporary, own=to == "own")
     parameters = sum(p.numel() for p in bundle.model.parameters())
     return Conversion(path, to, tensors, parameters, change, differences, notes)
+
+
+def _in_dtype(bundle: Bundle, dtype: Dtype) -> Bundle:
+    """Return the bundle in other numbers; the one that was given stays as it is."""
+    state = bundle.model.state_dict()
+    changed = in_dtype(dict(state), dtype)
+    return bundle if dtype == "keep" else replace(bundle, model=loaded_model(bundle.model.config, changed)[0])
+
+
+def _norm_before_pool(bundle: Bundle, to: Target) -> Bundle:
+    """Where the class token is read, a norm after pooling is the same as one before, which more formats have."""
+    config = bundle.model.config
+    family = next((family for family in FAMILIES if family.name == to), None)
+    if family is None or config.final_norm in family.needs.get("final_norm", (config.final_norm,)):
+        return bundle
+    if (config.final_norm, config.pool) != ("after_pool", "cls"):
+        return bundle
+    state = {name.replace("fc_norm.", "norm."): tensor for name, tensor in bundle.model.state_dict().items()}
+    model, _ = loaded_model(config.replace(final_norm="before_pool"), state)
+    return replace(bundle, model=model)
 
 
 def _keep_the_source(bundle: Bundle, target: str | Path) -> None:
@@ -180,7 +211,8 @@ def _nearest(bundle: Bundle, changes: dict[str, Any]) -> Bundle:
 def _compare(bundle: Bundle, near: Bundle, written: Path, way: _Way, keys: str | Path | None) -> float:
     """Return how much the answers of what was written differ, on random pictures."""
     config = bundle.model.config
-    again = load(written, known=None if way.folder else dict(near.model.config), keys=keys).model
+    told = None if way.folder else dict(near.model.config)
+    again = open_checkpoint(written, overrides=told, keys=keys, dtype="keep").model
     like = next(bundle.model.parameters())
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn(2, config.channels, *config.image_size, generator=generator).to(like)
@@ -209,12 +241,24 @@ def _not_in_a_file(bundle: Bundle, written: Path, *, own: bool) -> list[str]:
         return notes
     config = bundle.model.config.resolved()
     try:
-        guessed = inferred_config(written).resolved()
+        guessed, refused = inferred_config(written)
     except CheckpointError:  # a grid that is no square, which nobody can guess
-        guessed = config.replace(image_size=config.patch_size)
-    for name in ("heads", "image_size", "activation", "norm_eps", "pool", "pool_over", "final_norm", "rope_theta"):
-        if getattr(guessed, name) != getattr(config, name):
-            notes.append(f"the file does not say {name}={getattr(config, name)!r}; say it when you open it")
+        guessed, refused = config.replace(image_size=config.patch_size), {"heads"}
+    guessed = guessed.resolved()
+    for name in (
+        "heads",
+        "image_size",
+        "activation",
+        "norm_eps",
+        "pool",
+        "pool_over",
+        "final_norm",
+        "rope_theta",
+        "norm_order",
+    ):
+        value = getattr(config, name)
+        if getattr(guessed, name) != value or name in refused:
+            notes.append(f"the file does not say {name}={value!r}; say it when you open it (--override {name}=…)")
     return notes
 
 

@@ -13,6 +13,17 @@ theirs = ["enc.{}.q.w", "enc.{}.k.w", "enc.{}.v.w"]   # joined along our first a
 ours = "blocks.{}.attn.qkv.weight"
 transpose = [1, 0]
 
+[[keys]]
+theirs = "where"                          # 197×768 there
+ours = "pos_embed"
+reshape = [1, 197, 768]                   # numbers alone; -1 is whatever is left
+shape = [197, 768]                        # theirs, for writing; without it the table only reads
+scale = 0.5                               # multiplied when read, divided when written; [8, 1, 1] for three that join
+
+[preprocess]                              # fields of Preprocess; the size is the model's
+mean = [0.1307, 0.1307, 0.1307]
+std = [0.3081, 0.3081, 0.3081]
+
 [[splits]]                                # before the table is used, one tensor is cut into equal parts
 theirs = "enc.{}.kv.w"
 into = ["enc.{}.k.w", "enc.{}.v.w"]
@@ -20,7 +31,6 @@ axis = 1
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +41,10 @@ from torch import Tensor
 
 from vitrail.checkpoints.family import Family, Hints
 from vitrail.checkpoints.keys import KeyMap, Rule, Weights
+from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
+from vitrail.io import ContentError, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import Frozen, Sequence
 
@@ -44,7 +56,23 @@ class Key(Frozen):
 
     theirs: str | Names
     ours: str
+    reshape: Annotated[tuple[int, ...], Sequence] | None = None
+    """The shape each of theirs gets first, before it is turned."""
     transpose: Annotated[tuple[int, ...], Sequence] | None = None
+    scale: float | Annotated[tuple[float, ...], Sequence] = 1.0
+    """What theirs is multiplied by: one number, or one for each that is joined."""
+    shape: Annotated[tuple[int, ...], Sequence] | None = None
+    """The shape of theirs where `reshape` changes it, for writing."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names, also where it is one."""
+        return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """One number for each of their names."""
+        return self.scale if isinstance(self.scale, tuple) else (self.scale,) * len(self.names)
 
 
 class Split(Frozen):
@@ -61,43 +89,68 @@ class KeyTable(Frozen):
     keys: Annotated[tuple[Key, ...], Sequence]
     splits: Annotated[tuple[Split, ...], Sequence] = ()
     config: dict[str, Any] = Field(default_factory=dict)
+    preprocess: dict[str, Any] = Field(default_factory=dict)
 
 
 def read_key_table(path: str | Path) -> Family:
     """Read a table, and return the family it describes."""
     file = Path(path)
     try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = read_toml(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not TOML ({error})") from None
+    except ContentError as error:
+        raise CheckpointError(f"{path} {error}") from None
     try:
         table = KeyTable.model_validate(content)
-        ViTConfig.model_validate({**ViTConfig().model_dump(), **table.config})
+        config = checked_overrides(table.config)
+        images = of_images(checked_overrides({f"{IMAGES}{name}": value for name, value in table.preprocess.items()}))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
     for key in table.keys:
         if fault := _fault(key):
             raise CheckpointError(f"{path}: {fault}")
-    rules = [
-        Rule((key.theirs,) if isinstance(key.theirs, str) else key.theirs, key.ours, permute=key.transpose)
-        for key in table.keys
-    ]
-    keys = _SplittingMap(rules, table.splits)
+    keys = _SplittingMap([_rule(key) for key in table.keys], table.splits)
     return Family(
         name=f"the key table {file.name}",
         recognise=lambda _: True,
         table=lambda _: keys,
         tidy=lambda weights, _: _cut(weights, table.splits),
-        hints=lambda _: _as_config(table.config),
-        preprocess=Preprocess(),
+        hints=lambda _: config,
+        preprocess=_images(images, file),
+        images=f"{file.name} has no [preprocess]",
+        images_told=frozenset(images),
+        assumes={name: reason for name, reason in _ASSUMES.items() if name not in config},
     )
+
+
+def _rule(key: Key) -> Rule:
+    scales = None if set(key.scales) == {1.0} else key.scales
+    return Rule(key.names, key.ours, permute=key.transpose, reshape=key.reshape, their_shape=key.shape, scales=scales)
+
+
+_ASSUMES = {
+    "activation": "the key table's [config] does not say it",
+    "norm_eps": "the key table's [config] does not say it; torch's own LayerNorm has 1e-5",
+    "pool": "the key table's [config] does not say it",
+    "pre_logits": "ours is a linear layer and tanh",
+}
+
+
+def _images(fields: Hints, file: Path) -> Preprocess:
+    """Return the preprocessing that a table says; statistics for one channel make it one of one channel."""
+    counts = {len(fields[name]) for name in ("mean", "std") if name in fields}
+    channels = fields.get("channels", counts.pop() if len(counts) == 1 else 3)
+    spread = {name: (value[0],) * channels for name, value in (("mean", (0.5,)), ("std", (0.5,))) if name not in fields}
+    try:
+        return Preprocess(**{**spread, "channels": channels, **fields})
+    except ConfigError as error:
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def _fault(key: Key) -> str | None:
     """Say what is wrong with a rule, if anything is."""
-    theirs = (key.theirs,) if isinstance(key.theirs, str) else key.theirs
+    theirs = key.names
     for name in (*theirs, key.ours):
         if re.search(r"[{}]", name.replace("{}", "")):
             return f"{name!r} has a brace that is no {{}}, which stands for the number of a layer"
@@ -105,11 +158,13 @@ def _fault(key: Key) -> str | None:
         return f"{', '.join(theirs)} and {key.ours} have other numbers of {{}}; each needs as many"
     if (key.transpose is not None and sorted(key.transpose) != list(range(len(key.transpose)))) or key.transpose == ():
         return f"transpose = {list(key.transpose or ())} of {key.ours} is no order of axes; write [1, 0], say"
+    if len(key.scales) != len(theirs) or 0 in key.scales:
+        return f"scale = {key.scale} of {key.ours} should be one number other than 0, or {len(theirs)} of them"
+    if key.reshape is not None and (key.reshape.count(-1) > 1 or any(side < 1 and side != -1 for side in key.reshape)):
+        return f"reshape = {list(key.reshape)} of {key.ours} should be whole numbers, one of which may be -1"
+    if key.shape is not None and key.reshape is None:
+        return f"shape = {list(key.shape)} of {key.ours} is theirs where reshape changes it; add reshape"
     return None
-
-
-def _as_config(fields: Mapping[str, Any]) -> Hints:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def _cut(weights: Weights, splits: tuple[Split, ...]) -> Weights:

@@ -56,6 +56,10 @@ def _no_hints(_: Shapes) -> Hints:
     return {}
 
 
+def _nothing_follows(_: Hints, __: Shapes) -> Hints:
+    return {}
+
+
 def _no_obstacles(_: ViTConfig) -> list[str]:
     return []
 
@@ -71,6 +75,8 @@ class Reading(NamedTuple):
     """Names that were left out on purpose."""
     hints: Hints
     """What the family knows beside the shapes."""
+    told: Hints
+    """Those among them that are certain: what shapes or a key table tell."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,14 @@ class Family:
     """The values of config fields that the family can express; any value for fields not named."""
     refuses: Callable[[ViTConfig], list[str]] = _no_obstacles
     """What else the family cannot express, one sentence each."""
+    assumes: Mapping[str, str] = field(default_factory=dict)
+    """Fields of `ViTConfig` that a bare file leaves open, and why the family's value is the likely one."""
+    images: str = ""
+    """Why `preprocess` is the likely one."""
+    images_told: frozenset[str] = frozenset()
+    """Fields of `preprocess` that are certain."""
+    follows: Callable[[Hints, Shapes], Hints] = _nothing_follows
+    """What follows, in this family, from what the caller or a config says (our names and shapes)."""
     nearly: Mapping[str, Any] = field(default_factory=dict)
     """Fields where another value gives nearly the same numbers, and the family's own value for them."""
 
@@ -120,7 +134,7 @@ class Family:
         for name in dropped:
             del weights[name]
         ours, unknown = self.table(None).read(weights)
-        return Reading(ours, unknown, dropped, hints)
+        return Reading(ours, unknown, dropped, hints, {k: v for k, v in hints.items() if k not in self.assumes})
 
     def write(self, weights: Mapping[str, Tensor], config: ViTConfig) -> Weights:
         """Turn our weights into the family's, or say which field stands in the way."""

@@ -1,6 +1,5 @@
 """Weight files, opened without running anything in them."""
 
-import json
 import pickle
 import warnings
 import zipfile
@@ -15,14 +14,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitrail.checkpoints.keys import Weights
+from vitrail.checkpoints.numbers import check_numbers
 from vitrail.errors import CheckpointError
+from vitrail.io import ContentError, open_regular
+from vitrail.io import read_json as read_any_json
 
 SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin")
 _NESTED = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "teacher", "module")
 """Where training scripts put the weights inside a checkpoint; averaged weights first."""
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "backbone.")
 """What torch's and other wrappers put before every name."""
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+LONGEST_REASON = 160
+MOST_UNPACKED = 1 << 28
+"""Bytes that any compressed file may unpack to; a larger one has to have a size that numbers can be compressed to."""
+MOST_COMPRESSED = 20
+"""How many times its size a larger compressed file may unpack to. Weights hardly get smaller at all; zeros do."""
 
 
 class Stored(NamedTuple):
@@ -50,14 +56,7 @@ def read_checkpoint(files: Sequence[Path]) -> Stored:
 
 def _stored(weights: Weights, inside: str | None, file: Path) -> Stored:
     """See to it that all are numbers a model can be made of, and of one kind."""
-    for name, tensor in weights.items():
-        counter = name.endswith("num_batches_tracked")
-        if tensor.layout != torch.strided or tensor.is_meta or not (tensor.dtype in _FLOATS or counter):
-            kind = "no" if tensor.is_meta else "sparse" if tensor.layout != torch.strided else f"{tensor.dtype}"
-            raise CheckpointError(
-                f"{file} holds {kind.removeprefix('torch.')} numbers in {name}; save the model in float32 with the "
-                f"library that made it, and open that"
-            )
+    check_numbers(weights, file)
     kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     notes = [] if inside is None else [f"the weights are those under {inside!r} in the file"]
     if len(kinds) > 1:
@@ -69,24 +68,21 @@ def _stored(weights: Weights, inside: str | None, file: Path) -> Stored:
 
 def read_weights(path: Path) -> Weights:
     """Read every tensor of a file, whatever its kind; the kind is seen from its content, not from its name."""
-    return _read_file(path)[0]
+    weights = _read_file(path)[0]
+    check_numbers(weights, path)
+    return weights
 
 
 def _read_file(path: Path) -> tuple[Weights, str | None]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(16)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     if not start:
         raise CheckpointError(f"{path} is empty; was it copied whole?")
     if zipfile.is_zipfile(path):
-        names = zipfile.ZipFile(path).namelist()
-        if any(name.endswith("data.pkl") for name in names):
-            return _read_pickle(path)
-        if names and all(name.endswith(".npy") for name in names):
-            return _read_npz(path), None
-        raise CheckpointError(f"{path} is a zip file, but neither a PyTorch checkpoint nor a NumPy archive")
+        return _read_zip(path)
     if start[8:9] == b"{":
         return _read_safetensors(path), None
     if start[:2] == b"PK":
@@ -98,10 +94,35 @@ def _read_file(path: Path) -> tuple[Weights, str | None]:
     raise CheckpointError(f"{path} is no weight file we know ({', '.join(SUFFIXES)})")
 
 
+def _read_zip(path: Path) -> tuple[Weights, str | None]:
+    """Read what torch.save or NumPy has written, after a look at the table of contents."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except Exception as error:  # a damaged directory can fail in any way
+        raise CheckpointError(
+            f"{path} is a zip file whose directory is damaged ({_first_line(error)}); copy it again"
+        ) from None
+    names = [member.filename for member in members]
+    if any(name.endswith("data.pkl") for name in names):
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+            raise CheckpointError(f"{path} is a PyTorch file that was compressed afterwards; save it with torch.save")
+        return _read_pickle(path)
+    if not names or not all(name.endswith(".npy") for name in names):
+        raise CheckpointError(f"{path} is a zip file, but neither a PyTorch checkpoint nor a NumPy archive")
+    unpacked, size = sum(member.file_size for member in members), path.stat().st_size
+    if unpacked > max(MOST_UNPACKED, MOST_COMPRESSED * size):
+        raise CheckpointError(
+            f"{path} would unpack from {size / 1e6:.1f} MB to {unpacked / 1e9:.1f} GB, which weights never do, so it "
+            f"was not opened; save them with numpy.savez"
+        )
+    return _read_npz(path), None
+
+
 def _read_safetensors(path: Path) -> Weights:
     try:
         return load_file(path)
-    except (SafetensorError, ValueError, OSError) as error:
+    except (SafetensorError, ValueError, OSError, RuntimeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is a damaged safetensors file ({error}); copy it again") from None
 
 
@@ -139,7 +160,8 @@ def _read_pickle(path: Path) -> tuple[Weights, str | None]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__
+    # zipfile quotes a header at full length, and that may be most of the file.
+    return str(error).strip().split("\n", 1)[0].rstrip(".")[:LONGEST_REASON] or type(error).__name__
 
 
 def _tensors_in(content: object, path: Path, inside: str | None = None) -> tuple[Weights, str | None]:
@@ -158,11 +180,11 @@ def _tensors_in(content: object, path: Path, inside: str | None = None) -> tuple
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_any_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); was it copied whole?") from None
+    except ContentError as error:
+        raise CheckpointError(f"{path} {error}; was it copied whole?") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} should hold a JSON object, found {type(content).__name__}")
     return content

@@ -3,7 +3,10 @@
 The cache, offline mode (`HF_HUB_OFFLINE`) and another server (`HF_ENDPOINT`) are huggingface_hub's own and honoured.
 """
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,11 +59,12 @@ def fetch(name: HubName) -> Path:
 
     where = name.repository + (f" at {name.revision}" if name.revision else "")
     try:
-        get("config.json")
-        if not unreachable:
-            get("preprocessor_config.json")
-            unreachable.clear()  # few have one, and a cache does not say that there is none
-        weights = None if unreachable else next((path for file in WEIGHTS if (path := get(file)) is not None), None)
+        with _quiet():
+            get("config.json")
+            if not unreachable:
+                get("preprocessor_config.json")
+                unreachable.clear()  # few have one, and a cache does not say that there is none
+            weights = None if unreachable else next((path for file in WEIGHTS if (path := get(file)) is not None), None)
     except RevisionNotFoundError:
         raise CheckpointError(f"the hub has {name.repository}, but not its revision {name.revision!r}") from None
     except RepositoryNotFoundError:
@@ -79,11 +83,32 @@ def fetch(name: HubName) -> Path:
         unreachable.append(error)
     # Weights without the config that may be beside them would be taken for another model.
     if unreachable:
-        first = str(unreachable[0]).split(". ", 1)[0].split("\n", 1)[0]
-        raise CheckpointError(f"the hub could not be reached for {where} ({first}); {_cached()}")
+        raise CheckpointError(
+            f"the hub could not be reached for {where}, and {_cached()}; where there is a connection, download "
+            f"config.json and model.safetensors from {_page(name)} into a folder, copy it here, and give the folder "
+            f"instead of the name"
+        )
     if weights is None:
         raise CheckpointError(f"{where} has no weights we know ({', '.join(WEIGHTS)})")
     return weights.parent
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep huggingface_hub's lines about its retries away: what came of them is said in one sentence."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _page(name: HubName) -> str:
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{name.repository}" + (f"/tree/{name.revision}" if name.revision else "")
 
 
 def _cached() -> str:

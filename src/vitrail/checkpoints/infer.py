@@ -1,7 +1,8 @@
 """The architecture of a ViT, read off the shapes of its weights.
 
 Shapes say nearly everything. What they cannot say (heads, LayerNorm's eps, which GELU) is a hint of the family the file
-comes from, or an argument of the caller; the number of heads falls back to heads of width 64.
+comes from, or an argument of the caller; the number of heads falls back to that of the published models of the same
+size. Which of these guesses are said, and which are refused, is `vitrail.checkpoints.assumptions`' business.
 """
 
 import math
@@ -16,8 +17,22 @@ from vitrail.models.variants import SIZES
 Shapes = Mapping[str, tuple[int, ...]]
 HEAD_WIDTH = 64
 """What nearly every published ViT has."""
-OTHER_HEADS = {1152: 16, 1280: 16, 1408: 16, 1664: 16}
-"""The exceptions, by width: so400m, huge, giant, gigantic."""
+PUBLISHED = {(size.width, size.depth, size.mlp_width): size.heads for size in SIZES.values()} | {
+    (256, 10, 1024): 4,
+    (256, 14, 1280): 4,
+    (320, 14, 1792): 5,
+    (384, 36, 1536): 6,
+    (512, 12, 2048): 8,
+    (512, 20, 2048): 8,
+    (640, 12, 2560): 10,
+    (832, 21, 2176): 13,
+    (896, 12, 3584): 14,
+    (896, 18, 2304): 14,
+    (1152, 27, 4304): 16,
+    (1536, 40, 4096): 24,
+    (1536, 40, 6144): 16,
+}
+"""Width, depth and width of the MLP of published ViTs, beside the paper's those that timm names, and their heads."""
 
 
 def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
@@ -28,7 +43,7 @@ def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
     """
     _check_axes(shapes)
     fields: dict[str, Any] = {}
-    fields |= _stem(shapes) if "stem" not in hints else {}
+    fields |= _stem(shapes, hints) if "stem" not in hints else {}
     fields |= _encoder(shapes, hints)
     fields |= _tokens(shapes)
     fields |= _answer(shapes, fields)
@@ -69,7 +84,7 @@ def _check_axes(shapes: Shapes) -> None:
             raise CheckpointError(f"{name} is {shapes[name]}, where {axes} axes are expected, none of them empty")
 
 
-def _stem(shapes: Shapes) -> dict[str, Any]:
+def _stem(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
     _, channels, *patch = _need(shapes, "patch_embed.proj.weight")
     fields: dict[str, Any] = {"patch_bias": "patch_embed.proj.bias" in shapes}
     if "patch_embed.norm_in.weight" in shapes:
@@ -77,7 +92,7 @@ def _stem(shapes: Shapes) -> dict[str, Any]:
     if "patch_embed.backbone.stem.conv.weight" in shapes:
         return fields | _resnet(shapes, patch)
     if "patch_embed.backbone.0.conv.weight" in shapes:
-        return fields | _conv_stem(shapes)
+        return fields | _conv_stem(shapes, hints)
     return fields | {"stem": "conv", "patch_size": tuple(patch), "channels": channels}
 
 
@@ -98,18 +113,39 @@ def _resnet(shapes: Shapes, patch: list[int]) -> dict[str, Any]:
     }
 
 
-def _conv_stem(shapes: Shapes) -> dict[str, Any]:
-    """Read the early convolutions; their strides are not in the weights, so each is taken to halve the picture."""
+def _conv_stem(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the early convolutions. Their strides are not in the weights; where the image's size is known they follow
+    from the table of positions, else each is taken to halve the image."""
     layers: list[dict[str, int]] = []
     while (name := f"patch_embed.backbone.{len(layers)}.conv.weight") in shapes:
         layers.append({"channels": shapes[name][0], "kernel": shapes[name][2], "stride": 2})
-    size = 2 ** len(layers)
+    total = 2 ** len(layers)
+    if "conv_stem" in hints:
+        total = math.prod(layer.stride for layer in hints["conv_stem"])
+    elif (size := hints.get("image_size")) and "pos_embed" in shapes:
+        total = size[0] // math.isqrt(shapes["pos_embed"][1]) or 1
+        _set_strides(layers, total)
     return {
         "stem": "conv_stem",
         "conv_stem": tuple(layers),
-        "patch_size": (size, size),
+        "patch_size": (total, total),
         "channels": shapes["patch_embed.backbone.0.conv.weight"][1],
     }
+
+
+def _set_strides(layers: list[dict[str, int]], total: int) -> None:
+    """Find strides that multiply to `total`: 2, and 1 for layers that keep the number of channels."""
+    if total == 2 ** len(layers):
+        return
+    kept = [i for i, layer in enumerate(layers) if i and layer["channels"] == layers[i - 1]["channels"]]
+    if total != 2 ** (len(layers) - len(kept)):
+        raise CheckpointError(
+            f"its {len(layers)} convolutions have to shrink the image {total} times, and no tensor tells by which "
+            f"strides; give them as conv_stem = [{{channels = …, kernel = …, stride = …}}, …] under [config] of a key "
+            f"table, or in Python as overrides={{'conv_stem': …}}"
+        )
+    for i in kept:
+        layers[i]["stride"] = 1
 
 
 def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,10 +158,10 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
             f"layer {missing} of {max(layers) + 1} is missing from the weights; is the file cut short?"
         )
     qk_norm = shapes.get("blocks.0.attn.q_norm.weight")
-    heads = hints.get("heads") or (inner // qk_norm[0] if qk_norm else _usual_heads(inner))
+    heads = hints.get("heads") or (inner // qk_norm[0] if qk_norm else published_heads(shapes) or _usual_heads(inner))
     if inner % heads:
         raise CheckpointError(
-            f"{heads} heads do not divide the attention's width {inner}; give another number with heads="
+            f"{heads} heads do not divide the attention's width {inner}; give another number with --override heads=N"
         )
     head_dim = inner // heads
     hidden = _need(shapes, "blocks.0.mlp.fc2.weight")[1]
@@ -145,18 +181,16 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def published_heads(shapes: Shapes) -> int | None:
+    """Return how many heads the published models of this size have; None where no published one has it."""
+    inner, width = shapes["blocks.0.attn.qkv.weight"][0] // 3, shapes["blocks.0.attn.qkv.weight"][1]
+    depth = len({found[1] for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))})
+    heads = PUBLISHED.get((width, depth, shapes["blocks.0.mlp.fc2.weight"][1]))
+    return heads if inner == width else None
+
+
 def _usual_heads(width: int) -> int:
-    return OTHER_HEADS.get(width) or width // HEAD_WIDTH or 1
-
-
-def heads_are_certain(config: ViTConfig, hints: Mapping[str, Any]) -> bool:
-    """Say whether the number of heads is known: by a hint, by a norm on each head, or because the size has a name."""
-    named = any(
-        (size.width, size.depth, size.mlp_width, size.heads)
-        == (config.width, config.depth, config.mlp_hidden, config.heads)
-        for size in SIZES.values()
-    )
-    return named or config.qk_norm or "heads" in hints
+    return width // HEAD_WIDTH if width % HEAD_WIDTH == 0 else 1
 
 
 def _tokens(shapes: Shapes) -> dict[str, Any]:
@@ -195,12 +229,12 @@ def _position(shapes: Shapes, fields: Mapping[str, Any], hints: Mapping[str, Any
     wanted = hints.get("position_covers")
     choices = {name: rows - special for name, special in covers.items() if wanted in (None, name)}
     if size := hints.get("image_size"):
-        height, width = (size, size) if isinstance(size, int) else size
+        height, width = size
         patches = (height // patch[0]) * (width // patch[1])
         fitting = [name for name, count in choices.items() if count == patches]
         if not fitting:
             raise CheckpointError(
-                f"the position table has {rows} rows, which do not fit a picture of {height}×{width} cut into patches "
+                f"the position table has {rows} rows, which do not fit an image of {height}×{width} cut into patches "
                 f"of {patch[0]}×{patch[1]} ({patches} patches and {first + fields['registers']} other tokens)"
             )
         return {"image_size": (height, width), "position_covers": _covers(fitting[0], first, fields)}
@@ -211,7 +245,8 @@ def _position(shapes: Shapes, fields: Mapping[str, Any], hints: Mapping[str, Any
     if wanted_size := hints.get("wanted_size"):
         return _position(shapes, fields, {**hints, "image_size": wanted_size})
     raise CheckpointError(
-        f"the position table has {rows} rows, which are not a square grid; say the picture's size with image_size="
+        f"the position table has {rows} rows, which are not a square grid; say the image's size with --override "
+        f"image_size=192x384 (height first)"
     )
 
 

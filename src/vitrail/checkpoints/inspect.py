@@ -37,11 +37,11 @@ def inspect(
     source: str | Path,
     *,
     heads: int | None = None,
-    known: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
 ) -> Inspection:
     """Open a checkpoint and say what it is, tensor by tensor."""
-    bundle = load(source, heads=heads, known=known, keys=keys)
+    bundle = load(source, heads=heads, overrides=overrides, keys=keys, dtype="keep")
     state = bundle.model.state_dict()
     rows = [_row(name, tensor) for name, tensor in state.items()]
     return Inspection(bundle, variant_name(bundle.model.config), rows, _oddities(bundle, state))

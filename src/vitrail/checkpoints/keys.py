@@ -30,18 +30,31 @@ class Rule(NamedTuple):
     """Which of their axes are taken together, in order, to get ours: ((0,), (1, 2)) folds (D, H, h) to (D, H·h)."""
     permute: tuple[int, ...] | None = None
     """The order of the folded axes in ours."""
+    reshape: tuple[int, ...] | None = None
+    """The shape that each of theirs gets before it is turned, in numbers; one may be -1."""
+    their_shape: tuple[int, ...] | None = None
+    """The shape of theirs before `reshape`, to write it again."""
+    scales: tuple[float, ...] | None = None
+    """What each of theirs is multiplied by."""
 
     def read(self, parts: list[Tensor]) -> Tensor:
         """Make our tensor of theirs."""
+        if self.scales is not None:
+            parts = [part * scale for part, scale in zip(parts, self.scales, strict=True)]
         made = [self._read_one(part) for part in parts]
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def write(self, tensor: Tensor, sizes: Mapping[str, int]) -> list[Tensor]:
         """Make their tensors of ours."""
         parts = tensor.chunk(len(self.theirs)) if len(self.theirs) > 1 else [tensor]
-        return [self._write_one(part, sizes) for part in parts]
+        made = [self._write_one(part, sizes) for part in parts]
+        if self.scales is None:
+            return made
+        return [part / scale for part, scale in zip(made, self.scales, strict=True)]
 
     def _read_one(self, part: Tensor) -> Tensor:
+        if self.reshape is not None:
+            part = self._reshaped(part, self.reshape)
         wanted = max(map(max, self.fold)) + 1 if self.fold is not None else len(self.permute or part.shape)
         if part.ndim != wanted:
             raise CheckpointError(
@@ -57,7 +70,22 @@ class Rule(NamedTuple):
             part = part.permute([self.permute.index(axis) for axis in range(len(self.permute))])
         if self.shape is not None:
             part = part.reshape([sizes[axis] for axis in self.shape])
+        if self.reshape is not None:
+            if self.their_shape is None:
+                raise CheckpointError(
+                    f"{self.theirs[0]} is reshaped when it is read, and the table does not say from what; add shape = "
+                    f"[…], its own, to write it"
+                )
+            part = self._reshaped(part, self.their_shape)
         return part.contiguous()
+
+    def _reshaped(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        try:
+            return part.reshape(shape)
+        except RuntimeError:
+            raise CheckpointError(
+                f"{self.theirs[0]} is {tuple(part.shape)}, which cannot be reshaped to {shape}"
+            ) from None
 
 
 def rule(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vitrail.checkpoints.keys import Weights
 from vitrail.errors import CheckpointError
+from vitrail.io import flush, follow_umask
 
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "preprocessor_config.json")
 """What a checkpoint we wrote consists of: all that may be overwritten."""
@@ -35,7 +36,7 @@ def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             for file in temporary.rglob("*"):
                 flush(file)
             flush(temporary)
-            _open_to_others(temporary)
+            follow_umask(temporary, *temporary.iterdir())
             if target.exists():
                 old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
                 target.rename(old / target.name)
@@ -75,6 +76,7 @@ def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
             temporary = Path(folder) / target.name
             yield temporary
             flush(temporary)
+            follow_umask(temporary)
             temporary.replace(target)
         flush(target.parent)
 
@@ -125,24 +127,6 @@ def _explained(target: Path) -> Iterator[None]:
         ) from None
     except SafetensorError as error:
         raise CheckpointError(f"{target} could not be written: {error}; nothing was changed") from None
-
-
-def _open_to_others(folder: Path) -> None:
-    """Give a folder and its files the permissions that others made now would have."""
-    mask = os.umask(0)
-    os.umask(mask)
-    folder.chmod(0o777 & ~mask)
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~mask)
-
-
-def flush(path: Path) -> None:
-    """Make sure that a file or folder is on the disk and not only on its way there."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -19,6 +19,7 @@ from vitrail.cli.predict import predict
 from vitrail.cli.probe import probe
 from vitrail.cli.report import report
 from vitrail.cli.serve import serve
+from vitrail.cli.terminal import echo
 from vitrail.cli.train import train
 
 app = typer.Typer(
@@ -33,7 +34,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"vitrail {__version__}")
+        echo(f"vitrail {__version__}")
         raise typer.Exit
 
 

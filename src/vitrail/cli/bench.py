@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.acceleration.measure import Bench, Cell
@@ -26,18 +28,19 @@ def bench(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time for each line of the table.")] = 2.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    override: Overrides = None,
+    keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure images per second and latency of every engine, precision and batch size on this machine."""
     from vitrail.acceleration.engine import Kind
     from vitrail.acceleration.measure import BATCHES, measure
-    from vitrail.checkpoints.load import load
     from vitrail.runtime import Precision, choose_device
 
     kinds = _known(engine, get_args(Kind), "engine")
     precisions = _known(precision, get_args(Precision), "precision") if precision else None
     place = choose_device(device)
-    opened = load(bundle)
+    opened = open_model(bundle, override, keys)
     with progress("measuring") as on_measured:
         found = measure(
             opened.model,
@@ -50,7 +53,7 @@ def bench(
             on_progress=on_measured,
         )
     if as_json:
-        typer.echo(json.dumps({**_machine(place), "seconds": seconds, **found.as_dict()}, indent=2))
+        echo(json.dumps({**_machine(place), "seconds": seconds, **found.as_dict()}, indent=2))
     else:
         _print_bench(found, _machine(place))
     if not found.cells:  # why is said above
@@ -78,9 +81,9 @@ def _machine(device: Any) -> dict[str, Any]:
 
 def _print_bench(found: "Bench", machine: dict[str, Any]) -> None:
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
-    typer.echo(f"{machine['device']}, {threads}, torch {machine['torch']}")
+    echo(f"{machine['device']}, {threads}, torch {machine['torch']}")
     if found.cells:
-        typer.echo("")
+        echo("")
         plain = {cell.batch: cell for cell in found.cells if (cell.engine, cell.precision) == ("torch", "float32")}
         print_table(
             ("batch", "engine", "precision", "images/s", "median, ms", "p95, ms", "speed", "probabilities within"),
@@ -89,15 +92,15 @@ def _print_bench(found: "Bench", machine: dict[str, Any]) -> None:
         )
         best = max(found.cells, key=lambda cell: cell.images_per_second)
         quick = min(found.cells, key=lambda cell: (cell.batch, cell.median))
-        typer.echo(
+        echo(
             f"\nMost images/s: {best.engine} in {best.precision}, {best.batch} at a time. Quickest with a batch of "
             f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and probabilities are beside torch in float32."
         )
     if found.left_out:
-        typer.secho("\nNot measured", bold=True)
+        echo("\nNot measured", bold=True)
     for left in found.left_out:
         where = [left.engine, left.precision, None if left.batch is None else f"batch {left.batch}"]
-        typer.echo(f"{' '.join(word for word in where if word)}: {left.reason}")
+        echo(f"{' '.join(word for word in where if word)}: {left.reason}")
 
 
 def _row(cell: "Cell", plain: "Cell | None") -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.checking.check import Report
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 SPEEDS = (100.0, 1000.0, 5000.0)
 """Images per second of compute that are shown where none are asked for: a processor, a small GPU, a large one."""
 LISTED = 5
-"""Pictures listed under a finding; all of them are in the JSON."""
+"""Pictures listed under a finding; all of them are in the JSON. Faults are listed all: each is to be mended."""
 MOST_CLASSES = 20
 BAR = 30
 HELP = {
@@ -27,7 +28,9 @@ HELP = {
 
 
 def check(
-    data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
+    data: Annotated[
+        str, typer.Argument(help="A folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     sheet: Annotated[
         Path | None, typer.Option(help="Write a contact sheet, a PNG with pictures of each class.")
@@ -40,23 +43,22 @@ def check(
     ] = None,
     size: Annotated[int, typer.Option(min=1, max=4096, help="The side of the pictures that the model sees.")] = 224,
 ) -> None:
-    """Decode every picture; find damaged ones, duplicates and odd ones; measure how fast they can be read."""
+    """Decode every image; list every fault, duplicate and odd one in one pass; measure how fast they can be read."""
     from vitrail.data.batches import default_workers
-    from vitrail.data.checking.check import check_data, passed_over
+    from vitrail.data.checking.check import check_data, open_to_check
     from vitrail.data.checking.measure import available_cores, measure_speed
-    from vitrail.data.sources.opening import open_data
     from vitrail.errors import DataError
 
     if sheet is not None:
         _check_target(sheet)
     with progress("listing") as on_found:
-        parts = open_data(data, on_progress=lambda found: on_found(found, None))
+        parts, faults = open_to_check(data, on_progress=lambda found: on_found(found, None))
     with progress("measuring") as on_measured:
         # Before the check, so that the check has not yet brought every file into the system's memory.
         speed = measure_speed(parts.train, size=(size, size), on_progress=on_measured)
     workers = default_workers() if workers is None else workers
     with progress("decoding") as on_decoded:
-        report = check_data(parts, size=size, workers=workers, on_progress=on_decoded)
+        report = check_data(parts, size=size, workers=workers, on_progress=on_decoded, faults=faults)
     if not report.usable:
         first = report.unreadable[0]
         raise DataError(
@@ -72,20 +74,18 @@ def check(
         found = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
         if speed is not None:
             found |= {"speed": speed.as_dict(), "bounds": [speed.bound(wanted, cores)._asdict() for wanted in speeds]}
-        typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
-        raise typer.Exit(2 if report.unreadable else 0)
+        echo(json.dumps(found, indent=2, ensure_ascii=False))
+        raise typer.Exit(2 if report.unreadable or report.faults else 0)
     _print_report(report)
     _heading("Speed")
     if speed is not None:
         _print_speed(speed, speeds, cores, size)
     else:
-        typer.echo("No picture of the sample could be prepared, so there is nothing to measure.")
-    if ignored := passed_over(parts):
-        typer.echo(f"\n{ignored:,} other files were passed over, because their names do not end as a picture's.")
+        echo("No picture of the sample could be prepared, so there is nothing to measure.")
     if sheet is not None:
-        typer.echo(f"\nThe contact sheet is {sheet}.")
-    # What cannot be read is a fault that a script should notice.
-    raise typer.Exit(2 if report.unreadable else 0)
+        echo(f"\nThe contact sheet is {sheet}.")
+    # What cannot be read or opened is a fault that a script should notice.
+    raise typer.Exit(2 if report.unreadable or report.faults else 0)
 
 
 def _check_target(sheet: Path) -> None:
@@ -108,16 +108,18 @@ def _print_report(report: "Report") -> None:
     for finding in report.findings:
         sentences = f"{_sentence(finding.text)} {_sentence(finding.advice)}"
         _print_wrapped(f"{'!' if finding.grave else '·'} {sentences}", inner=2)
-        for line in finding.details[:LISTED]:
+        listed = len(finding.details) if finding.kind == "faults" else LISTED
+        for line in finding.details[:listed]:
             _print_wrapped(line, indent=4, inner=6)
-        if len(finding.details) > LISTED:
-            typer.echo(f"    … and {len(finding.details) - LISTED:,} more")
+        if len(finding.details) > listed:
+            echo(f"    … and {len(finding.details) - listed:,} more")
     _heading("Classes")
     _print_classes(report)
     _heading("Sizes: the shorter side, in pixels")
     _print_sizes(report)
     _heading("Files")
     _print_wrapped(f"{_bytes(report.bytes)} in all; {_listed(report.formats)}; {_listed(report.modes)}")
+    _print_wrapped(f"Not looked for: {'; '.join(report.not_looked_for)}.")
 
 
 def _print_sizes(report: "Report") -> None:
@@ -128,9 +130,9 @@ def _print_sizes(report: "Report") -> None:
         if span.pictures:
             name = f"{span.low}–{span.high - 1}" if span.high is not None else f"from {span.low}"
             length = -(-BAR * span.pictures // most)
-            typer.echo(f"{name:>9}  {'█' * length:<{BAR}}  {span.pictures:>9,}")
+            echo(f"{name:>9}  {'█' * length:<{BAR}}  {span.pictures:>9,}")
         elif not gap:
-            typer.echo(f"{'…':>9}")
+            echo(f"{'…':>9}")
         gap = not span.pictures
 
 
@@ -156,14 +158,14 @@ def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: in
     )
     bounds = [speed.bound(wanted, cores) for wanted in speeds]
     here = "1 core" if cores == 1 else f"{cores} cores"
-    typer.echo(f"\nOn this machine, which has {here}:")
+    echo(f"\nOn this machine, which has {here}:")
     print_table(
         ("compute, images/s", "workers needed", "bound by", "images/s reached"),
         [(_rate(bound.images_per_second), f"{bound.workers:,}", bound.by, _rate(bound.reached)) for bound in bounds],
         numbers=("compute, images/s", "workers needed", "images/s reached"),
     )
     if any(bound.by != "compute" for bound in bounds):
-        typer.echo(f"What would help where the device waits for pictures: {HELP[speed.slowest]}.")
+        echo(f"What would help where the device waits for pictures: {HELP[speed.slowest]}.")
 
 
 def _rate(images: float) -> str:
@@ -175,7 +177,7 @@ def _sentence(text: str) -> str:
 
 
 def _heading(text: str) -> None:
-    typer.secho(f"\n{text}", bold=True)
+    echo(f"\n{text}", bold=True)
 
 
 def _print_wrapped(text: str, indent: int = 0, inner: int = 0) -> None:
@@ -184,7 +186,7 @@ def _print_wrapped(text: str, indent: int = 0, inner: int = 0) -> None:
     import textwrap
 
     if not sys.stdout.isatty():  # whole lines where nobody watches
-        typer.echo(" " * indent + text)
+        echo(" " * indent + text)
         return
     width = max(40, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(
@@ -195,7 +197,7 @@ def _print_wrapped(text: str, indent: int = 0, inner: int = 0) -> None:
         break_on_hyphens=False,
         break_long_words=False,
     )
-    typer.echo("\n".join(lines))
+    echo("\n".join(lines))
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli.known import read_known
+from vitrail.cli.overrides import Overrides, read_overrides
+from vitrail.cli.terminal import echo
 
 
 def convert(
@@ -18,11 +19,7 @@ def convert(
             "lucidrains, dinov2, dinov2-transformers, timm-rope, or own (by --keys)."
         ),
     ] = "bundle",
-    heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
-    known: Annotated[
-        list[str] | None,
-        typer.Option(help="A field of the model that the file does not tell: pool=mean, activation=gelu_tanh."),
-    ] = None,
+    override: Overrides = None,
     keys: Annotated[
         Path | None,
         typer.Option(help="A key table (TOML) for a home-made ViT: of the source, or with --to own of the target."),
@@ -36,6 +33,9 @@ def convert(
     position: Annotated[
         str, typer.Option(help="Whose way of resampling positions: google, timm, torchvision, transformers, dinov2.")
     ] = "timm",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bf16, fp16 or float64: the numbers to write; keep: those of the source.")
+    ] = "keep",
     approximate: Annotated[
         bool, typer.Option("--approximate", help="Allow a target that computes slightly other numbers.")
     ] = False,
@@ -48,14 +48,14 @@ def convert(
     own = to == "own"
     bundle = load(
         source,
-        heads=heads,
-        known=read_known(known),
+        overrides=read_overrides(override),
         keys=None if own else keys,
         classes=classes,
         image_size=_size(image_size, "--image-size"),
         patch_size=_size(patch_size, "--patch-size"),
         channels=channels,
         position_method=position,  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]
     )
     done = run(
         bundle,
@@ -65,12 +65,12 @@ def convert(
         approximate=approximate,
         overwrite=overwrite,
     )
-    typer.echo(f"{source}: {bundle.coverage}")
+    echo(f"{source}: {bundle.coverage}")
     for note in [*bundle.provenance.get("notes", []), *done.notes]:
-        typer.echo(f"note: {note}")
+        echo(f"note: {note}")
     for difference in done.differences:
-        typer.echo(f"approximated: {difference}")
-    typer.echo(
+        echo(f"approximated: {difference}")
+    echo(
         f"{done.target}: {done.family}, {done.tensors} tensors, {done.parameters / 1e6:.2f} M parameters; "
         f"opened again, its answers differ by at most {done.change:.1e} of the largest one"
     )

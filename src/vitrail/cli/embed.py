@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import progress
+from vitrail.cli.terminal import echo
 
 LISTED = 10
 """Unreadable pictures listed."""
@@ -34,6 +36,8 @@ def embed(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.")] = "float32",
+    override: Overrides = None,
+    keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
     """Write features of pictures to a file: pooled vectors or tokens, of any layer, a row for each picture."""
@@ -43,12 +47,11 @@ def embed(
 
     check_output(output, overwrite=overwrite)
     check_dtype(dtype)
-    from vitrail.checkpoints.load import load
     from vitrail.data.sources.choosing import choose_pictures, recorded_split
 
     how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
-    model, wanted = load(bundle), Wanted(tokens, layer, normalise, raw)  # type: ignore[arg-type]
+    model, wanted = open_model(bundle, override, keys), Wanted(tokens, layer, normalise, raw)  # type: ignore[arg-type]
     wanted.check(model.model.config)
     with progress("listing") as on_found:
         chosen = choose_pictures(
@@ -65,11 +68,11 @@ def embed(
             overwrite=overwrite,
         )
     beside = "" if done.names is None else f"; names and labels are in {done.names}"
-    typer.echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")
+    echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")
     if done.bad:
         noun = "picture" if len(done.bad) == 1 else "pictures"
-        typer.echo(f"{len(done.bad):,} {noun} could not be read and left out:", err=True)
+        echo(f"{len(done.bad):,} {noun} could not be read and left out:", err=True)
         for picture in done.bad[:LISTED]:
-            typer.echo(f"  {picture.name}: {picture.reason}", err=True)
+            echo(f"  {picture.name}: {picture.reason}", err=True)
         if len(done.bad) > LISTED:
-            typer.echo(f"  … and {len(done.bad) - LISTED:,} more", err=True)
+            echo(f"  … and {len(done.bad) - LISTED:,} more", err=True)

@@ -6,12 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.sources.choosing import Chosen
     from vitrail.evaluation import Evaluation
+    from vitrail.metrics.intervals import Interval
 
+SPLITS = {
+    "test": "the test split", "val": "the validation split", "train": "the training split", "all": "all images"
+}  # fmt: skip
 MOST_CLASSES = 20
 LISTED = 10
 """Confusions and pictures listed; more are in the JSON."""
@@ -30,6 +36,8 @@ def eval(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
     ] = None,
+    override: Overrides = None,
+    keys: Keys = None,
     by_number: Annotated[
         bool, typer.Option("--by-number", help="Match the classes by their order, whatever they are called.")
     ] = False,
@@ -37,17 +45,15 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
-    from vitrail.checkpoints.load import load
-    from vitrail.data.sources.choosing import choose_pictures, recorded_split
+    from vitrail.data.sources.choosing import choose_pictures, recorded_split, seen_by_run
     from vitrail.evaluation import evaluate_bundle
     from vitrail.runtime import autocast, choose_device
 
     autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
-    model = load(bundle)
+    model = open_model(bundle, override, keys)
+    record = recorded_split(model.origin)
     with progress("listing") as on_found:
-        chosen = choose_pictures(
-            data, part, record=recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
-        )
+        chosen = choose_pictures(data, part, record=record, on_progress=lambda found: on_found(found, None))
     with progress("measuring") as on_measured:
         found = evaluate_bundle(
             model,
@@ -60,10 +66,14 @@ def eval(
             kind=_kind(chosen),
             on_progress=on_measured,
         )
+    seen = seen_by_run(chosen.source, record)
+    result = f"{found.verdict}; evaluated on {SPLITS[chosen.part]}{seen.said(len(chosen.source))}"
+    for warning in found.warnings:
+        typer.secho(f"WARNING: {warning}", err=True, bold=True, fg="yellow")
     if as_json:
-        typer.echo(_compact_json({"part": chosen.part, **found.as_dict()}))
+        echo(_compact_json({"part": chosen.part, **seen._asdict(), **found.as_dict(), "verdict": result}))
         return
-    _print_evaluation(found, every_class)
+    _print_evaluation(found, result, every_class)
 
 
 def _kind(chosen: "Chosen") -> str:
@@ -73,22 +83,24 @@ def _kind(chosen: "Chosen") -> str:
     return "training pictures" if chosen.part == "train" else "pictures"
 
 
-def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
+def _print_evaluation(found: "Evaluation", result: str, every_class: bool) -> None:
     from vitrail.evaluation import percent
 
-    typer.echo(found.verdict + ".")
-    typer.echo("")
-    loss, f1 = found.loss_interval, found.macro_f1_interval
+    echo(f"{result}.")
+    echo("")
+    loss, base = found.loss_interval, found.baselines
     rows = [
-        ("top-1", f"{percent(found.top1)}%", f"{percent(found.top1_interval.low)}–{percent(found.top1_interval.high)}"),
-        *([] if found.top5 is None else [("top-5", f"{percent(found.top5)}%", "")]),
-        ("balanced accuracy", f"{percent(found.balanced_accuracy)}%", ""),
-        ("macro-F1", f"{percent(found.macro_f1)}%", f"{percent(f1.low)}–{percent(f1.high)}"),
+        ("top-1", f"{percent(found.top1)}%", _span(found.top1_interval)),
+        *([] if found.top5 is None else [("top-5", f"{percent(found.top5)}%", _span(found.top5_interval))]),
+        ("balanced accuracy", f"{percent(found.balanced_accuracy)}%", _span(found.balanced_accuracy_interval)),
+        ("macro-F1", f"{percent(found.macro_f1)}%", _span(found.macro_f1_interval)),
+        (f"always {found.classes[base.majority_class]!r}", f"{percent(base.majority)}%", ""),
+        ("chance", f"{percent(base.chance)}%", ""),
         ("log loss", f"{found.loss:.4f}", f"{loss.low:.4f}–{loss.high:.4f}"),
         ("calibration error", f"{percent(found.ece)}%", ""),
     ]
     print_table(("measure", "value", "95% interval"), rows, numbers=("value",))
-    typer.echo(_calibration(found))
+    echo(_calibration(found))
     _print_classes(found, every_class)
     confusions = found.most_confused(LISTED)
     if confusions:
@@ -108,9 +120,9 @@ def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
     if found.bad:
         _heading("Pictures that could not be read")
         for picture in found.bad[:LISTED]:
-            typer.echo(f"{picture.name}: {picture.reason}")
+            echo(f"{picture.name}: {picture.reason}")
         if len(found.bad) > LISTED:
-            typer.echo(f"… and {len(found.bad) - LISTED:,} more")
+            echo(f"… and {len(found.bad) - LISTED:,} more")
 
 
 def _calibration(found: "Evaluation") -> str:
@@ -133,10 +145,16 @@ def _print_classes(found: "Evaluation", every_class: bool) -> None:
         numbers=("pictures", "recall", "precision", "F1"),
     )
     if len(rows) > len(listed):
-        typer.echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
+        echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
     without = len(found.per_class) - len(rows)
     if without:
-        typer.echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without pictures here.")
+        echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without pictures here.")
+
+
+def _span(interval: "Interval | None") -> str:
+    from vitrail.evaluation import percent
+
+    return "" if interval is None else f"{percent(interval.low)}–{percent(interval.high)}"
 
 
 def _share(share: float | None) -> str:
@@ -146,7 +164,7 @@ def _share(share: float | None) -> str:
 
 
 def _heading(text: str) -> None:
-    typer.secho(f"\n{text}", bold=True)
+    echo(f"\n{text}", bold=True)
 
 
 def _compact_json(found: dict[str, Any]) -> str:

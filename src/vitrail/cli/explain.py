@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.given import Item
@@ -44,6 +46,8 @@ def explain(
     opacity: Annotated[float, typer.Option(min=0, max=1, help="Of the map over the picture.")] = 0.6,
     side: Annotated[int | None, typer.Option(min=16, max=8192, help="The longer side of a picture in pixels.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    override: Overrides = None,
+    keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
 ) -> None:
     """Show what a model looks at: each picture beside a map laid over it, as PNG."""
@@ -63,7 +67,7 @@ def explain(
         raise DataError(f"there are no pictures in {', '.join(map(shown, pictures))}")
     ending = ending_of(wanted, target, grid)
     planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
-    explainer = Explainer(bundle, wanted, target=target, device=device)
+    explainer = Explainer(open_model(bundle, override, keys), wanted, target=target, device=device)
     rows, bad = [], []
     with progress("explaining") as on_explained:
         for number, (item, files) in enumerate(zip(items, planned, strict=True)):
@@ -82,11 +86,11 @@ def explain(
         titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows[:LISTED]], numbers=("sure",)
     )
     if len(rows) > LISTED:
-        typer.echo(f"… and {len(rows) - LISTED:,} more in {out}")
+        echo(f"… and {len(rows) - LISTED:,} more in {out}")
     for unread in bad[:LISTED]:
-        typer.echo(f"left out: {unread}", err=True)
+        echo(f"left out: {unread}", err=True)
     if len(bad) > LISTED:
-        typer.echo(f"left out: {len(bad) - LISTED:,} more", err=True)
+        echo(f"left out: {len(bad) - LISTED:,} more", err=True)
 
 
 def _write(

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
+from vitrail.cli.terminal import echo
+
 
 def export(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
@@ -17,13 +20,15 @@ def export(
         bool, typer.Option("--channels-last", help="The graph takes pictures as (batch, height, width, channels).")
     ] = False,
     opset: Annotated[int | None, typer.Option(help="The version of ONNX's operators.")] = None,
+    override: Overrides = None,
+    keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Write a model as a graph for another runtime, open what was written, and compare the answers."""
     from vitrail.exporting import export as run
 
     done = run(
-        bundle,
+        open_model(bundle, override, keys),
         output,
         to=to,  # type: ignore[arg-type]
         preprocess=preprocess,
@@ -34,13 +39,13 @@ def export(
     taken = done.metadata["input"]
     shape = " × ".join(map(str, taken["shape"]))
     for file in done.files:
-        typer.echo(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
-    typer.echo(f"takes {taken['name']}, {shape}, {taken['type']}; gives {done.metadata['output']}")
+        echo(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
+    echo(f"takes {taken['name']}, {shape}, {taken['type']}; gives {done.metadata['output']}")
     check = done.check
-    typer.echo(
+    echo(
         f"checked on {check.pictures} random pictures: {done.metadata['output']} differ by at most {check.logits:.1e} "
         f"({check.relative:.1e} of the largest), probabilities by {check.probabilities:.1e}; the first answer is the "
         f"same for {check.same_top1} of {check.pictures}"
     )
     if not check.varied:
-        typer.echo("note: the model answers the same to every picture, so the check shows little; is its head trained?")
+        echo("note: the model answers the same to every picture, so the check shows little; is its head trained?")

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +36,12 @@ def figures(
         list[str] | None, typer.Option(help="filters, positions, distance or rollout; may be given again.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
+    override: Overrides = None,
+    keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figures that exist.")] = False,
 ) -> None:
     """Draw the paper's figures from a model: filters, similar positions, attention distance, attention rollout."""
     wanted = _wanted(only, given=bool(pictures))
-    from vitrail.checkpoints.load import load
     from vitrail.explanations.figures.figure import Absent, check_room
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.runtime import choose_device
@@ -46,7 +49,7 @@ def figures(
     check_room(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
     choose_device(device)  # refuses a wrong one before anything is read
     listed = list_items(pictures or [], stdin=read_stdin())
-    opened = load(bundle)
+    opened = open_model(bundle, override, keys)
     items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_PICTURES) else ([], None)
     captions = ["# Figures", ""]
     with progress("drawing") as on_drawn:
@@ -54,17 +57,17 @@ def figures(
             on_drawn(number, len(wanted))
             made = _figure(name, opened, items, pixels, device)
             if isinstance(made, Absent):
-                typer.echo(f"{name}: none, because {made.reason}")
+                echo(f"{name}: none, because {made.reason}")
                 captions += [f"## {made.title}", "", f"There is no such figure: {made.reason}", ""]
                 continue
             path = made.save(out, overwrite=overwrite)
-            typer.echo(f"{name}: {path}")
+            echo(f"{name}: {path}")
             captions += [f"## {made.title}", "", f"![{made.title}]({path.name})", "", made.caption, ""]
     _save_captions(out / CAPTIONS, "\n".join(captions), overwrite=overwrite)
-    typer.echo(f"captions: {out / CAPTIONS}")
+    echo(f"captions: {out / CAPTIONS}")
     left_out = [name for name in WITH_PICTURES if not pictures and only is None]
     if left_out:
-        typer.echo(f"left out: {' and '.join(left_out)}, which need pictures; name some after the model", err=True)
+        echo(f"left out: {' and '.join(left_out)}, which need pictures; name some after the model", err=True)
 
 
 def _wanted(only: list[str] | None, *, given: bool) -> list[str]:
@@ -115,9 +118,9 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
             except VitrailError as error:
                 bad.append(f"{shown(item.name)}: {error}")
     for line in bad[:LISTED]:
-        typer.echo(f"left out: {line}", err=True)
+        echo(f"left out: {line}", err=True)
     if len(bad) > LISTED:
-        typer.echo(f"left out: {len(bad) - LISTED:,} more", err=True)
+        echo(f"left out: {len(bad) - LISTED:,} more", err=True)
     if not pixels:
         raise DataError("none of the pictures can be read" if bad else "there are no pictures in the places given")
     return readable, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)

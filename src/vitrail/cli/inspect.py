@@ -2,30 +2,26 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vitrail.cli.known import read_known
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 from vitrail.cli.tables import print_table
+from vitrail.cli.terminal import echo
 
 
 def inspect(
     source: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    heads: Annotated[int | None, typer.Option(help="Attention heads, where the file does not tell.")] = None,
-    known: Annotated[
-        list[str] | None,
-        typer.Option(help="A field of the model that the file does not tell: pool=mean, activation=gelu_tanh."),
-    ] = None,
-    keys: Annotated[Path | None, typer.Option(help="A key table (TOML) for a home-made ViT.")] = None,
+    override: Overrides = None,
+    keys: Keys = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Say what a checkpoint is: family, variant, size, preprocessing, classes, tensors, oddities."""
     from vitrail.checkpoints.inspect import inspect as look
 
-    found = look(source, heads=heads, known=read_known(known), keys=keys)
+    found = look(source, overrides=read_overrides(override), keys=keys)
     bundle, config = found.bundle, found.bundle.model.config
     if as_json:
         report = {
@@ -35,11 +31,12 @@ def inspect(
             "config": json.loads(config.to_json()),
             "preprocess": json.loads(bundle.preprocess.to_json()),
             "classes": bundle.classes,
+            "assumptions": [assumption._asdict() for assumption in bundle.assumptions],
             "oddities": found.oddities,
             # JSON has no word for what is not finite.
             "tensors": [row._replace(mean=_finite(row.mean), std=_finite(row.std))._asdict() for row in found.tensors],
         }
-        typer.echo(json.dumps(report, indent=2, allow_nan=False))
+        echo(json.dumps(report, indent=2, allow_nan=False))
         return
     parameters = sum(p.numel() for p in bundle.model.parameters())
     pre, names = bundle.preprocess, bundle.classes
@@ -63,9 +60,9 @@ def inspect(
     ]
     print_table(("what", "found"), [*rows, ("loaded", bundle.coverage)])
     for oddity in found.oddities:
-        typer.echo(f"note: {oddity}")
+        echo(f"note: {oddity}")
     if tensors:
-        typer.echo("")
+        echo("")
         print_table(
             ("tensor", "shape", "kept as", "mean", "std"),
             [

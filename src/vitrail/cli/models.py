@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.tables import print_table, with_progress
+from vitrail.cli.terminal import echo
 
 
 def models(
@@ -29,7 +30,7 @@ def _list_all(as_json: bool) -> None:
     costs = [(v, cost(variant_config(v.paper))) for v in with_progress(VARIANTS, "counting")]
     if as_json:
         rows = [{"name": f"{v.name}_{DEFAULT_IMAGE_SIZE}", "paper": v.paper, **spent._asdict()} for v, spent in costs]
-        typer.echo(json.dumps(rows, indent=2))
+        echo(json.dumps(rows, indent=2))
         return
     print_table(
         ("name", "paper", "parameters", "tokens", "GFLOPs"),
@@ -39,7 +40,7 @@ def _list_all(as_json: bool) -> None:
         ],
         numbers=("parameters", "tokens", "GFLOPs"),
     )
-    typer.echo(
+    echo(
         f"\nAt {DEFAULT_IMAGE_SIZE}×{DEFAULT_IMAGE_SIZE} pixels and 1,000 classes. GFLOPs are for one picture; a "
         "multiply-add\ncounts as two, so tables that count it as one show half.\n"
         "Another size by its name: vit_base_patch16_384. One model in detail: vitrail models B/16."
@@ -58,12 +59,12 @@ def _show_one(name: str, as_json: bool) -> None:
             "stages": [stage._asdict() for stage in found.stages],
             "config": json.loads(found.config.to_json()),
         }
-        typer.echo(json.dumps(report, indent=2))
+        echo(json.dumps(report, indent=2))
         return
     way = "A picture made on the spot went through it, with weights drawn at random:"
     if not found.computed:
         way = "What a picture becomes on its way through it (counted, not computed, for so large a model):"
-    typer.echo(
+    echo(
         f"{name}: {spent.parameters:,} parameters, {spent.tokens} tokens, {spent.flops / 1e9:,.2f} GFLOPs a picture.\n"
         f"{way}\n"
     )

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.inference.predict import Summary
@@ -35,6 +37,8 @@ def predict(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     engine: Annotated[str, typer.Option(help="torch, onnx or openvino.")] = "torch",
     precision: Annotated[str, typer.Option(help="float32, bf16, fp16 or auto.")] = "float32",
+    override: Overrides = None,
+    keys: Keys = None,
     null: Annotated[bool, typer.Option("--null", "-0", help="Paths on stdin end in NUL, not in a new line.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted job, if there is one.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
@@ -44,12 +48,13 @@ def predict(
     from vitrail.inference.predict import predict_files
     from vitrail.inference.writing import choose_format
 
+    model = open_model(bundle, override, keys)
     # Where the rows themselves are watched, a bar would stand in their way.
     hidden = quiet or (output is None and sys.stdout.isatty())
     try:
         with progress("predicting") as on_predicted:
             done = predict_files(
-                bundle,
+                model,
                 paths,
                 output=output,
                 format=format,
@@ -69,10 +74,10 @@ def predict(
         raise typer.Exit from None
     except KeyboardInterrupt:
         if output is not None and not quiet and choose_format(format, output, watched=False) != "table":
-            typer.echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
+            echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
         raise
     if not quiet:
-        typer.echo(_said(done, output), err=True)
+        echo(_said(done, output), err=True)
 
 
 def _said(done: "Summary", output: Path | None) -> str:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, open_model
 from vitrail.cli.tables import print_table, progress
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.inference.probed import Probed, Row
@@ -33,11 +35,12 @@ def probe(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16: how features are computed.")] = "float32",
+    override: Overrides = None,
+    keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure a model's frozen features: few-shot least squares, nearest neighbours, a linear probe."""
     numbers = _numbers("--shots", shots), _numbers("--k", k)
-    from vitrail.checkpoints.load import load
     from vitrail.data.sources.choosing import recorded_split
     from vitrail.inference.features import Computing, Wanted
     from vitrail.inference.probe import Plan, collect, measure, open_parts
@@ -46,7 +49,7 @@ def probe(
     plan = Plan(words, numbers[0], seeds, numbers[1], part)  # type: ignore[arg-type]
     how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
-    model = load(bundle)
+    model = open_model(bundle, override, keys)
     Wanted(layer=layer).check(model.model.config)
     with progress("listing") as on_found:
         parts = open_parts(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))
@@ -55,7 +58,7 @@ def probe(
     with progress("fitting") as on_fitted:
         found = measure(collected, plan, device=device, on_progress=on_fitted)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
+        echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return
     _print(found)
 
@@ -78,7 +81,7 @@ def _print(found: "Probed") -> None:
         "given": "in the parts that the data names",
         "stratified": "in parts drawn from the data",
     }
-    typer.echo(
+    echo(
         f"{found.pictures:,} {found.part} pictures and {found.examples:,} train pictures of {len(found.classes):,} "
         f"classes, {parts[found.split]}."
     )
@@ -91,13 +94,13 @@ def _print(found: "Probed") -> None:
     numbers = ("accuracy", "over seeds", "95% interval")
     print_table(("probe", "setting", *numbers), rows, numbers=numbers)
     for note in found.notes:
-        typer.echo(f"{note[0].upper()}{note[1:]}.")
+        echo(f"{note[0].upper()}{note[1:]}.")
     if found.bad:
-        typer.echo(f"{len(found.bad):,} more could not be read:")
+        echo(f"{len(found.bad):,} more could not be read:")
         for picture in found.bad[:LISTED]:
-            typer.echo(f"  {picture.name}: {picture.reason}")
+            echo(f"  {picture.name}: {picture.reason}")
         if len(found.bad) > LISTED:
-            typer.echo(f"  … and {len(found.bad) - LISTED:,} more")
+            echo(f"  … and {len(found.bad) - LISTED:,} more")
 
 
 def _named(row: "Row") -> tuple[str, str]:

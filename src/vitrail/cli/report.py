@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from vitrail.cli.terminal import echo
+
 
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run, as vitrail train makes it.")],
@@ -16,4 +18,4 @@ def report(
     """Write what a run came to as one HTML file that opens anywhere; with two runs, compare them."""
     from vitrail.reports.report import report as write_report
 
-    typer.echo(f"the report is {write_report(run, other, out)}")
+    echo(f"the report is {write_report(run, other, out)}")

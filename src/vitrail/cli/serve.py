@@ -1,12 +1,17 @@
 """`vitrail serve`: models behind HTTP, and the explorer page."""
 
+import atexit
+import contextlib
 import importlib.util
 import os
+import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
+
+from vitrail.cli.overrides import read_overrides
 
 _ENV = "VITRAIL_SERVE_"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "python_multipart")
@@ -20,6 +25,17 @@ def serve(
             envvar=f"{_ENV}BUNDLES",
         ),
     ],
+    override: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--override",
+            metavar="NAME=VALUE",
+            help="A field that a model's file does not tell: heads=6, pool=mean; may be repeated. For all models.",
+        ),
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="A key table (TOML) for a home-made ViT.", envvar=f"{_ENV}KEYS")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="The address to listen at; 0.0.0.0 is all.", envvar=f"{_ENV}HOST")
     ] = "127.0.0.1",
@@ -37,7 +53,17 @@ def serve(
     deadline: Annotated[
         float, typer.Option(help="Seconds until an answer is due; then it is 504.", envvar=f"{_ENV}DEADLINE")
     ] = 30.0,
-    decoders: Annotated[int, typer.Option(help="Threads that decode pictures.", envvar=f"{_ENV}DECODERS")] = 2,
+    decoders: Annotated[int, typer.Option(help="Processes that decode images.", envvar=f"{_ENV}DECODERS")] = 2,
+    decode_time: Annotated[
+        float, typer.Option(help="Seconds that one image may take to decode.", envvar=f"{_ENV}DECODE_TIME")
+    ] = 10.0,
+    connections: Annotated[int, typer.Option(help="Most connections.", envvar=f"{_ENV}CONNECTIONS")] = 512,
+    client_connections: Annotated[
+        int, typer.Option(help="Most connections of one client.", envvar=f"{_ENV}CLIENT_CONNECTIONS")
+    ] = 128,
+    head_time: Annotated[
+        float, typer.Option(help="Seconds that a request's head may take to arrive.", envvar=f"{_ENV}HEAD_TIME")
+    ] = 10.0,
     body_limit: Annotated[
         float, typer.Option(help="Most megabytes of one request.", envvar=f"{_ENV}BODY_LIMIT")
     ] = 32.0,
@@ -68,6 +94,13 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(help="A file that holds the token.", envvar=f"{_ENV}TOKEN_FILE")
     ] = None,
+    allow_host: Annotated[
+        str,
+        typer.Option(
+            help="Host names to answer for, beside the address and localhost; '*' is any.",
+            envvar=f"{_ENV}ALLOW_HOST",
+        ),
+    ] = "",
     origins: Annotated[
         str, typer.Option(help="Web origins whose pages may call the service (CORS).", envvar=f"{_ENV}ORIGINS")
     ] = "",
@@ -89,6 +122,8 @@ def serve(
 
     settings = Settings(
         models=name_models(bundles),
+        overrides=read_overrides(override),
+        keys=keys,
         host=host,
         port=port,
         device=device,
@@ -99,6 +134,10 @@ def serve(
         queue=queue,
         deadline=deadline,
         decoders=decoders,
+        decode_time=decode_time,
+        connections=connections,
+        client_connections=client_connections,
+        head_time=head_time,
         body_limit=body_limit,
         uploads_limit=uploads_limit,
         upload_time=upload_time,
@@ -106,6 +145,7 @@ def serve(
         pictures_limit=pictures_limit,
         formats=_words(formats),  # type: ignore[arg-type]
         token=_token(token, token_file),
+        allow_hosts=_words(allow_host),
         origins=_words(origins),
         grace=grace,
         log_requests=log_requests,
@@ -113,6 +153,16 @@ def serve(
     from vitrail.serving.run import serve as run
 
     run(settings, started=started)
+    _end()
+
+
+def _end() -> NoReturn:
+    """End now: the log has said "stopped", and taking every library down would take seconds more."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+            stream.flush()
+    os._exit(0)
 
 
 def _check_extra() -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from vitrail.terminal import printable
+
 Item = TypeVar("Item")
 
 
@@ -14,7 +16,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers
     from rich.table import Table
     from rich.text import Text
 
-    lines = [list(row) for row in rows]
+    lines = [[printable(cell, line=True) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *lines]) for i in range(len(header))]
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for i, title in enumerate(header):

@@ -3,11 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vitrail.cli.overrides import Keys, Overrides, read_overrides
 from vitrail.cli.tables import print_table
+from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.training.sweep import Sweep
@@ -38,6 +40,8 @@ def train(
         ),
     ] = None,
     start: Annotated[str | None, typer.Option("--from", help="A model to start from: whatever inspect opens.")] = None,
+    override: Overrides = None,
+    keys: Keys = None,
     run: Annotated[Path | None, typer.Option(help="The folder of the run; by default runs/<data>-<recipe>.")] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: optimizer.lr=3e-4.")] = None,
     sweep: Annotated[
@@ -53,21 +57,30 @@ def train(
     from vitrail.training.signals import Stopped
     from vitrail.training.train import train as run_training
 
+    said = read_overrides(override)
     is_main = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
     try:
         if sweep:
-            done = _sweep(data, sweep, recipe, changes or [], start, run, device, workers)
+            done = _sweep(data, sweep, recipe, changes or [], start, said, keys, run, device, workers)
         else:
             done = run_training(
-                data, recipe=recipe, changes=changes or (), start=start, folder=run, device=device, workers=workers
+                data,
+                recipe=recipe,
+                changes=changes or (),
+                start=start,
+                overrides=said,
+                keys=keys,
+                folder=run,
+                device=device,
+                workers=workers,
             )
     except Stopped as stopped:
         if is_main:
-            typer.echo("stopped; the run is saved, and the same command goes on with it", err=True)
+            echo("stopped; the run is saved, and the same command goes on with it", err=True)
         raise typer.Exit(128 + stopped.number) from None
     if is_main and not _shown_together():  # else it was shown a moment ago
-        typer.echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
-        typer.echo(done.verdict)
+        echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
+        echo(done.verdict)
     if is_main:
         _report(done.folder)
 
@@ -77,7 +90,7 @@ def _report(folder: Path) -> None:
     from vitrail.reports.report import report_of_finished
 
     path, said = report_of_finished(folder)
-    typer.echo(said, err=path is None)
+    echo(said, err=path is None)
 
 
 def _shown_together() -> bool:
@@ -94,6 +107,8 @@ def _sweep(
     recipe: str | None,
     changes: list[str],
     start: str | None,
+    overrides: dict[str, Any],
+    keys: Path | None,
     folder: Path | None,
     device: str,
     workers: int | None,
@@ -104,7 +119,16 @@ def _sweep(
 
     over = read_sweep(texts)
     done = sweep(
-        data, over=over, recipe=recipe, changes=changes, start=start, folder=folder, device=device, workers=workers
+        data,
+        over=over,
+        recipe=recipe,
+        changes=changes,
+        start=start,
+        overrides=overrides,
+        keys=keys,
+        folder=folder,
+        device=device,
+        workers=workers,
     )
     _print_sweep(done, list(over))
     return done.best
@@ -112,28 +136,31 @@ def _sweep(
 
 def _print_sweep(done: "Sweep", keys: list[str]) -> None:
     from vitrail.evaluation import percent
+    from vitrail.training.criterion import COLUMNS, TITLES
     from vitrail.training.grid import shown
 
-    numbers = ("val accuracy", "val loss", "best step", "minutes")
+    by = done.criterion if done.criterion in ("balanced_accuracy", "macro_f1") else None
+    numbers = ("val accuracy", *((f"val {TITLES[by]}",) if by else ()), "val loss", "best step", "minutes")
     rows = []
     for candidate in done.candidates:
         outcome = candidate.outcome
-        measured = ["–", "–", "–"]
+        measured = ["–"] * (4 if by else 3)
         if outcome.val_top1 is not None and outcome.val_loss is not None:
-            measured = [f"{percent(outcome.val_top1)}%", f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
+            reached = [f"{percent(getattr(outcome, COLUMNS[by]))}%"] if by else []
+            measured = [f"{percent(outcome.val_top1)}%", *reached, f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
         result = "diverged" if outcome.diverged else "best" if candidate is done.chosen else ""
         values = [shown(candidate.values[key]) for key in keys]
         rows.append((*values, *measured, f"{outcome.seconds / 60:.1f}", result))
     print_table((*keys, *numbers, "result"), rows, numbers=(*keys, *numbers))
     for spread in done.seeds:
         which = "".join(f"{key}={shown(value)}, " for key, value in spread.values.items())
-        typer.echo(
+        echo(
             f"{which}{spread.runs} seeds: {percent(spread.mean)}% of the val part on average, "
             f"{percent(spread.low)}–{percent(spread.high)}"
         )
     if done.seeds:
-        typer.echo(
+        echo(
             "The best of several seeds is partly luck: expect the average of a new run. Where the data names no parts, "
             "every seed has drawn its own."
         )
-    typer.echo("")
+    echo("")

@@ -14,7 +14,9 @@ import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
 from vitrail.data.orientation import quiet, seen_size, turn_of, turn_of_jpeg, turned
+from vitrail.data.sniffing import HEAD, sniff, why_not_read
 from vitrail.data.sources.source import Pixels
+from vitrail.data.structure import outline
 from vitrail.errors import DataError
 
 PIXEL_LIMIT = 178_956_970
@@ -23,15 +25,6 @@ BACKGROUND = 255
 """What is seen through transparent pixels: white."""
 SLOW_SCALE = 5
 """JPEGs are decoded at 1/8 … 5/8 of their size, or whole: the scales between take longer than the whole picture."""
-_STARTS = {
-    b"\xff\xd8": "JPEG",
-    b"\x89PNG": "PNG",
-    b"GIF8": "GIF",
-    b"RIFF": "WebP",
-    b"BM": "BMP",
-    b"II*\0": "TIFF",
-    b"MM\0*": "TIFF",
-}
 
 
 class TooManyPixels(DataError):  # noqa: N818 - named for what is wrong
@@ -59,6 +52,7 @@ def open_picture(stored: bytes | Pixels | Image.Image) -> Picture:
         return _Opened(stored)
     if not stored:
         raise DataError("the file is empty")
+    outline(stored)  # refuses what would take very long, before any decoder sees it
     if stored[:3] == b"\xff\xd8\xff":
         with contextlib.suppress(ValueError):  # what libjpeg-turbo finds odd is left to Pillow to judge
             return _Jpeg(stored)
@@ -160,7 +154,7 @@ class _Opened:
                 array = _as_mode(self.picture, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
             else:
                 array = _frames(self.picture, channels)
-        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        except (OSError, ValueError, SyntaxError, EOFError, RuntimeError, Image.DecompressionBombError) as error:
             raise DataError(f"a damaged {self.picture.format or 'picture'}: {_reason(error)}") from None
         return array if self.turn is None else turned(array, self.turn)
 
@@ -169,16 +163,20 @@ class _Other(_Opened):
     """A file of any other format, by Pillow."""
 
     def __init__(self, content: bytes) -> None:
+        kind = sniff(content[:HEAD])
+        if kind is not None and (missing := why_not_read(kind)) is not None:
+            raise DataError(missing)
         try:
             with quiet():
                 picture = Image.open(io.BytesIO(content))
                 turn_of(picture)
+            if picture.format == "EPS":  # a program, which Pillow would run with Ghostscript
+                raise DataError("PostScript, which is not decoded here; save it as PNG or JPEG")
         except Image.DecompressionBombError:
             raise TooManyPixels(
                 f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
             ) from None
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
-            kind = next((kind for start, kind in _STARTS.items() if content.startswith(start)), None)
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, RuntimeError):
             if kind is not None:
                 raise DataError(f"a damaged {kind}: its header cannot be read") from None
             raise DataError(f"no picture: the file begins with {content[:8]!r}") from None

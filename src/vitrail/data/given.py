@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from vitrail.data.sources.listing import shown
 from vitrail.data.sources.shards import read_at
 from vitrail.data.sources.source import Pixels, reason_of
 from vitrail.errors import DataError, InputError, VitrailError
+from vitrail.io import open_regular
 
 Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, the content of a file, a picture of Pillow, an array (height, width[, channels]) or a tensor ([channels,]
@@ -46,13 +46,10 @@ class Item(NamedTuple):
         if self.content is not None:
             return self.content
         try:
-            kind = os.stat(self.file).st_mode
-            if stat.S_ISDIR(kind):
-                raise DataError("a folder; name it on the command line to have the pictures in it read")
-            if not stat.S_ISREG(kind):  # reading from a pipe or a device might never end
-                raise DataError("neither a file nor a folder")
-            with open(self.file, "rb", buffering=0) as file:
-                content = file.read() if self.size is None else read_at(file.fileno(), self.size, self.start)
+            with open_regular(self.file) as file:
+                content = file.readall() if self.size is None else read_at(file.fileno(), self.size, self.start)
+        except IsADirectoryError:
+            raise DataError("a folder; name it on the command line to have the images in it read") from None
         except (OSError, ValueError) as fault:
             raise DataError(f"it cannot be read: {reason_of(fault)}") from None
         if self.size is not None and len(content) < self.size:

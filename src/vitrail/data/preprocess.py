@@ -1,22 +1,26 @@
 """`Preprocess`: what happens to a picture before a model sees it, as a value that travels with the weights."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from vitrail.errors import ConfigError, InputError
 from vitrail.schema import Frozen, Pair, Positive, Sequence
+
+if TYPE_CHECKING:  # importing torch takes two seconds, and the processes that only decode images need none of it
+    from torch import Tensor
 
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
 Numbers = Annotated[tuple[Annotated[float, Field()], ...], Sequence]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MOST_NUMBERS = 1 << 28
+"""In one image: a GB as float32, more than 9,000×9,000 pixels in colour. More is a slip that would end in a lack of
+memory."""
 HALF = (0.5, 0.5, 0.5)
 """As mean and as std: maps 0…255 to ±1."""
 
@@ -48,6 +52,12 @@ class Preprocess(Frozen):
                 raise ConfigError(
                     f"preprocess.{name} has {len(numbers)} numbers for {self.channels} channels; give one for each"
                 )
+        for name, box in (("size", self.size), ("resize_to", self.resize_to or self.size)):
+            if box[0] * box[1] * self.channels > MOST_NUMBERS:
+                raise ConfigError(
+                    f"preprocess.{name} is {box[0]:,}×{box[1]:,} with {self.channels:,} channels, more than "
+                    f"{MOST_NUMBERS:,} numbers for one image; make it smaller"
+                )
         if min(self.std) <= 0:
             raise ConfigError(f"preprocess.std is {self.std}; every number must be greater than 0")
         return self
@@ -66,14 +76,16 @@ class Preprocess(Frozen):
         mean, std = ((sum(numbers) / len(numbers),) * channels for numbers in (self.mean, self.std))
         return self.replace(channels=channels, mean=mean, std=std)
 
-    def __call__(self, picture: Image.Image) -> Tensor:
+    def __call__(self, picture: Image.Image) -> "Tensor":
         """Turn a picture into what the model takes: (channels, height, width), normalised."""
         return self.normalise(self.pixels(picture))
 
-    def pixels(self, picture: Image.Image) -> Tensor:
+    def pixels(self, picture: Image.Image) -> "Tensor":
         """Resize and crop a picture: (channels, height, width), uint8."""
         array = np.asarray(self._fit(self._coloured(picture)))
         array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
+        import torch
+
         return torch.from_numpy(array.copy())
 
     def fit(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -88,8 +100,10 @@ class Preprocess(Frozen):
         ]
         return np.stack(layers, axis=2)
 
-    def normalise(self, pixels: Tensor) -> Tensor:
+    def normalise(self, pixels: "Tensor") -> "Tensor":
         """Turn pixels 0…255 (…, channels, height, width) into normalised float32, on whatever device they are."""
+        import torch
+
         # One pass: pixels · 1 / (255 · std) - mean / std.
         factor = _by_channel([1 / (255 * s) for s in self.std], pixels)
         shift = _by_channel([-m / s for m, s in zip(self.mean, self.std, strict=True)], pixels)
@@ -146,8 +160,10 @@ def resized_size(
     return max(1, round(width / ratio)), max(1, round(height / ratio))
 
 
-def _by_channel(numbers: list[float], pixels: Tensor) -> Tensor:
+def _by_channel(numbers: list[float], pixels: "Tensor") -> "Tensor":
     """Return one number for each channel, (channels, 1, 1) in float32, where the pixels are."""
+    import torch
+
     if not pixels.is_cuda:
         return pixels.new_tensor(numbers, dtype=torch.float32)[:, None, None]
     # Made there: sending them would wait until the device is done with all it has.

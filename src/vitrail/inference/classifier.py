@@ -20,6 +20,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, VitrailError
 from vitrail.evaluation import percent
+from vitrail.models.checks import per_token
 from vitrail.runtime import Precision, autocast, choose_device
 
 Errors = Literal["raise", "keep"]
@@ -180,6 +181,8 @@ def check_head(bundle: Bundle) -> int:
     outputs = bundle.model.config.classes
     if not outputs:
         raise CheckpointError("the model has no head, so it knows no classes; train one on it first")
+    if refusal := per_token(bundle.model.config):
+        raise CheckpointError(refusal)
     return outputs
 
 

@@ -41,13 +41,14 @@ def _rows(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None
     """Give number, path and error of every row."""
     try:
         yield from _of_parquet(target) if format == "parquet" else _of_lines(target, format)
-    except ValueError:
+    except (ValueError, LookupError, TypeError):
         raise DataError(
             f"{shown(os.fspath(target))} exists already and has no rows of predict; choose another name, or replace it "
             f"with --overwrite"
         ) from None
     except OSError as fault:
-        raise DataError(f"{shown(os.fspath(target))} cannot be read: {reason_of(fault)}") from None
+        reason = " ".join(reason_of(fault).split())[:200]  # pyarrow's reasons have several lines
+        raise DataError(f"{shown(os.fspath(target))} cannot be read: {reason}") from None
 
 
 def _of_lines(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 import torch
+from pydantic import TypeAdapter
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.given import Item
@@ -27,6 +28,7 @@ from vitrail.data.sources.listing import shown
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference.writing import Format, Row, Sink, open_writer, read_record, whole_records, write_parquet
+from vitrail.io import read_json
 from vitrail.runtime import Precision
 
 _SAID = {
@@ -109,10 +111,10 @@ def is_finished(target: Path) -> bool:
 def earlier_job(target: Path) -> Job | None:
     """Return the job that was interrupted, if one was."""
     try:
-        return Job(**json.loads(_job_file(target).read_text(encoding="utf-8")))
+        return TypeAdapter(Job).validate_python(read_json(_job_file(target)))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):  # pydantic's errors are among them
         raise DataError(
             f"{shown(os.fspath(_job_file(target)))} cannot be read, so it is not known what was begun; start again "
             f"with --overwrite"

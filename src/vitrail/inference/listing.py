@@ -16,14 +16,16 @@ from typing import cast
 
 from vitrail.data.given import A_URL, Item, is_url
 from vitrail.data.sources.builtin import digits
+from vitrail.data.sources.columns import Row
 from vitrail.data.sources.listing import shown
-from vitrail.data.sources.manifests import Row, path_of, read_csv, read_in_words, read_jsonl
+from vitrail.data.sources.manifests import path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
 from vitrail.data.sources.shards import RANGE, expand_pattern, is_pattern
 from vitrail.data.sources.source import SUFFIXES, reason_of
 from vitrail.data.sources.tar import members
 from vitrail.errors import DataError
+from vitrail.io import open_regular
 
 STDIN = "-"
 AT_ONCE = 65_536
@@ -126,7 +128,7 @@ def _is_picture_file(entry: "os.DirEntry[bytes]") -> bool:
 
 
 def _folder(root: bytes) -> Iterator[Item]:
-    """Give the pictures of a folder; or, as for training, of its tar shards, where it has nothing else."""
+    """Give the pictures of a folder; or, as for training, of its shards or Parquet files, where it has nothing else."""
     try:
         with os.scandir(root) as entries:
             others = any(_is_folder(entry) or _is_picture_file(entry) for entry in entries)
@@ -136,8 +138,9 @@ def _folder(root: bytes) -> Iterator[Item]:
     if others:
         yield from _walk(root, frozenset())
     else:
-        tars = _names(root, lambda entry: entry.name.lower().endswith(b".tar") and not entry.name.startswith(b"."))
-        yield from (item for name in tars for item in _tar(os.path.join(root, name)))
+        ends = (b".tar", b".parquet")
+        shards = _names(root, lambda entry: entry.name.lower().endswith(ends) and not entry.name.startswith(b"."))
+        yield from (item for name in shards for item in _file(os.path.join(root, name)))
 
 
 def _walk(folder: bytes, around: frozenset[tuple[int, int]]) -> Iterator[Item]:
@@ -172,7 +175,9 @@ def _matches(pattern: str) -> Iterator[bytes]:
         parts.append(b"*")
     start = b"/" if not parts[0] else b""
     found = _match(start, [part for part in parts if part])
-    return (path for path in found if _is_picture(os.path.basename(path)) or path.lower().endswith(b".tar"))
+    return (
+        path for path in found if _is_picture(os.path.basename(path)) or path.lower().endswith((b".tar", b".parquet"))
+    )
 
 
 def _match(folder: bytes, parts: list[bytes]) -> Iterator[bytes]:
@@ -217,7 +222,7 @@ def _match_names(folder: bytes, wanted: Callable[["os.DirEntry[bytes]"], bool]) 
 def _tar(path: bytes) -> Iterator[Item]:
     """Give the files in a tar that end as pictures do."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             for member in members(os.fsdecode(path), file.fileno()):
                 if not _is_picture(os.path.basename(member.name)) or b"__MACOSX/" in member.name:
                     continue
@@ -242,7 +247,7 @@ def _manifest(path: bytes) -> Iterator[Item]:
 def _rows(place: str) -> Iterable[Row]:
     if place.lower().endswith(".parquet"):
         return read_parquet(place)
-    return (read_csv if place.lower().endswith(".csv") else read_jsonl)(place, True)[1]
+    return (read_jsonl if place.lower().endswith(".jsonl") else read_csv)(place, True)[1]
 
 
 def _row_item(row: Row, manifest: bytes, unit: str) -> Item:

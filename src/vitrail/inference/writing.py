@@ -24,6 +24,7 @@ from vitrail.data.sources.listing import shown
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.errors import ConfigError, suggest
 from vitrail.evaluation import percent
+from vitrail.terminal import printable
 
 Format = Literal["table", "jsonl", "csv", "parquet"]
 SUFFIXES: dict[str, Format] = {
@@ -165,10 +166,11 @@ class Table:
 
 def _cells(row: Row) -> tuple[str, str, str, str]:
     if row.error is not None:
-        return shown(row.path), "–", "–", row.error
+        return shown(row.path), "–", "–", printable(row.error, line=True)
     shares = [f"{percent(p)}%" for p in row.probabilities]
-    others = ", ".join(f"{name} {share}" for name, share in zip(row.classes[1:], shares[1:], strict=True))
-    return shown(row.path), row.classes[0], shares[0], others
+    names = [printable(name, line=True) for name in row.classes]  # also in a file: this one is for people to look at
+    others = ", ".join(f"{name} {share}" for name, share in zip(names[1:], shares[1:], strict=True))
+    return shown(row.path), names[0], shares[0], others
 
 
 class Sink:
@@ -222,6 +224,8 @@ class Screen(Sink):
         super().write(rows)
 
     def _put(self, text: bytes) -> None:
+        if sys.stdout.isatty():  # what goes into a file or to a program stays as it is
+            text = printable(text.decode("utf-8", "surrogateescape")).encode("utf-8", "replace")
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.errors import InputError
-from vitrail.metrics.intervals import Interval, bootstrap_mean
+from vitrail.metrics.intervals import Interval, paired_interval
 
 
 class Paired(NamedTuple):
@@ -22,7 +22,7 @@ class Paired(NamedTuple):
     difference: float
     """How much larger the second one's share of right answers is."""
     interval: Interval
-    """Of the difference, 95%, by bootstrap over the pictures."""
+    """Of the difference, 95% (Bonett and Price)."""
     chance: float
     """How often luck alone makes a difference at least as large (McNemar's test, exact)."""
 
@@ -33,16 +33,17 @@ def paired(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Paired:
         raise InputError(
             f"answers to {first.shape} and {second.shape} pictures; give one for each of the same pictures"
         )
+    if not len(first):
+        raise InputError("there are no images to compare two classifiers on")
     only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
-    gains = second.astype(np.float64) - first.astype(np.float64)
     return Paired(
         pictures=len(first),
         both=int((first & second).sum()),
         only_first=only_first,
         only_second=only_second,
         neither=int((~first & ~second).sum()),
-        difference=float(gains.mean()),
-        interval=bootstrap_mean(gains),
+        difference=(only_second - only_first) / len(first),
+        interval=paired_interval(only_first, only_second, len(first)),
         chance=exact_mcnemar(only_first, only_second),
     )
 

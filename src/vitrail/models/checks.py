@@ -44,6 +44,18 @@ def check_pictures(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
         )
 
 
+def per_token(config: ViTConfig) -> str:
+    """Say why a model cannot be used as a classifier of images, where its head looks at every token; else nothing."""
+    if config.pool != "none" or not config.classes:
+        return ""
+    pool = "mean" if config.class_token == "none" else "cls"
+    return (
+        f"this model gives logits for each of its {config.tokens:,} tokens (pool = 'none'), not for the image; "
+        f"pool={pool} works: --set model.pool={pool} in training, --override pool={pool} for a weight file, "
+        f"'pool': '{pool}' in the config.json of a bundle"
+    )
+
+
 def read_layers(layers: Iterable[int], depth: int) -> dict[int, int]:
     """Return, for each number that was asked for, which of `depth` layers it means."""
     if not isinstance(layers, Iterable) or isinstance(layers, str):

@@ -60,6 +60,11 @@ VARIANTS = (
 )
 
 DEFAULT_IMAGE_SIZE = 224
+PAPER = {
+    name: ViTConfig.model_fields[name].default
+    for name in ("stem", "class_token", "position", "activation", "stochastic_depth", "pool", "final_norm", "init")
+}
+"""What the ViT paper's model has, whatever its size: plain patches, a class token that the head reads, and so on."""
 
 
 def variant_config(name: str) -> ViTConfig:

@@ -1,6 +1,5 @@
 """The answers to every held-out picture, as held_out.parquet holds them, and those of two runs side by side."""
 
-import os
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +8,8 @@ from numpy.typing import NDArray
 from vitrail.metrics.pairs import Paired, paired
 from vitrail.reports.record import Record
 from vitrail.training.folder import HELD_OUT
+
+COLUMNS = ["index", "name", "true", "predicted", "confidence", "correct", "digest"]
 
 
 class Answers(NamedTuple):
@@ -21,6 +22,7 @@ class Answers(NamedTuple):
     predicted: list[str]
     confidence: NDArray[np.float32]
     right: NDArray[np.bool_]
+    digests: list[str]
 
 
 class Both(NamedTuple):
@@ -39,15 +41,29 @@ def answers_of_both(one: Record, other: Record) -> tuple[Both | None, str]:
         return None, why or why_not
     if _pictures(first) != _pictures(second):
         return None, (
-            "The two runs were judged by different pictures, so they cannot be compared picture by picture; their "
-            "intervals are all there is to go by. Runs with the same data and seed have the same held-out pictures."
+            "The two runs were evaluated on different images, so they cannot be compared image by image. Runs with the "
+            "same data and seed have the same held-out images."
         )
     return Both(first, second, paired(first.right, second.right)), ""
 
 
+def evaluated_on_the_same(one: Record, other: Record) -> bool:
+    """Say whether two runs were evaluated on the same images: by their digests, without these by the recorded names."""
+    first, second = _read(one)[0], _read(other)[0]
+    if first is not None and second is not None:
+        return _pictures(first) == _pictures(second)
+    there, here = (_recorded_names(run) for run in (one, other))
+    return bool(there) and there == here and one.data == other.data
+
+
+def _recorded_names(run: Record) -> list[str]:
+    names = (run.split or {}).get("names", {})
+    return list(names.get("test") or names.get("val") or ()) if isinstance(names, dict) else []
+
+
 def _pictures(answers: Answers) -> list[tuple[str, str]]:
-    # The same data may have been named by another path.
-    return [(os.path.basename(name), true) for name, true in zip(answers.names, answers.true, strict=True)]
+    # By what is in them: the same data may lie elsewhere, and other data may have files of the same names.
+    return list(zip(answers.digests, answers.true, strict=True))
 
 
 def _read(run: Record) -> tuple[Answers | None, str]:
@@ -68,10 +84,12 @@ def _read(run: Record) -> tuple[Answers | None, str]:
             "'vitrail[train]' brings it."
         )
     try:
-        table = pq.read_table(path, columns=["index", "name", "true", "predicted", "confidence", "correct"])
+        table = pq.read_table(path, columns=COLUMNS)
     except (OSError, pa.ArrowException) as error:
         return None, f"{path} cannot be read: {str(error).splitlines()[0]}"
     columns = table.to_pydict()
+    if missing := [name for name in COLUMNS if name not in columns]:
+        return None, f"{path} has no column {missing[0]!r}; rerun the same train command to write it again."
     return (
         Answers(
             np.array(columns["index"], np.int64),
@@ -80,6 +98,7 @@ def _read(run: Record) -> tuple[Answers | None, str]:
             columns["predicted"],
             np.array(columns["confidence"], np.float32),
             np.array(columns["correct"], np.bool_),
+            columns["digest"],
         ),
         "",
     )

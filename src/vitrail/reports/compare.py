@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.pairs import Paired
-from vitrail.reports.answers import Both, answers_of_both
+from vitrail.reports.answers import Both, answers_of_both, evaluated_on_the_same
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.disagreements import disagreements
 from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table
@@ -30,18 +30,19 @@ def compare(one: Record, other: Record) -> str:
     """Return a page that compares two runs."""
     names = (f"A: {cut(one.name, 28)}", f"B: {cut(other.name, 28)}")
     both, why_not = answers_of_both(one, other)
+    alike = both is not None or evaluated_on_the_same(one, other)
     sections = [
-        _numbers(one, other, names),
+        _numbers(one, other, names, alike=alike),
         _pairs(one, both, why_not),
         _settings(one, other, names),
         curves_of_two(one, other, names),
-        _classes(one, other),
+        _classes(one, other, alike=alike),
         _again(one, other, names),
     ]
-    return page(title=f"{one.name} and {other.name}", head=_head(one, other, both), sections=sections)
+    return page(title=f"{one.name} and {other.name}", head=_head(one, other, both, alike=alike), sections=sections)
 
 
-def _head(one: Record, other: Record, both: Both | None) -> str:
+def _head(one: Record, other: Record, both: Both | None, *, alike: bool) -> str:
     who = f"A is <strong>{name(one.name)}</strong>, B is <strong>{name(other.name)}</strong>"
     above = f'<p class="over-title">{who}</p>'
     a, b = one.verdict, other.verdict
@@ -49,7 +50,10 @@ def _head(one: Record, other: Record, both: Both | None) -> str:
         why = " ".join(f"{run.name}: {run.why_no_verdict}" for run in (one, other) if run.verdict is None)
         return f'{above}<h1>Not both runs have a verdict yet</h1><p class="lead">{escape(why)}</p>'
     shares = f"{share(a.top1)} against {share(b.top1)}"
-    if both is not None:
+    if not alike:
+        title = f"Different data: A {share(a.top1)}, B {share(b.top1)}"
+        lead = _different(a, b)
+    elif both is not None:
         title = f"{_which(both.paired)}: {shares}"
         lead = _statement(both.paired)
     else:
@@ -58,6 +62,17 @@ def _head(one: Record, other: Record, both: Both | None) -> str:
         title = f"{better} is better: {shares}" if apart else f"No clear difference: {shares}"
         lead = "Their intervals do not touch." if apart else "Their 95% intervals overlap."
     return f'{above}<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
+
+
+def _different(a: Verdict, b: Verdict) -> str:
+    """Say that two results cannot be compared, and how they could be."""
+    on_a, on_b = (
+        f"{many(found.pictures, 'image')} of {many(len(found.classes), 'class', 'classes')}" for found in (a, b)
+    )
+    return (
+        f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images: the numbers stand side by side "
+        "and do not say which model is better. Evaluate both on the same images (vitrail eval) to compare them."
+    )
 
 
 def _which(result: Paired) -> str:
@@ -80,33 +95,37 @@ def _often(chance: float) -> str:
     return "less than once in 1,000 times" if chance < 0.001 else f"in {100 * chance:.2g}% of cases"
 
 
-def _numbers(one: Record, other: Record, names: tuple[str, str]) -> Section:
+def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool) -> Section:
     title = "The numbers"
     a, b = one.verdict, other.verdict
     if a is None or b is None:
         return Section("result", "Numbers", title, absent("A run without a verdict has no numbers to compare."))
-    columns = [Column(""), *(Column(name, number=True) for name in names), Column("B − A", number=True)]
+    columns = [Column(""), *(Column(name, number=True) for name in names)]
     rows = [_number_row(row) for row in _rows(a, b)]
-    notes = ""
-    if a.pictures != b.pictures or a.classes != b.classes:
-        notes = paragraph(
-            f"A was judged by {many(a.pictures, 'picture')} of {many(len(a.classes), 'class', 'classes')}, B by "
-            f"{many(b.pictures, 'picture')} of {many(len(b.classes), 'class', 'classes')}.",
-            "warn",
-        )
+    notes = "" if alike else paragraph(_different(a, b), "warn")
+    if alike:
+        columns.append(Column("B − A", number=True))
+    else:
+        rows = [row[:-1] for row in rows]  # a difference between different data would look like a comparison
     return Section("result", "Numbers", title, notes + table(columns, rows, caption=title, sortable=False))
 
 
 def _rows(a: Verdict, b: Verdict) -> list[Row]:
     losses = (loss_span(a.loss_interval), loss_span(b.loss_interval))
+    balanced = (span(a.balanced_accuracy_interval), span(b.balanced_accuracy_interval))
     return [
         Row("Accuracy", (a.top1, b.top1), (span(a.top1_interval), span(b.top1_interval))),
-        Row("Among the first five", (a.top5, b.top5)),
+        Row("Among the first five", (a.top5, b.top5), (_span(a.top5_interval), _span(b.top5_interval))),
         Row("Macro F1", (a.macro_f1, b.macro_f1), (span(a.macro_f1_interval), span(b.macro_f1_interval))),
-        Row("Balanced accuracy", (a.balanced_accuracy, b.balanced_accuracy)),
+        Row("Balanced accuracy", (a.balanced_accuracy, b.balanced_accuracy), balanced),
+        Row("Always the largest class", (a.baselines.majority, b.baselines.majority)),
         Row("Log loss", (a.loss, b.loss), losses, less_is_better=True, is_loss=True),
         Row("Calibration error", (a.ece, b.ece), less_is_better=True),
     ]
+
+
+def _span(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else span(interval)
 
 
 def _number_row(row: Row) -> list[Cell]:
@@ -175,9 +194,11 @@ def _setting(found: dict[str, object], name: str) -> Cell:
     return Cell(f"<code>{escape(str(found[name]))}</code>")
 
 
-def _classes(one: Record, other: Record) -> Section:
+def _classes(one: Record, other: Record, *, alike: bool) -> Section:
     title = "Classes that changed most"
     a, b = one.verdict, other.verdict
+    if not alike:
+        return Section("classes", "Classes", title, absent("Classes are compared where the images are the same."))
     if a is None or b is None:
         return Section("classes", "Classes", title, absent("A run without a verdict has no classes to compare."))
     before = {row.name: row for row in a.per_class}

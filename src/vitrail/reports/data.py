@@ -33,6 +33,8 @@ def data(run: Record) -> Section:
             f"The check looked at {many(check.looked_at, 'picture')} of {check.pictures:,}; vitrail check sees all.",
             "quiet small",
         )
+    if check.not_looked_for:
+        found += paragraph(f"Not looked for: {'; '.join(check.not_looked_for)}.", "quiet small")
     drawn = f'<div class="pair">{_counts(check)}<div>{_sizes(check)}{_kinds(check)}</div></div>'
     return Section("data", "Data", "The data", where + found + _samples(run) + drawn)
 

@@ -1,7 +1,5 @@
 """Reading a run's folder: all that it holds, and a sentence for each thing that it does not."""
 
-import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,6 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError, model_validator
 
 from vitrail.errors import ConfigError
+from vitrail.io import ContentError, parse_toml, read_json, read_text
 from vitrail.training.folder import CHECK, LOCK, ORIGIN, RECIPE, SPLIT, SWEEP, VERDICT, Journal
 
 BEST = "best"
@@ -45,6 +44,14 @@ class Mistake(BaseModel):
     confidence: float
 
 
+class Baselines(BaseModel):
+    """What guessing gives."""
+
+    majority_class: str
+    majority: float
+    chance: float
+
+
 class Verdict(BaseModel):
     """What the best model is worth, as verdict.json holds it."""
 
@@ -54,11 +61,15 @@ class Verdict(BaseModel):
     top1: float
     top1_interval: tuple[float, float]
     top5: float | None
+    top5_interval: tuple[float, float] | None
     loss: float
     loss_interval: tuple[float, float]
     balanced_accuracy: float
+    balanced_accuracy_interval: tuple[float, float]
     macro_f1: float
     macro_f1_interval: tuple[float, float]
+    baselines: Baselines
+    warnings: list[str]
     per_class: list[ClassScore]
     confusion: list[list[int]]
     ece: float
@@ -101,6 +112,7 @@ class Check(BaseModel):
     verdict: str
     pictures: int
     looked_at: int
+    not_looked_for: list[str] = []
     counts: dict[str, dict[str, int]]
     findings: list[Finding]
     formats: dict[str, int]
@@ -155,10 +167,12 @@ def read_run(folder: str | Path) -> Record:
     place = Path(folder)
     _check_is_run(place)
     try:
-        text = (place / RECIPE).read_text(encoding="utf-8")
-        recipe = tomllib.loads(text)
-    except ValueError as error:  # no UTF-8, or no TOML
-        raise ConfigError(f"{place / RECIPE} is no TOML: {error}") from None
+        text = read_text(place / RECIPE)
+        recipe = parse_toml(text)
+    except ContentError as error:
+        raise ConfigError(f"{place / RECIPE} {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{place / RECIPE} cannot be read: {error.strerror or error}") from None
     verdict, why_no_verdict = _read(place / VERDICT, Verdict)
     check, why_no_check = _read(place / CHECK, Check)
     if verdict is None and not (place / VERDICT).exists():
@@ -202,8 +216,8 @@ def _read(path: Path, kind: type[Model]) -> tuple[Model | None, str]:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(path)
+    except (OSError, ContentError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -53,7 +53,10 @@ def numbers(verdict: Verdict) -> list[Number]:
     """Return the headline numbers."""
     top5 = [
         Number(
-            "Among the first five", share(verdict.top5), "", "How often the right class is among the five likeliest."
+            "Among the first five",
+            share(verdict.top5),
+            f"95% interval {span(verdict.top5_interval)}" if verdict.top5_interval else "",
+            "How often the right class is among the five likeliest.",
         )
     ]
     return [
@@ -66,7 +69,14 @@ def numbers(verdict: Verdict) -> list[Number]:
             "Macro F1", share(verdict.macro_f1), f"95% interval {span(verdict.macro_f1_interval)}",
             "Precision and recall joined, every class counting alike, however few pictures it has.",
         ),
-        Number("Balanced accuracy", share(verdict.balanced_accuracy), "", "The mean of the classes' recalls."),
+        Number(
+            "Balanced accuracy", share(verdict.balanced_accuracy),
+            f"95% interval {span(verdict.balanced_accuracy_interval)}", "The mean of the classes' recalls.",
+        ),
+        Number(
+            "Baselines", share(verdict.baselines.majority), f"chance {share(verdict.baselines.chance)}",
+            f"The accuracy of always predicting {verdict.baselines.majority_class}, and of a uniform guess.",
+        ),
         Number(
             "Log loss", f"{verdict.loss:.3f}", f"95% interval {loss_span(verdict.loss_interval)}",
             "How surprising the right classes are to the model; 0 is perfect, and sure mistakes cost most.",
@@ -81,7 +91,11 @@ def numbers(verdict: Verdict) -> list[Number]:
 def _lead(verdict: Verdict) -> str:
     low, high = verdict.top1_interval
     ends = f"<strong>{share(low)}</strong> and <strong>{share(high)}</strong>"
-    said = [f"With 95% confidence the true share lies between {ends}."]
+    base = verdict.baselines
+    said = [
+        f"With 95% confidence the true share lies between {ends}.",
+        f"Always predicting {name(base.majority_class)} gives {share(base.majority)}, chance {share(base.chance)}.",
+    ]
     weakest = verdict.weakest_first
     if verdict.top1 == 1:
         said.append("No picture was mistaken.")
@@ -101,7 +115,7 @@ def _worst_confusion(verdict: Verdict) -> str:
 
 
 def _warnings(run: Record, verdict: Verdict) -> str:
-    said = []
+    said = [f"{text[:1].upper()}{text[1:]}." for text in verdict.warnings]
     if verdict.on_training:
         said.append(
             "No picture was held out, so this says how well the model knows what it was taught, and nothing about new "
@@ -131,10 +145,10 @@ def _unfinished_title(run: Record) -> str:
 
 
 def _so_far(run: Record) -> str:
-    measured = [row for row in run.rows if "val_top1" in row]
+    measured = {row["step"]: row for row in run.rows if "val_top1" in row}
     if not measured:
         return paragraph("The val part has not been measured yet, either.")
-    best = max(measured, key=lambda row: float(row["val_top1"]))
+    best = measured[measured[max(measured)]["best"]]
     return paragraph(
         f"So far the best on the val part is {share(best['val_top1'])}, at step {best['step']:,}. The val part chooses "
         "the best moment, so this is not a verdict."

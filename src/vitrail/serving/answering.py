@@ -1,16 +1,17 @@
-"""From a request's pictures to its answer: decoded in a pool, computed in the model's own thread, within a deadline."""
+"""From the images of a request to its result: decoded in other processes, computed in the model's thread, in time."""
 
 import asyncio
-from collections.abc import Awaitable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from vitrail.data.sources.source import Pixels
 from vitrail.errors import VitrailError
 from vitrail.serving.batching import Seat
+from vitrail.serving.connections import client_key
 from vitrail.serving.counters import Counters
-from vitrail.serving.decoding import decode_upload
+from vitrail.serving.decoders import Decoders
 from vitrail.serving.questions import Asked
 from vitrail.serving.refusal import ClientLeft, Refusal, as_refusal
 from vitrail.serving.served import Served
@@ -24,19 +25,19 @@ class Answerer:
 
     def __init__(self, settings: Settings, counters: Counters) -> None:
         self._settings, self._counters = settings, counters
-        self._decoders = ThreadPoolExecutor(settings.decoders, thread_name_prefix="decode")
-
-    def close(self) -> None:
-        """End the threads."""
-        self._decoders.shutdown(wait=False)
+        self.decoders = Decoders(settings)
 
     async def answer(self, request: Request, served: Served, question: Asked, pictures: list[bytes], task: str) -> Any:
         """Return a result for each picture, in order; what is wrong with the only one is a `Refusal`."""
         question.check(served, len(pictures))
         seats = served.batcher.reserve(len(pictures))
         # No failure of one picture ends the others; what ends all (the deadline, the client) cancels them.
+        client, turn = client_key("" if request.client is None else request.client.host), object()
         work = asyncio.gather(
-            *(self._one(served, question, picture, seat) for picture, seat in zip(pictures, seats, strict=True)),
+            *(
+                self._one(served, question, self.decoders.decode(picture, served.bundle.preprocess, client, turn), seat)
+                for picture, seat in zip(pictures, seats, strict=True)
+            ),
             return_exceptions=True,
         )
         try:
@@ -55,12 +56,8 @@ class Answerer:
         self._counters.pictures.labels(served.name, task).inc(len(results))
         return results
 
-    async def _one(self, served: Served, question: Asked, picture: bytes, seat: Seat) -> Any:
-        loop = asyncio.get_running_loop()
-        settings = self._settings
-        pixels = await loop.run_in_executor(
-            self._decoders, decode_upload, picture, served.bundle.preprocess, settings.formats, settings.pixels
-        )
+    async def _one(self, served: Served, question: Asked, decoded: Coroutine[Any, Any, Pixels], seat: Seat) -> Any:
+        pixels = await decoded
         try:
             return await served.batcher.ask(question, pixels, seat)
         except VitrailError as error:

@@ -41,10 +41,14 @@ class Service:
             self.life.stage = "ready"
             self.counters.ready.set(1)
 
+    async def start_decoders(self) -> None:
+        """Start the processes that decode; without it, they start with the first images."""
+        await self._answerer.decoders.start()
+
     async def stop(self) -> None:
-        """Let go of the models."""
+        """Let go of the models, and end what still decodes."""
+        await self._answerer.decoders.close()
         await self.shelf.close()
-        self._answerer.close()
 
     def _made_app(self) -> ASGIApp:
         routes = [
@@ -139,6 +143,9 @@ class Service:
     async def readyz(self, _: Request) -> Response:
         """Say whether models answer."""
         self.life.check()
+        waited = max(self._answerer.decoders.waiting(), self.shelf.waiting())
+        if waited > self.settings.deadline / 2:
+            raise Refusal(503, f"images have been waiting for {waited:.0f} s", retry_after=1, reason="full")
         return as_json({"status": "ready"})
 
     async def metrics(self, _: Request) -> Response:

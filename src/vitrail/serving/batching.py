@@ -27,6 +27,8 @@ class Question(Protocol):
     def __hash__(self) -> int: ...
 
 
+KEPT = 4
+"""One in so many seats is kept for requests of one image, whatever large requests wait for."""
 Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
 """Takes a question and some pictures, returns an answer for each; an exception is one picture's own fault."""
 
@@ -99,9 +101,14 @@ class Batcher:
         self.taken += pictures
         return [Seat(self) for _ in range(pictures)]
 
+    def waiting(self) -> float:
+        """Return for how many seconds the oldest image has been waiting."""
+        return monotonic() - min((job.arrived for job in self._jobs), default=monotonic())
+
     def check_room(self, pictures: int) -> None:
-        """Refuse more pictures than there are seats left."""
-        if self.taken + pictures > self.queue:
+        """Refuse more pictures than there are seats left; requests of several leave some for others."""
+        kept = 0 if pictures == 1 else self.queue // KEPT
+        if self.taken and self.taken + pictures > self.queue - kept:
             raise Refusal(503, "too many pictures are waiting already; try again soon", retry_after=1, reason="full")
 
     async def ask(self, question: Question, pixels: Pixels, seat: Seat) -> Any:

@@ -1,11 +1,15 @@
-"""From the bytes that a client sent to pixels: what kind of file, how large, and only then decoded."""
+"""From the bytes that a client sent to pixels: what kind of file, how large, and only then decoded.
+
+`check_upload` reads headers alone and is called where requests are answered; `decode_upload` is called in a process of
+its own (see `decoders`), so nothing here may import torch.
+"""
 
 from collections.abc import Collection
 
 from vitrail.data.decode import Picture, TooManyPixels, open_picture
-from vitrail.data.given import Item, fitted
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels
+from vitrail.data.structure import Outline, outline
 from vitrail.errors import DataError, InputError
 from vitrail.serving.refusal import Refusal
 
@@ -30,8 +34,8 @@ def kind_of(content: bytes) -> str | None:
     return None
 
 
-def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[str], most_pixels: int) -> Pixels:
-    """Make of a file what an engine takes, (height, width, channels); whatever is wrong with it is a `Refusal`."""
+def check_upload(content: bytes, formats: Collection[str], most_pixels: int) -> Outline | None:
+    """Refuse what its first bytes and its header rule out, and say what decoding it takes where the header tells."""
     if not content:
         raise Refusal(400, "the picture is empty: 0 bytes")
     kind = kind_of(content)
@@ -39,21 +43,42 @@ def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[st
         what = "this is no picture" if kind is None else f"{kind} pictures are not taken here"
         raise Refusal(415, f"{what}; send one of {', '.join(formats)}")
     try:
+        found = outline(content)
+    except DataError as error:
+        raise Refusal(422, f"the picture cannot be used: {error}") from None
+    if found is not None:
+        _check_size(found, most_pixels)
+    return found
+
+
+def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[str], most_pixels: int) -> Pixels:
+    """Make of a file what an engine takes, (height, width, channels); whatever is wrong with it is a `Refusal`."""
+    check_upload(content, formats, most_pixels)
+    try:
         header = open_picture(content)
-        if header.width * header.height > most_pixels:
-            raise Refusal(
-                413,
-                f"a picture of {header.width:,}×{header.height:,} pixels; at most {most_pixels:,} are taken, so make "
-                f"it smaller",
-            )
+        _check_size(header, most_pixels)
         _check_shape(header, preprocess, most_pixels)
-        return fitted(Item(b"", content=content), preprocess)
+        return preprocess.fit(header.pixels(preprocess.channels))
     except TooManyPixels:
         raise Refusal(413, f"a picture of far more than the {most_pixels:,} pixels that are taken") from None
     except (DataError, InputError) as error:
         raise Refusal(422, f"the picture cannot be used: {error}") from None
     except MemoryError:
         raise Refusal(413, "the picture is too large for this machine's memory; make it smaller") from None
+    except Refusal:
+        raise
+    except Exception as error:  # Pillow's readers of rare formats fail on damaged files in any way
+        why = f"{type(error).__name__}: {str(error)[:200]}"
+        raise Refusal(422, f"the picture cannot be used: it cannot be decoded: {why}") from None
+
+
+def _check_size(picture: Picture | Outline, most_pixels: int) -> None:
+    if picture.width * picture.height > most_pixels:
+        raise Refusal(
+            413,
+            f"a picture of {picture.width:,}×{picture.height:,} pixels; at most {most_pixels:,} are taken, so make it "
+            f"smaller",
+        )
 
 
 def _check_shape(picture: Picture, preprocess: Preprocess, most_pixels: int) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.errors import VitrailError
 from vitrail.serving.counters import Counters
+from vitrail.serving.hosts import Hosts, same_origin
 from vitrail.serving.life import Life
 from vitrail.serving.refusal import ClientLeft, Refusal, as_refusal
 from vitrail.serving.settings import MEGABYTE, Settings
@@ -59,6 +60,7 @@ class Door:
     def __init__(self, inside: ASGIApp, routes: set[str], settings: Settings, counters: Counters, life: Life) -> None:
         self._inside, self._routes = inside, routes
         self._settings, self._counters, self._life = settings, counters, life
+        self._hosts = Hosts(settings.host, settings.allow_hosts)
         self._token = None if settings.token is None else settings.token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,14 +86,20 @@ class Door:
 
     def check_site(self, method: str, headers: Headers) -> None:
         """Refuse what a page of another site makes a reader's browser send; a browser says so, and pages cannot lie."""
-        if method != "POST" or headers.get("sec-fetch-site") not in ("cross-site", "same-site"):
+        if method in ("GET", "HEAD", "OPTIONS"):  # changes nothing, and another site's page cannot read the response
             return
-        if "*" not in self._settings.origins and headers.get("origin") not in self._settings.origins:
+        site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+        if site is not None:
+            own = site in ("same-origin", "none")
+        else:  # browsers leave it away where there is neither TLS nor localhost
+            own = origin is None or same_origin(origin, headers.get("host"))
+        if not own and "*" not in self._settings.origins and origin not in self._settings.origins:
             raise Refusal(403, "pages of other sites may not use this service; --origins allows them", reason="origin")
 
     async def inside(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through to its route."""
         headers = Headers(scope=scope)
+        self._hosts.check(headers.get("host"))
         self.check_token(scope["path"], headers)
         self.check_site(scope["method"], headers)
         if scope["path"] not in WORK or scope["method"] != "POST":

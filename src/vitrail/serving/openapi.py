@@ -10,13 +10,13 @@ Json = dict[str, Any]
 _WORDS = {
     400: "The body cannot be understood: empty, no JSON, no form, no base64.",
     401: "The token is missing or wrong.",
-    403: "A browser sends this for a page of another site, which no setting allows.",
+    403: "A browser sends this for a page of another site, or for a host name, which no setting allows.",
     404: "There is nothing at this address.",
     408: "The body did not arrive in time.",
     409: "The bundle cannot be opened; the model that was there keeps serving.",
     413: "Too many bytes, pixels or pictures.",
     415: "The body, or the only picture, is of a kind that is not taken.",
-    422: "An option does not fit the model, or the only picture is damaged.",
+    422: "An option does not fit the model, or the only picture is damaged or takes too long to decode.",
     503: "Starting, stopping, or too much to do already; try again after Retry-After seconds.",
     504: "There was no answer within the deadline.",
 }
@@ -108,7 +108,7 @@ def _asking(name: str, summary: str, answer: str, settings: Settings, *options: 
                 },
             },
         },
-        **_answers(answer, (400, 403, 408, 413, 415, 422, 503, 504), settings.token is not None),
+        **_answers(answer, (400, 408, 413, 415, 422, 503, 504), settings.token is not None),
     }
 
 
@@ -117,7 +117,7 @@ def _others(secured: bool) -> Json:
         "operationId": "reload",
         "summary": "Open a bundle again, or all of them, without losing a request",
         "parameters": [{"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}],
-        **_answers("Reloaded", (403, 409, 422, 503), secured),
+        **_answers("Reloaded", (409, 422, 503), secured),
     }
     text = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     metrics = _answers(None, (), secured)
@@ -164,7 +164,7 @@ def _others(secured: bool) -> Json:
 
 
 def _answers(schema: str | None, statuses: tuple[int, ...], secured: bool = False) -> Json:
-    refused = (*statuses, 401) if secured else statuses
+    refused = {*statuses, 403, *((401,) if secured else ())}
     responses = {
         str(status): {"description": _WORDS[status], "content": _as_json("Error")} for status in sorted(refused)
     }

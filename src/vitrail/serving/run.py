@@ -1,6 +1,7 @@
 """Running the service: the port, the signals, the log, from the start to an orderly end."""
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -11,19 +12,27 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.serving.app import Service
+from vitrail.serving.connections import Connections, NotTooOften, room_for, told
+from vitrail.serving.protocol import BoundedProtocol, Bounds
+from vitrail.serving.refusal import Refusal
 from vitrail.serving.settings import Settings
 
 LINGER = 0.5
 """Seconds for which a service that stops still says so, instead of being gone at once."""
 LAST_WORDS = 0.2
 """Seconds for those who were connected in the last moment to be told."""
+AT_ONCE = 4
+"""Connections that are accepted in one round of the event loop. It takes some rounds until others have given way for
+them, so there are file descriptors in reserve."""
+QUEUED = 1024
+"""Connections that the system holds until they are accepted."""
 _log = logging.getLogger("vitrail.serving")
 
 
@@ -37,9 +46,16 @@ def serve(settings: Settings, *, started: float | None = None) -> None:
         if settings.token is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
             _log.warning("there is no token, so everybody who reaches this address can use the models")
         service = Service(settings)
+        connections = Connections(room_for(settings.connections), settings.client_connections, service.counters)
+
+        class Protocol(BoundedProtocol):
+            bounds = Bounds(connections, settings.head_time)
+
         config = uvicorn.Config(
             service.app,
-            http="h11",  # the one that limits the size of headers by itself
+            http=Protocol,
+            proxy_headers=False,  # anybody on this machine could claim to be many clients
+            backlog=AT_ONCE,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -65,6 +81,7 @@ class _Server(uvicorn.Server):
 
     async def run_to_the_end(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_tell_fault)
         self._begin(self._warm_up())
         if _has_hangup():
             self._loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload()))
@@ -97,12 +114,18 @@ class _Server(uvicorn.Server):
 
     async def _warm_up(self) -> None:
         try:
-            await self._service.start()
+            await asyncio.gather(self._service.start_decoders(), self._service.start())
+        except Refusal:  # told already; nothing could be answered
+            self._fault = ConfigError("no process that decodes images can be started; is there enough memory?")
+            self.should_exit = True
+            return
         except Exception as error:
             self._fault, self.should_exit = error, True
             return
         while not self.started and not self.should_exit:
             await asyncio.sleep(0.005)
+        with contextlib.suppress(OSError):  # closed meanwhile
+            self._place.listen(QUEUED)
         if self._service.life.stage != "ready":  # it has been told to stop meanwhile
             return
         host, port = self._place.getsockname()[:2]
@@ -126,11 +149,16 @@ class _Server(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
 
+def _tell_fault(_: asyncio.AbstractEventLoop, fault: dict[str, Any]) -> None:
+    """Write what went wrong outside of any request, such as file descriptors that run out, and not too often."""
+    told.warn(str(fault.get("message")), error=str(fault.get("exception")))
+
+
 def _has_hangup() -> bool:
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_hangup() -> Iterator[None]:
     """Let SIGHUP, which would end the process, do nothing while the bundles are being opened anyway."""
     if not _has_hangup():
@@ -185,9 +213,14 @@ class _Lines(logging.Formatter):
 
 def _write_log() -> None:
     """Write the service's log, and the complaints of uvicorn, to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines())
-    for name, level in (("vitrail.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+    ours, others = logging.StreamHandler(sys.stderr), logging.StreamHandler(sys.stderr)
+    others.addFilter(NotTooOften())  # "Invalid HTTP request received." can be had ten thousand times a second
+    for name, level, handler in (
+        ("vitrail.serving", logging.INFO, ours),
+        ("uvicorn", logging.WARNING, others),
+        ("asyncio", logging.WARNING, others),
+    ):
+        handler.setFormatter(_Lines())
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

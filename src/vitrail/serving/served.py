@@ -43,7 +43,7 @@ class Served:
     def __init__(self, named: NamedSource, settings: Settings, counters: Counters) -> None:
         self.name = named.name
         self.device = choose_device(settings.device)
-        self.bundle: Bundle = load(named.source)
+        self.bundle: Bundle = load(named.source, overrides=settings.overrides, keys=settings.keys)
         model = self.bundle.model.to(self.device).eval()
         _own_weights(model)
         self.engine: Engine | None = None

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -39,6 +39,10 @@ class Settings(Frozen):
 
     models: Annotated[tuple[NamedSource, ...], AsTuple]
     """The first is the one that answers where a request names none."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Fields that the models' files do not tell, as for `vitrail.load`; for all models."""
+    keys: Path | None = None
+    """A key table for home-made ViTs."""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """0 takes any that is free."""
@@ -56,8 +60,16 @@ class Settings(Frozen):
     deadline: Seconds = 30.0
     """Seconds from a request's last byte to its answer; later it is 504."""
     decoders: Annotated[int, Field(gt=0, le=256)] = 2
-    """Threads that decode pictures."""
+    """Processes that decode images."""
+    decode_time: Seconds = 10.0
+    """Seconds that one image may take to decode; then its decoder is ended, and it is 422."""
 
+    connections: Positive = 512
+    """Most connections; fewer where there are not as many file descriptors."""
+    client_connections: Positive = 128
+    """Most connections of one client."""
+    head_time: Seconds = 10.0
+    """Seconds that the head of a request may take to arrive."""
     body_limit: Amount = 32.0
     """Most megabytes of one request."""
     uploads_limit: Amount = 512.0
@@ -72,6 +84,8 @@ class Settings(Frozen):
     """The kinds of files that are opened at all."""
     token: str | None = Field(default=None, repr=False, exclude=True)
     """What a client has to send as `Authorization: Bearer …`; None: nothing."""
+    allow_hosts: Annotated[tuple[str, ...], AsTuple] = ()
+    """Host names for which it answers beside its address and localhost; '*' is any."""
     origins: Annotated[tuple[str, ...], AsTuple] = ()
     """Web origins whose pages may call the service (CORS), such as https://example.org."""
     grace: Seconds = 30.0
@@ -99,6 +113,13 @@ class Settings(Frozen):
         token = self.token
         if token is not None and (not token.isascii() or not token.isprintable() or " " in token or not token):
             raise ConfigError("the token should be ASCII letters, digits and signs without spaces, and not empty")
+        return self
+
+    @model_validator(mode="after")
+    def _hosts_are_hosts(self) -> Self:
+        for host in self.allow_hosts:
+            if host != "*" and not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+", host):
+                raise ConfigError(f"{host!r} is not a host name; write it as example.org, without port or path, or '*'")
         return self
 
     @model_validator(mode="after")

@@ -66,6 +66,10 @@ class Shelf:
         if served is not None:
             served.batcher.check_room(1)
 
+    def waiting(self) -> float:
+        """Return for how many seconds the oldest image of any model has been waiting."""
+        return max(served.batcher.waiting() for served in self._served.values())
+
     def descriptions(self) -> list[dict[str, Any]]:
         """Say what each model is."""
         first = next(iter(self._served))

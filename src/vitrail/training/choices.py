@@ -14,8 +14,10 @@ from vitrail.data.decode import decode, open_picture
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError
+from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
-from vitrail.models.variants import variant_config
+from vitrail.models.variants import PAPER, variant_config
+from vitrail.training.criterion import Criterion
 from vitrail.training.recipe import Recipe
 from vitrail.training.schedules import learning_rate
 from vitrail.training.starting import Start, planned_model
@@ -24,6 +26,9 @@ LOOKED_AT = 64
 """How many pictures are opened to see what they are like."""
 TINY_SIDE, SMALL_SIDE = 16, 40
 """Pictures up to these sides are drawings or thumbnails; larger ones are photographs."""
+FEW_PHOTOS = 2_000
+"""Fewer photographs than these teach two blocks as much as four, in three quarters of the time, at half the learning
+rate; a CPU spends what is saved on more steps (benchmarks/LOG.md)."""
 NARROW, SMALL_WIDTH = 128, 256
 """Fresh models up to the first width, and trained ones up to the second, bear a higher learning rate."""
 MUON_FASTER = 2.5
@@ -91,12 +96,14 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
     """Settle what a recipe leaves open."""
     choices: list[Choice] = []
     model = _model(recipe, facts, start, choices)
+    if refusal := per_token(model):
+        raise ConfigError(refusal)
     preprocess = _preprocess(recipe, model, start)
     batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, choices)
     epochs = recipe.epochs
     if epochs is None and recipe.steps is None:
         epochs = _epochs(facts, start, choices)
-    rate = _rate(recipe, model, start, choices) if recipe.optimizer.lr is None else recipe.optimizer.lr
+    rate = _rate(recipe, facts, model, start, choices) if recipe.optimizer.lr is None else recipe.optimizer.lr
     augmentation = _augmentation(facts, choices) if recipe.augmentation is None else recipe.augmentation
     mixing = _mixing(facts, choices) if recipe.mixing is None else recipe.mixing
     if recipe.data.on_device:
@@ -109,6 +116,7 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
         augmentation=augmentation,
         mixing=mixing,
         start=recipe.start if start is None else recipe.start or Start(),
+        criterion=_criterion(recipe, choices),
     )
     steps = _steps(settled, facts.pictures, batch)
     learning_rate(settled.schedule, 0, steps, rate)  # refuses a schedule that does not fit, before anything is written
@@ -136,6 +144,13 @@ def _written(model: ViTConfig) -> dict[str, Any]:
 def _model(recipe: Recipe, facts: Facts, start: Bundle | None, choices: list[Choice]) -> ViTConfig:
     fields = dict(recipe.model)
     classes = len(facts.classes)
+    paper = fields.pop("paper", False)
+    if not isinstance(paper, bool) or (paper and start is not None):
+        raise ConfigError(
+            f"model.paper is {paper!r}; it is true for a fresh model as the ViT paper has it, else left out"
+        )
+    if paper and "name" not in fields:  # a named model is the paper's already
+        fields = {**PAPER, **fields}
     if fields.get("classes", classes) != classes:
         raise ConfigError(f"model.classes is {fields['classes']}, but the data has {classes} classes; leave it out")
     if start is not None:
@@ -154,7 +169,8 @@ def _small_model(facts: Facts, given: dict[str, Any], choices: list[Choice]) -> 
     patch = _pair(given.get("patch_size"), 2 if tiny else 4 if small else 8)
     largest = 64 if on_cpu else 96
     size = tuple(max(side, min(facts.side, largest) // side * side) for side in patch)
-    width, depth = (64, 4) if tiny else (96, 4) if on_cpu else (256, 8)
+    few = _few_photos(facts)
+    width, depth = (64, 4) if tiny else (96, 2 if few else 4) if on_cpu else (256, 8)
     width = given["width"] if isinstance(given.get("width"), int) else width
     stem = () if "stem" in given else _early_convolutions(patch, width, small, again=1 if on_cpu else 2)
     found: dict[str, Any] = {
@@ -178,7 +194,7 @@ def _small_model(facts: Facts, given: dict[str, Any], choices: list[Choice]) -> 
         "patch_size": f"gives {math.prod(s // p for s, p in zip(size, patch, strict=True))} patches",
         "stem": "a few convolutions before the patches, which few pictures teach much sooner than a plain projection",
         "width": "small enough for a CPU" if on_cpu else f"{facts.pictures:,} pictures need no larger model",
-        "depth": "as for the width",
+        "depth": f"{facts.pictures:,} images teach more blocks no more" if on_cpu and few else "as for the width",
         "activation": "as good in a small model, and quicker on a CPU" if on_cpu else "the usual one",
         "channels": "the pictures are grey" if facts.grey else "the pictures are in colour",
     }
@@ -188,6 +204,10 @@ def _small_model(facts: Facts, given: dict[str, Any], choices: list[Choice]) -> 
         if name in found and name not in given
     ]
     return found
+
+
+def _few_photos(facts: Facts) -> bool:
+    return facts.side > SMALL_SIDE and facts.pictures < FEW_PHOTOS
 
 
 def _pair(given: Any, default: int) -> tuple[int, int]:
@@ -243,26 +263,34 @@ def _epochs(facts: Facts, start: Bundle | None, choices: list[Choice]) -> float:
     elif start is not None:
         shown, most = 30_000, 50
     else:
-        shown, most = (57_000 if facts.side <= TINY_SIDE else 80_000), 150
+        shown, most = (57_000, 150) if facts.side <= TINY_SIDE else (80_000, 225)
     epochs = float(max(10, min(most, round(shown / facts.pictures))))
     choices.append(Choice("epochs", epochs, f"about {round(int(epochs) * facts.pictures, -3):,} pictures shown in all"))
     return epochs
 
 
-def _rate(recipe: Recipe, model: ViTConfig, start: Bundle | None, choices: list[Choice]) -> float:
+def _rate(recipe: Recipe, facts: Facts, model: ViTConfig, start: Bundle | None, choices: list[Choice]) -> float:
     kind = recipe.optimizer.kind
     if kind == "sgd":
         rate, why = 0.01, "usual for sgd"
     elif start is None:
-        narrow = model.width <= NARROW
-        rate, why = (2e-3 if narrow else 1e-3), f"for {kind} and a fresh {'narrow model' if narrow else 'model'}"
-        rate *= MUON_FASTER if kind == "muon" else 1
+        gently = model.width > NARROW or _few_photos(facts)
+        rate, why = (1e-3, "a fresh model") if gently else (2e-3, "a fresh narrow model")
+        rate, why = rate * (MUON_FASTER if kind == "muon" else 1), f"for {kind} and {why}"
+        why += f", taught by {facts.pictures:,} images" if _few_photos(facts) else ""
     else:
         small = model.width <= SMALL_WIDTH
         rate = 1e-3 if small else 1e-4
         why = f"for {kind} and a model that knows {'a little' if small else 'much'}, judged by its width {model.width}"
     choices.append(Choice("optimizer.lr", rate, why))
     return rate
+
+
+def _criterion(recipe: Recipe, choices: list[Choice]) -> Criterion:
+    found = recipe.settled_criterion()
+    if recipe.criterion is None and found != "accuracy":
+        choices.append(Choice("criterion", found, "classes are weighted, so the best checkpoint is best over classes"))
+    return found
 
 
 def _augmentation(facts: Facts, choices: list[Choice]) -> Augmentation:

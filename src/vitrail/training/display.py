@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.training.choices import Choice
+from vitrail.training.pace import Pace
 
 SMOOTH = 0.9
 """How much of a shown number is the one before."""
@@ -40,30 +41,23 @@ class Shown(NamedTuple):
 class Status:
     """How a run stands; rich can print it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool = False) -> None:
         self.row: dict[str, Any] = {}
         self.loss, self.accuracy = 0.0, 0.0
-        self.rate: float | None = None
-        """Pictures a second. Not known after the first step, in which libraries are opened and kernels compiled."""
-        self.waited, self.total = 0.0, 0.0
+        self.pace = Pace(compiled=compiled)
 
     def update(self, row: dict[str, Any]) -> None:
         """Take in a step."""
         keep = SMOOTH if self.row else 0.0
-        if self.row:
-            took = max(row["seconds"] + row["waited"], 1e-9)
-            rate = row["pictures"] / took
-            self.rate = rate if self.rate is None else SMOOTH * self.rate + (1 - SMOOTH) * rate
-            self.waited += row["waited"]
-            self.total += took
+        self.pace.add(images=row["pictures"], seconds=row["seconds"], waited=row["waited"])
         self.row = row
         self.loss = keep * self.loss + (1 - keep) * row["loss"]
         self.accuracy = keep * self.accuracy + (1 - keep) * row["accuracy"]
 
     @property
     def waited_share(self) -> float:
-        """The share of the time since the first step that was spent waiting for pictures."""
-        return self.waited / self.total if self.total else 0.0
+        """The share of the time since the first step that was spent waiting for data."""
+        return self.pace.whole_waiting_share
 
     @property
     def step(self) -> str:
@@ -72,19 +66,20 @@ class Status:
 
     @property
     def left(self) -> str:
-        """How long it will still take, at the present pace."""
-        pictures = (self.row["steps"] - self.row["step"]) * self.row["pictures"]
-        if self.rate is None:
-            return UNKNOWN if pictures else _clock(0)
-        return _clock(pictures / max(self.rate, 1e-9))
+        """How long the steps will still take, at the present pace."""
+        images, rate = (self.row["steps"] - self.row["step"]) * self.row["pictures"], self.pace.rate
+        if rate is None:
+            return UNKNOWN if images else _clock(0)
+        return _clock(images / max(rate, 1e-9))
 
     def numbers(self) -> list[Shown]:
         """Return what is shown beside the step and the time left."""
+        rate = self.pace.rate
         return [
             Shown("epoch ", f"{self.row['epoch']:.1f}", "", "epoch ", 1),
             Shown("loss ", f"{self.loss:.3f}", "", "loss ", 5),
             Shown("accuracy ", f"{self.accuracy:.1%}", "", "acc. ", 4),
-            Shown("", UNKNOWN if self.rate is None else f"{self.rate:,.0f}", " images/s", "", 3),
+            Shown("", UNKNOWN if rate is None else f"{rate:,.0f}", " images/s", "", 3),
             Shown("waiting for data ", f"{self.waited_share:.0%}", "", "waiting ", 2),
             Shown("memory ", _bytes(used_memory()), "", "", 0),
         ]

@@ -14,6 +14,8 @@ TAGS = {
     "gradient_norm": "train/gradient_norm",
     "val_top1": "val/top1",
     "val_loss": "val/loss",
+    "val_balanced_accuracy": "val/balanced_accuracy",
+    "val_macro_f1": "val/macro_f1",
     "images_per_second": "speed/images_per_second",
     "waiting_share": "speed/waiting_share",
 }

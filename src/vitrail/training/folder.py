@@ -1,28 +1,46 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
-recipe.toml split.json check.json samples/ metrics.jsonl log.txt best/ last/ state/ sessions.json verdict.json; and with
-the extra `train`: curves.png tensorboard/ held_out.parquet
+recipe.toml split.json stamps.index check.json samples/ metrics.jsonl log.txt best/ last/ state/ sessions.json
+verdict.json; and with the extra `train`: curves.png tensorboard/ held_out.parquet
 """
 
 import contextlib
 import fcntl
 import hashlib
 import json
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import CheckpointError, ConfigError
+from vitrail.io import ContentError, open_regular, parse_json, parse_toml, read_json, read_text, read_toml
+from vitrail.io import whole as whole_file
 from vitrail.training.recipe import Recipe, write_toml
+
+T = TypeVar("T")
 
 RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
 VERDICT, ORIGIN = "verdict.json", "origin.json"
 BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
+NUMBERS = frozenset(
+    {
+        "epoch",
+        "loss",
+        "accuracy",
+        "lr",
+        "gradient_norm",
+        "val_top1",
+        "val_loss",
+        "val_balanced_accuracy",
+        "val_macro_f1",
+        "best",
+    }
+)
+"""What is a number in every row of a journal that has it."""
 LOCK = ".lock"
 """Every run folder has it, from its first moment on."""
 SWEEP = "sweep.json"
@@ -36,7 +54,7 @@ class Origin(NamedTuple):
     data: str
     """Where the pictures are."""
     start: str
-    """A checksum of the weights it starts from; nothing for fresh ones."""
+    """A checksum of the model it starts from, its weights and its config; nothing for a fresh one."""
 
 
 def origin_of(data: str | Path, start: Bundle | None) -> Origin:
@@ -44,7 +62,7 @@ def origin_of(data: str | Path, start: Bundle | None) -> Origin:
     place = str(data) if str(data) == BUILT_IN else str(Path(data).resolve())
     if start is None:
         return Origin(place, "")
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(start.model.config.resolved().to_json().encode(), digest_size=16)
     for name, tensor in sorted(start.model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
@@ -64,7 +82,10 @@ def keep_origin(folder: Path, origin: Origin) -> str | None:
     if not path.exists():
         write_json(path, origin._asdict())
         return None
-    old = Origin(**json.loads(path.read_text(encoding="utf-8")))
+    found = read_in_run(path, read_json)
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in Origin._fields):
+        raise damaged(path, "lacks what a run writes there")
+    old = Origin(*(found[name] for name in Origin._fields))
     if old.start != origin.start:
         began = "fresh weights" if not old.start else "other weights" if origin.start else "a model that exists"
         raise ConfigError(f"{folder} holds a run that began with {began}; choose another --run, or start from the same")
@@ -73,6 +94,21 @@ def keep_origin(folder: Path, origin: Origin) -> str | None:
         if old.data == origin.data
         else f"the data was in {old.data} when the run began, and is in {origin.data} now"
     )
+
+
+def read_in_run(path: Path, read: Callable[[Path], T]) -> T:
+    """Read a file of a run folder, or say that it is damaged and what to do."""
+    try:
+        return read(path)
+    except OSError as error:
+        raise damaged(path, f"cannot be read: {error.strerror or error}") from None
+    except ContentError as error:
+        raise damaged(path, str(error)) from None
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """Return the error for a file of a run folder without which the run cannot be resumed."""
+    return CheckpointError(f"{path} {what}, so the run cannot be resumed; restore the file, or choose another --run")
 
 
 def check_apart(folder: Path, origin: Origin) -> None:
@@ -109,17 +145,17 @@ def keep_recipe(folder: Path, recipe: Recipe) -> None:
             raise ConfigError(f"{folder} holds a sweep, not a run; choose one of the folders in it, or another --run")
         write_text(path, text)
         return
-    old = path.read_text(encoding="utf-8")
+    old = read_in_run(path, read_text)
     if old != text:
+        differences = _differences(read_in_run(path, read_toml), parse_toml(text))
         raise ConfigError(
-            f"{folder} holds a run with another recipe ({_differences(old, text)}); choose another --run, or the same "
-            f"settings"
+            f"{folder} holds a run with another recipe ({differences}); choose another --run, or the same settings"
         )
 
 
-def _differences(old: str, new: str) -> str:
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Say which settings of two recipes differ, the first few of them."""
-    there, here = _settings(tomllib.loads(old)), _settings(tomllib.loads(new))
+    there, here = _settings(old), _settings(new)
     names = [name for name in {**here, **there} if there.get(name) != here.get(name)]
     said = [f"{name} is {there.get(name, 'not set')} there and {here.get(name, 'not set')} here" for name in names]
     return ", ".join(said[:MOST_DIFFERENCES]) + (
@@ -138,13 +174,10 @@ def _settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Give another name to write a file under; it gets its own when it is whole."""
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        yield temporary
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            yield temporary
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from None
 
 
@@ -179,11 +212,23 @@ class Journal:
     def read(folder: Path) -> list[dict[str, Any]]:
         """Return the lines of a run's journal; one that was cut short by a crash is left out."""
         try:
-            lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
+            with open_regular(folder / METRICS) as file:
+                lines = file.readall().decode("utf-8", "replace").splitlines()
         except FileNotFoundError:
             return []
-        rows = []
+        except OSError as error:
+            raise CheckpointError(f"{folder / METRICS} cannot be read: {error.strerror or error}") from None
+        rows: list[dict[str, Any]] = []
         for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
+            with contextlib.suppress(ContentError):
+                rows += [row] if _is_row(row := parse_json(line)) else []
         return rows
+
+
+def _is_row(found: object) -> bool:
+    """Tell whether a line is one of the journal's: a step, and numbers that can be drawn."""
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        return False
+    # Not float(value): an integer of a thousand digits has none.
+    numbers = [value for name, value in found.items() if name in NUMBERS or isinstance(value, int)]
+    return all(isinstance(number, float) or (isinstance(number, int) and abs(number) < 2**63) for number in numbers)

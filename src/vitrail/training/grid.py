@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
 from vitrail.data.batches import Training
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.splits import Parts
@@ -93,6 +92,8 @@ def combine(over: Mapping[str, Sequence[Any]], changes: Sequence[str]) -> list[d
     for key in over:
         if fixed := next((name for name in FIXED if _overlap(key, name)), None):
             raise ConfigError(f"a sweep over {key} would measure its runs on different pictures; use --set {fixed}=…")
+        if _overlap(key, "criterion"):
+            raise ConfigError("a sweep compares its runs by one criterion; choose it with --set criterion=…")
         if change := next((text for text in changes if _overlap(key, text.partition("=")[0].strip())), None):
             raise ConfigError(f"{key} is swept, but {change} sets it; leave one of them out")
     for one, other in combinations(over, 2):
@@ -127,10 +128,9 @@ def shown(value: Any) -> str:
 
 
 def plan_trials(
-    recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, start: str | Path | Bundle | None, device: str
+    recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, bundle: Bundle | None, device: str
 ) -> list[Trial]:
     """Settle and check every candidate before the first is trained; of equal ones keep one."""
-    bundle = start if isinstance(start, Bundle) or start is None else load(start)
     known: dict[int, tuple[Parts, Facts]] = {}
     trials: dict[str, Trial] = {}
     for values, recipe in recipes:

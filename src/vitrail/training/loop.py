@@ -1,9 +1,10 @@
 """The run: from a settled recipe to a measured bundle, stopping and going on at any step without a trace."""
 
+import copy
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitrail.checkpoints.bundle import METRICS, Bundle
+from vitrail.checkpoints.bundle import CONFIG, METRICS, Bundle
 from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Batch, Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.resident import Kept, Resident
@@ -21,11 +22,14 @@ from vitrail.data.stream import Share, Stream
 from vitrail.errors import ConfigError, DataError, Diverged
 from vitrail.evaluation import Evaluation as Measured
 from vitrail.evaluation import Predictions, measure, predict_all
-from vitrail.metrics.classification import log_losses
+from vitrail.io import file_digest
+from vitrail.metrics.baselines import warning_about_gap
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, derive_seed, seed_torch
 from vitrail.training.averaging import Average
+from vitrail.training.best import ASIDE, BEST, best_fault, put_aside
 from vitrail.training.choices import Plan
+from vitrail.training.criterion import score, validated
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
 from vitrail.training.forward import forget_compiled, forward_of
@@ -36,10 +40,13 @@ from vitrail.training.records import Records, card_metrics
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
 from vitrail.training.starting import Start, fitted
-from vitrail.training.state import Progress, Setting, State, load_state, save_state
+from vitrail.training.state import Progress, Setting, State, load_state, save_state, weights_at
 from vitrail.training.step import Stepped, Stepper, Taken, first_not_finite
 from vitrail.training.team import Team
 from vitrail.training.underway import Underway
+
+GAP_SHARE = 20
+"""Training accuracy is that of the last twentieth of the steps up to the best checkpoint."""
 
 
 class Watcher(Protocol):
@@ -75,6 +82,7 @@ def train_run(
     run = _Run(plan, parts, start, folder, where, watcher)
     with nullcontext() if run.records is None else closing(run.records):
         if not run.state.progress.finished:
+            run.check_best()
             there = resident_pictures(plan, parts)
             job = Job(plan, where.device, where.precision, where.team.processes.size, where.workers, there)
             with within_memory(job, folder, watcher.note):
@@ -97,7 +105,7 @@ class _Run:
             self.stepper = self._stepper()
         self.setting = Setting(torch.get_num_threads(), team.processes.size, where.precision)
         if team.is_main:
-            for name in ("best", "last"):
+            for name in (BEST, "last"):
                 recover(folder / name)
         for note in load_state(folder / "state", self.state, self.setting, team):
             watcher.note(note)
@@ -105,7 +113,12 @@ class _Run:
             watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
         elif self.state.progress.step:
             watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        self.records = Records(folder, self.state.progress.step, watcher.note) if team.is_main else None
+        self.records = (
+            Records(folder, self.state.progress.step, watcher.note, compiled=plan.recipe.compile)
+            if team.is_main
+            else None
+        )
+        self.replaced = False
         self.bad: set[str] = set(self.state.progress.bad_files or [])
         self.measured_by = parts.val or parts.train
         self.kept: Kept | None = None
@@ -223,12 +236,14 @@ class _Run:
         answers = self._predict(best.model.to(self.where.device), source)
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
+        if self.records is not None:
+            measured = replace(measured, warnings=(*measured.warnings, *_gap_warning(Journal.read(self.folder))))
         if final:
             best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
         if final and self.records is not None:
             self.records.held_out(answers, source)
             self._write_card(best)
-            if not (self.folder / VERDICT).exists():
+            if self.replaced or not (self.folder / VERDICT).exists():
                 write_json(self.folder / VERDICT, measured.as_dict())
         return best, measured
 
@@ -241,14 +256,64 @@ class _Run:
         """Return the best model; only the main process need see the folder."""
         from vitrail.checkpoints.load import load
 
+        self.check_best()
         with self.team.together():
-            best = load(self.folder / "best") if self.team.is_main else self._bundle_now()
+            best = load(self.folder / BEST) if self.team.is_main else self._bundle_now()
         weights = self.team.tensors_from_main(best.model.state_dict() if self.team.is_main else None)
         provenance = self.team.from_main(best.provenance)
         if not self.team.is_main:
             best.model.load_state_dict(weights)
             best = Bundle(best.model.eval(), best.preprocess, best.classes, provenance)
         return best
+
+    def check_best(self) -> None:
+        """See to it that best/ is the model that the state calls the best; where it is not, say so and recover.
+
+        Its weights are those of a state that is still there, or else they are lost, and those there are now, or their
+        average, take their place.
+        """
+        progress = self.state.progress
+        if not progress.best_step:
+            return
+        with self.team.together():
+            found = self._recovered_best() if self.team.is_main else None
+        fault, exact = self.team.from_main(found) or (None, True)
+        if fault is None:
+            return
+        lost = f"{fault}, so it was put aside as {ASIDE}/"
+        if exact:
+            self.watcher.note(
+                f"{lost}; the state still had the weights of step {progress.best_step:,}: nothing is lost"
+            )
+            self._save()  # with the digest of what was written
+            return
+        what = "averaged weights" if self.state.average is not None else "weights"
+        self.watcher.note(
+            f"{lost}; the best weights, those of step {progress.best_step:,}, are lost, and the {what} of step "
+            f"{progress.step:,} take their place"
+        )
+        progress.best_score, self.replaced = -1.0, True
+        self._measure()
+        self._save()
+
+    def _recovered_best(self) -> tuple[str, bool] | None:
+        """Return None where best/ is whole; else what is wrong with it, and whether its very weights were found."""
+        progress, place = self.state.progress, self.folder / BEST
+        fault = best_fault(place, progress)
+        if fault is None:
+            return None
+        put_aside(place)
+        weights = weights_at(self.folder / "state", progress.best_step, averaged=self.state.average is not None)
+        if weights is None:
+            return fault, False
+        model = copy.deepcopy(self.state.model).cpu()
+        model.load_state_dict(weights)
+        self._save_best(self._bundle_of(model, progress.best_step))
+        return fault, True
+
+    def _save_best(self, bundle: Bundle) -> None:
+        bundle.save(self.folder / BEST, overwrite=True)
+        self.state.progress.best_digest = file_digest(self.folder / BEST / CONFIG)
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.plan.recipe.schedule, step, self.plan.steps, self.plan.rate)
@@ -258,19 +323,18 @@ class _Run:
         progress = self.state.progress
         with self._averaged():
             answers = self._predict(self.state.model, self.measured_by)
-            top1 = float((answers.probabilities.argmax(axis=1) == answers.labels).mean())
-            loss = float(log_losses(answers.probabilities, answers.labels).mean())
-            score = top1 - 1e-6 * loss  # the loss decides between equals
-            if score > progress.best_score:
-                progress.best_score, progress.best_step, progress.since_best = score, progress.step, 0
+            found = validated(answers)
+            reached = score(found, self.plan.recipe.settled_criterion())
+            if not progress.best_step or reached > progress.best_score:
+                progress.best_score, progress.best_step, progress.since_best = reached, progress.step, 0
                 if self.team.is_main:
-                    self._bundle_now().save(self.folder / "best", overwrite=True)
+                    self._save_best(self._bundle_now())
             else:
                 progress.since_best += 1
-        row = {"step": progress.step, "val_top1": top1, "val_loss": loss, "best": progress.best_step}
+        row = {"step": progress.step, **found, "best": progress.best_step}
         if self.records is not None:
             self.records.measured(row)
-        self.watcher.measured(row)
+        self.watcher.measured({**row, "criterion": self.plan.recipe.settled_criterion()})
         return self._tired()
 
     def _predict(self, model: nn.Module, source: Source) -> Predictions:
@@ -329,8 +393,11 @@ class _Run:
                 yield
 
     def _bundle_now(self) -> Bundle:
-        provenance = {**self.bundle.provenance, "trained": {"step": self.state.progress.step, "of": self.plan.steps}}
-        return Bundle(self.state.model, self.plan.preprocess, self.bundle.classes, provenance)  # type: ignore[arg-type]
+        return self._bundle_of(self.state.model, self.state.progress.step)
+
+    def _bundle_of(self, model: nn.Module, step: int) -> Bundle:
+        provenance = {**self.bundle.provenance, "trained": {"step": step, "of": self.plan.steps}}
+        return Bundle(model, self.plan.preprocess, self.bundle.classes, provenance)  # type: ignore[arg-type]
 
     def _report(self, step: int, stepped: Stepped, rate: float, waited: float, took: float) -> None:
         pictures = self.plan.batch
@@ -380,6 +447,17 @@ def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) ->
 def _evenly(steps: int, count: int) -> set[int]:
     """Return the steps after which the val part is measured; the last one is among them."""
     return {max(1, round(steps * (number + 1) / count)) for number in range(count)} | {steps}
+
+
+def _gap_warning(rows: list[dict[str, Any]]) -> list[str]:
+    """Say that training and validation accuracy are far apart at the best checkpoint, by the journal."""
+    validations = {row["step"]: row for row in rows if "val_top1" in row}
+    best = validations.get(validations[max(validations)]["best"]) if validations else None
+    if best is None:
+        return []
+    before = [row["accuracy"] for row in rows if "accuracy" in row and row["step"] <= best["step"]]
+    last = before[-max(1, len(before) // GAP_SHARE) :]
+    return warning_about_gap(sum(last) / len(last), best["val_top1"]) if last else []
 
 
 def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:

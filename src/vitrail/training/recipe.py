@@ -8,7 +8,6 @@ import hashlib
 import json
 import operator
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -20,11 +19,14 @@ from pydantic_core import PydanticCustomError
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadFiles
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest
+from vitrail.io import ContentError, parse_toml, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
 from vitrail.training.averaging import Averaging
+from vitrail.training.criterion import Criterion, default_criterion
 from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.schedules import Schedule
@@ -32,6 +34,15 @@ from vitrail.training.starting import Start
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}
+ALSO_CALLED = {
+    "batch_size": "batch",
+    "num_epochs": "epochs",
+    "learning_rate": "optimizer.lr",
+    "img_size": "model.image_size",
+    "wd": "optimizer.weight_decay",
+    "class_weights": "objective.class_weights",
+}
+"""What other libraries call some options."""
 
 
 def _as_batch(value: Any) -> Any:
@@ -82,10 +93,13 @@ class Recipe(Frozen):
     """How often, spread evenly over the run, the val part is measured."""
     patience: Count = 0
     """Stop after so many measurements without a better one; 0 never stops early."""
+    criterion: Criterion | None = None
+    """What the best checkpoint has most of on the val part: `accuracy`, `balanced_accuracy`, `macro_f1`, or the least
+    `loss`. None: balanced_accuracy where classes are balanced or weighted, else accuracy."""
     save_minutes: Annotated[float, Field(ge=0, le=1e5)] = 5.0
     """Minutes between two saved states; every measurement of the val part saves one, too."""
     model: dict[str, Any] = Field(default_factory=dict)
-    """Fields of `ViTConfig`; `name` starts from a named model ("S/16")."""
+    """Fields of `ViTConfig`; `name` starts from a named model ("S/16"), `paper = true` from the ViT paper's options."""
     preprocess: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Preprocess`, such as `resize_to`; size and channels follow from the model."""
     start: Start | None = None
@@ -122,6 +136,11 @@ class Recipe(Frozen):
         if self.start is not None and start is None:
             raise ConfigError("this recipe trains a model that exists; say which with --from, or take another recipe")
 
+    def settled_criterion(self) -> Criterion:
+        """Return the criterion, or what follows from the class weights where none is named."""
+        alike = self.data.balance or self.objective.class_weights != "none"
+        return self.criterion or default_criterion(classes_count_alike=alike)
+
     def fingerprint(self) -> str:
         """Return a short name for exactly these settings."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=3).hexdigest()
@@ -144,10 +163,41 @@ def read_recipe(
         path, equals, text = change.partition("=")
         if not equals or not path.strip():
             raise ConfigError(f"{change!r} changes nothing; write optimizer.lr=3e-4")
+        check_name(path.strip(), text)
         _set(table, path, read_value(text))
     for path, value in (values or {}).items():
+        check_name(path.strip(), str(value))
         _set(table, path, value)
     return Recipe.from_json(json.dumps(table))
+
+
+def check_name(path: str, value: str) -> None:
+    """Refuse a name that is only the end of another one, or what others call it, and say the full name."""
+    full = None if path.partition(".")[0] in Recipe.model_fields else full_name(path)
+    if full is not None:
+        raise ConfigError(f"a recipe has no option {path!r}; did you mean --set {full}={value.strip()}?")
+
+
+def full_name(name: str) -> str | None:
+    """Return the option that is called `name`, by its own name, its end, or what others call it; None without one."""
+    names = option_names()
+    leaf = name.rpartition(".")[2]
+    if name in names or leaf in ALSO_CALLED:
+        return name if name in names else ALSO_CALLED[leaf]
+    return next((option for option in names if option.endswith(f".{leaf}")), None)
+
+
+def option_names() -> list[str]:
+    """Return the full names of all options of a recipe: epochs, optimizer.lr, model.width."""
+    inner: dict[str, type[Frozen]] = {"model": ViTConfig, "preprocess": Preprocess}
+    found: list[str] = []
+    for name, field in Recipe.model_fields.items():
+        parts = (field.annotation, *get_args(field.annotation))
+        kinds = [part for part in parts if isinstance(part, type) and issubclass(part, Frozen)]
+        config = inner.get(name) or (kinds[0] if kinds else None)
+        found.append(name)
+        found += [f"{name}.{leaf}" for leaf in (config.model_fields if config is not None else ())]
+    return [*found, "model.name", "model.paper"]
 
 
 def default_recipe(start: object) -> str:
@@ -160,9 +210,9 @@ def read_value(text: str) -> Any:
     word = text.strip()
     number = re.sub(r"^([-+]?)\.(?=[0-9])", r"\g<1>0.", word)
     try:
-        value = tomllib.loads(f"value = {number}")["value"]
+        value = parse_toml(f"value = {number}")["value"]
         json.dumps(value)  # a date is TOML, too, but no value of a recipe
-    except (tomllib.TOMLDecodeError, TypeError):
+    except (ContentError, TypeError):
         return None if word == "none" else word
     return value
 
@@ -174,7 +224,7 @@ def _presets() -> Any:
 def _table(name: str | Path) -> dict[str, Any]:
     place = _presets().joinpath(f"{name}.toml") if str(name) in preset_names() else Path(name)
     try:
-        return tomllib.loads(place.read_text(encoding="utf-8"))
+        return read_toml(place) if isinstance(place, Path) else parse_toml(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if str(name).endswith(".toml"):
             raise ConfigError(f"there is no file {name}; give a recipe that is there, or a name of our own") from None
@@ -184,8 +234,8 @@ def _table(name: str | Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ConfigError(f"the recipe {name} cannot be read: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {name} is not TOML ({error})") from None
+    except ContentError as error:
+        raise ConfigError(f"the recipe {name} {error}") from None
 
 
 def _set(table: dict[str, Any], path: str, value: Any) -> None:

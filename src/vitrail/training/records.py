@@ -13,6 +13,7 @@ from vitrail.training.curves import draw_curves
 from vitrail.training.events import Events
 from vitrail.training.folder import CURVES, EVENTS, HELD_OUT, Journal
 from vitrail.training.held_out import write_held_out
+from vitrail.training.pace import Pace
 
 DRAWN_EVERY = 60.0
 """Seconds between two drawings of the curves; more where drawing takes more than a fiftieth of it."""
@@ -22,24 +23,26 @@ NEEDS = {CURVES: "matplotlib", EVENTS: "tensorboard", HELD_OUT: "pyarrow"}
 class Records:
     """Keeps what a run measures. Only the journal can stop a run; what is for looking at can be missing."""
 
-    def __init__(self, folder: Path, step: int, note: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, step: int, note: Callable[[str], None], *, compiled: bool = False) -> None:
         self.folder, self.note = folder, note
         self.journal = Journal(folder, step)
         self.left_out = {file for file, package in NEEDS.items() if importlib.util.find_spec(package) is None}
         if self.left_out:
             files = ", ".join(file for file in NEEDS if file in self.left_out)
             note(f"not written: {files}; pip install 'vitrail[train]' adds them")
-        self.events = Events(folder / EVENTS, step)
+        self.events, self.pace = Events(folder / EVENTS, step), Pace(compiled=compiled)
         self.drawn, self.pause, self.changed = time.monotonic(), DRAWN_EVERY, False
         if step and not self.events.folder.exists():  # the extra came later than the run
             for row in Journal.read(folder):
                 self._watch(row)
 
     def step(self, row: dict[str, Any], *, seconds: float, waited: float, pictures: int) -> None:
-        """Keep what a step came to, and how long it took; the journal is the same however fast the machine is."""
+        """Keep what a step came to, and the pace; the journal is the same however fast the machine is."""
         self.journal.write(row)
-        took = max(seconds + waited, 1e-9)
-        self._watch({**row, "images_per_second": pictures / took, "waiting_share": waited / took})
+        self.pace.add(images=pictures, seconds=seconds, waited=waited)
+        rate = self.pace.rate
+        speed = {} if rate is None else {"images_per_second": rate, "waiting_share": self.pace.waiting_share}
+        self._watch({**row, **speed})
         self.changed = True
 
     def measured(self, row: dict[str, Any]) -> None:

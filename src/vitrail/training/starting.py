@@ -1,5 +1,7 @@
 """Where training begins with a model that exists: how it is fitted to the data."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from vitrail.checkpoints.adapt import adapt
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.keys import Weights
+from vitrail.checkpoints.load import load
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.config import ViTConfig
@@ -27,6 +30,17 @@ class Start(Frozen):
     always a single linear layer of zeros, as the paper fine-tunes: a hidden layer before it is dropped."""
     positions: Method = "timm"
     """Whose way of resampling positions is followed where the grid of patches is another."""
+
+
+def opened_start(
+    start: str | Path | Bundle | None, overrides: Mapping[str, Any] | None, keys: str | Path | None
+) -> Bundle | None:
+    """Open the model that training starts from; `overrides` and `keys` say what its file does not tell."""
+    if isinstance(start, str | Path):
+        return load(start, overrides=overrides, keys=keys)
+    if overrides or keys is not None:
+        raise ConfigError("--override and --keys say what the file of --from does not tell; name one with --from")
+    return start
 
 
 def planned_model(start: Bundle, how: Start, fields: dict[str, Any], classes: int) -> ViTConfig:

@@ -1,7 +1,7 @@
 """The state of a run: what has to survive a stop, and nothing else. No pickle anywhere.
 
     state/000120/state.safetensors   weights, their average, the optimiser's numbers
-    state/000120/state.json          the step, what was best so far, and the checksum of the other file
+    state/000120/state.json          the step, what was best so far, the checksum of the other file, and its own
 
 A state is written under another name and gets its own when it is whole. The last two are kept; a damaged one is passed
 over, and said.
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from vitrail.checkpoints.writing import flush
 from vitrail.errors import CheckpointError
+from vitrail.io import file_digest, flush, follow_umask, read_json
 from vitrail.training.averaging import Average
 from vitrail.training.team import Team
 
@@ -36,6 +37,8 @@ class Progress:
     step: int = 0
     best_step: int = 0
     best_score: float = -1.0
+    best_digest: str = ""
+    """Of the config.json of best/, which has the digest of the weights beside it."""
     since_best: int = 0
     """Measurements of the val part since the best one."""
     bad_files: list[str] | None = None
@@ -69,11 +72,13 @@ def save_state(folder: Path, state: State, setting: Setting) -> None:
     try:
         temporary.mkdir(parents=True, exist_ok=True)
         save_file(_tensors(state), temporary / "state.safetensors")
-        checksum = _checksum(temporary / "state.safetensors")
+        checksum = file_digest(temporary / "state.safetensors")
         content = {**asdict(state.progress), **setting._asdict(), "checksum": checksum}
         if state.scaler.is_enabled():
             content["scaler"] = state.scaler.state_dict()
+        content["digest"] = content_digest(content)
         (temporary / "state.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        follow_umask(*temporary.iterdir())
         for file in temporary.iterdir():
             flush(file)
         if target.exists():
@@ -83,9 +88,13 @@ def save_state(folder: Path, state: State, setting: Setting) -> None:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(
-            f"the state of the run could not be saved in {folder}: {reason}; the one before is intact"
-        ) from None
+        kept = _states(folder)
+        then = (
+            f"the one of step {int(kept[-1].name):,} is intact"
+            if kept
+            else "no state was saved before, so none is there"
+        )
+        raise CheckpointError(f"the state of the run could not be saved in {folder}: {reason}; {then}") from None
     for old in _states(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -109,11 +118,8 @@ def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str,
     found: tuple[dict[str, Tensor] | None, dict[str, Any] | None] = (None, None)
     for place in reversed(_states(folder)):
         try:
-            content = json.loads((place / "state.json").read_text(encoding="utf-8"))
-            if _checksum(place / "state.safetensors") != content["checksum"]:
-                raise ValueError("its checksum is another")
-            tensors = load_file(place / "state.safetensors")
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            tensors, content = _read(place)
+        except (OSError, ValueError, SafetensorError) as error:
             # Out of the way, so that it does not count among the two that are kept.
             place.rename(place.with_name(f"damaged-{place.name}"))
             then = "the one before was taken" if _states(folder) else "the run begins again"
@@ -132,8 +138,33 @@ def _newest(folder: Path, setting: Setting, notes: list[str]) -> tuple[dict[str,
     return found
 
 
+def _read(place: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read one state; whatever is wrong with it is an `OSError`, a `ValueError` or a `SafetensorError`."""
+    content = read_json(place / "state.json")
+    if not isinstance(content, dict) or content.pop("digest", None) != content_digest(content):
+        raise ValueError("state.json is not as it was written")
+    if file_digest(place / "state.safetensors") != content["checksum"]:
+        raise ValueError("its checksum is another")
+    return load_file(place / "state.safetensors"), content
+
+
+def content_digest(content: Mapping[str, Any]) -> str:
+    """Return a digest of what state.json says."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def weights_at(folder: Path, step: int, *, averaged: bool) -> dict[str, Tensor] | None:
+    """Return the weights, or their average, of the state of a step that is still kept and whole; else None."""
+    part = "average/" if averaged else "model/"
+    try:
+        tensors, _ = _read(folder / f"{step:08d}")
+    except (OSError, ValueError, SafetensorError):
+        return None
+    return {name.removeprefix(part): tensor for name, tensor in tensors.items() if name.startswith(part)}
+
+
 def _states(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir())
+    return sorted(path for path in folder.glob("[0-9]*") if path.is_dir() and path.name.isdecimal())
 
 
 def _named(state: State) -> dict[str, Tensor]:
@@ -175,13 +206,4 @@ def _restore(folder: Path, state: State, tensors: dict[str, Tensor], content: di
         if found:
             state.optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in found.items()}
     state.scaler.load_state_dict(content.get("scaler", {}))
-    fields = {name: content[name] for name in asdict(state.progress)}
-    state.progress.__dict__.update(fields)
-
-
-def _checksum(file: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as content:
-        while chunk := content.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+    state.progress.__dict__.update({name: content[name] for name in asdict(state.progress)})

@@ -14,11 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
-from vitrail.errors import ConfigError, Diverged
+from vitrail.data.sources.source import place_of
+from vitrail.errors import CheckpointError, ConfigError, Diverged
+from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
+from vitrail.terminal import printable
+from vitrail.training.criterion import TITLES, Criterion, score, shared_criterion
 from vitrail.training.folder import (
+    METRICS,
     RECIPE,
     SWEEP,
     Journal,
@@ -31,6 +37,7 @@ from vitrail.training.folder import (
 from vitrail.training.grid import Trial, combine, plan_trials
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.signals import Stopped
+from vitrail.training.starting import opened_start
 from vitrail.training.train import Run, train
 
 CANDIDATE = "candidate.json"
@@ -42,6 +49,8 @@ class Outcome:
 
     val_top1: float | None
     val_loss: float | None
+    val_balanced_accuracy: float | None
+    val_macro_f1: float | None
     best_step: int | None
     steps: int
     seconds: float
@@ -78,6 +87,8 @@ class Sweep:
     chosen: Candidate
     best: Run
     """The run of the chosen candidate, measured on the test part."""
+    criterion: Criterion
+    """By what the candidate was chosen."""
 
     @property
     def seeds(self) -> list[Spread]:
@@ -109,7 +120,7 @@ class _Training:
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def sweep(
@@ -119,6 +130,8 @@ def sweep(
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     start: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -127,20 +140,22 @@ def sweep(
     """Train with every combination of some settings, and return what came of each, and the best run.
 
     `over` is such as {"optimizer.lr": [0.003, 0.01]}; the other arguments are those of `train`. The val part chooses,
-    by accuracy and among equals by the loss; only the chosen run is measured on the test part. The same call goes on
-    with a sweep that was stopped, and repeats nothing that is finished.
+    by the criterion of the recipe and among equals by the loss; only the chosen run is measured on the test part. The
+    same call goes on with a sweep that was stopped, and repeats nothing that is finished.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
+    data = place_of(data)
     kind = choose_device(device).type  # refuses a wrong one before anything is read
     recipes = [
         (values, read_recipe(recipe or default_recipe(start), changes, values)) for values in combine(over, changes)
     ]
     for _, tried in recipes:
         tried.check_start(start)
-    training = _Training(data, start, device, workers, quiet)
-    trials = plan_trials(recipes, data, start, kind)
-    place = Path(folder) if folder is not None else _default_folder(trials, data, start)
+    bundle = opened_start(start, overrides, keys)
+    training = _Training(data, bundle, device, workers, quiet)
+    trials = plan_trials(recipes, data, bundle, kind)
+    place = Path(folder) if folder is not None else _default_folder(trials, data, bundle)
     if (place / RECIPE).exists():
         raise ConfigError(f"{place} holds a run, not a sweep; choose another --run")
     for trial in trials:
@@ -149,19 +164,19 @@ def sweep(
             keep_recipe(place / trial.folder_name, trial.plan.recipe)  # refuses another one
     with claimed(place):
         candidates = _try_all(trials, place, training, len(recipes) - len(trials))
-        chosen = _best(candidates, place)
+        criterion = shared_criterion(trial.plan.recipe.settled_criterion() for trial in trials)
+        chosen = _best(candidates, place, criterion)
         training.say(
-            f"{trials[candidates.index(chosen)].title} is the best on the val part; its run is the training with these "
-            f"settings, so that only its verdict on the test part is missing"
+            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the val part; its run is "
+            f"the training with these settings, so that only its verdict on the test part is missing"
         )
         best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
         _write(place, candidates, chosen)
-    return Sweep(place, candidates, chosen, best)
+    return Sweep(place, candidates, chosen, best, criterion)
 
 
-def _default_folder(trials: Sequence[Trial], data: str | Path, start: str | Path | Bundle | None) -> Path:
-    bundle = start if isinstance(start, Bundle) or start is None else load(start)
-    place = default_folder(origin_of(data, bundle), [trial.plan.recipe for trial in trials])
+def _default_folder(trials: Sequence[Trial], data: str | Path, start: Bundle | None) -> Path:
+    place = default_folder(origin_of(data, start), [trial.plan.recipe for trial in trials])
     return place.with_name(f"{place.name}-sweep")
 
 
@@ -191,7 +206,8 @@ def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped:
 
 def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
     """Train a candidate, or go on with it, without a look at the test part."""
-    began = time.monotonic() - _read(folder).get("seconds", 0.0)
+    spent_before = _read(folder).get("seconds")
+    began = time.monotonic() - (spent_before if isinstance(spent_before, float) else 0.0)
     try:
         training.run(trial, folder, "val")
     except Stopped:
@@ -199,38 +215,47 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
         raise
     except Diverged as error:
         training.say(str(error))
-        outcome = Outcome(None, None, None, trial.plan.steps, time.monotonic() - began, str(error))
+        outcome = Outcome(None, None, None, None, None, trial.plan.steps, time.monotonic() - began, str(error))
     else:
-        rows = {row["step"]: row for row in Journal.read(folder) if "val_top1" in row}
-        best = rows[rows[max(rows)]["best"]]
+        best = _best_row(folder)
         spent = time.monotonic() - began
-        outcome = Outcome(best["val_top1"], best["val_loss"], best["step"], trial.plan.steps, spent, None)
+        reached = (best["val_top1"], best["val_loss"], best["val_balanced_accuracy"], best["val_macro_f1"])
+        outcome = Outcome(*reached, best["step"], trial.plan.steps, spent, None)
     write_json(folder / CANDIDATE, asdict(outcome))
     return outcome
+
+
+def _best_row(folder: Path) -> dict[str, Any]:
+    """Return what the journal of a finished candidate says of its best moment."""
+    rows = {row["step"]: row for row in Journal.read(folder) if {"val_top1", "val_loss", "best"} <= row.keys()}
+    best = rows.get(rows[max(rows)]["best"]) if rows else None
+    if best is None:
+        raise CheckpointError(f"{folder / METRICS} is damaged; delete {folder}, and the same command trains it again")
+    return best
 
 
 def _read(folder: Path) -> dict[str, Any]:
     """Return what is written down of a candidate; nothing where it is damaged, because the run knows it again."""
     try:
-        content = json.loads((folder / CANDIDATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(folder / CANDIDATE)
+    except (OSError, ContentError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _recorded(folder: Path) -> Outcome | None:
     content = _read(folder)
-    return Outcome(**content) if content.keys() == Outcome.__dataclass_fields__.keys() else None
+    try:
+        return TypeAdapter(Outcome).validate_python(content)
+    except ValidationError:
+        return None
 
 
-def _best(candidates: Sequence[Candidate], place: Path) -> Candidate:
-    def rank(candidate: Candidate) -> tuple[float, float]:
-        return -(candidate.outcome.val_top1 or 0.0), candidate.outcome.val_loss or 0.0
-
+def _best(candidates: Sequence[Candidate], place: Path, criterion: Criterion) -> Candidate:
     done = [candidate for candidate in candidates if candidate.outcome.diverged is None]
     if not done:
         raise Diverged(f"every run of the sweep in {place} diverged; the first: {candidates[0].outcome.diverged}")
-    return min(done, key=rank)
+    return max(done, key=lambda candidate: score(asdict(candidate.outcome), criterion))
 
 
 def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:

@@ -1,24 +1,26 @@
 """`train`: a folder of pictures in, a measured classifier out."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
 from vitrail.data.batches import default_workers
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import quick_check
 from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.source import place_of
 from vitrail.data.sources.splits import Parts
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
+from vitrail.io import read_json
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
+from vitrail.training.advice import before_training
 from vitrail.training.choices import Choice, Plan, choose, look_at
 from vitrail.training.fitting import settle_batch
 from vitrail.training.folder import (
@@ -31,6 +33,7 @@ from vitrail.training.folder import (
     keep_origin,
     keep_recipe,
     origin_of,
+    read_in_run,
     write_json,
 )
 from vitrail.training.loop import Where, train_run
@@ -39,6 +42,8 @@ from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.room import room
 from vitrail.training.samples import keep_samples
 from vitrail.training.sessions import timed_session
+from vitrail.training.stamps import check_stamps
+from vitrail.training.starting import opened_start
 from vitrail.training.team import Team
 from vitrail.training.watch import Screen, Silence
 
@@ -63,6 +68,8 @@ def train(
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
     start: str | Path | Bundle | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    keys: str | Path | None = None,
     folder: str | Path | None = None,
     device: str = "auto",
     workers: int | None = None,
@@ -72,17 +79,20 @@ def train(
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
-    "optimizer.lr=3e-4". `start` is a model to begin with. `verdict_on="val"` leaves the test part alone while
+    "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
+    for `load`. `verdict_on="val"` leaves the test part alone while
     settings are still being chosen; the same call without it gives the verdict later.
     """
-    chosen = choose_device(device)
+    data, chosen = place_of(data), choose_device(device)
     with process_group(chosen) as processes, Team(processes, chosen).noticing_losses() as team:
         with team.together(), team.main_first():
             first = _recipe(recipe, changes, start)
             first.check_start(start)
-            bundle = start if isinstance(start, Bundle) or start is None else load(start)
+            bundle = opened_start(start, overrides, keys)
             parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
-            plan = choose(first, look_at(parts.train, chosen.type), bundle)
+            facts = look_at(parts.train, chosen.type)
+            plan = choose(first, facts, bundle)
+            advice = before_training(facts, fresh=bundle is None)
             origin = origin_of(data, bundle)
             place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
             check_apart(place, origin)
@@ -90,13 +100,16 @@ def train(
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
         job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_pictures(plan, parts))
         plan = settle_batch(job, place, len(parts.train), room(chosen))
-        with _opened(team, place, plan, parts, origin, quiet=quiet) as screen, repeatable(plan.recipe.deterministic):
+        opened = _opened(team, place, plan, parts, origin, advice, quiet=quiet)
+        with opened as screen, repeatable(plan.recipe.deterministic):
             with team.together(), team.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
             with timed_session(place, chosen, processes.size, where.precision) if team.is_main else nullcontext():
                 best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
             verdict = _verdict(measured, shown, bad, screen.waited_share)
             screen.note(f"the best model is {place / 'best'}")
+            for warning in measured.warnings:
+                screen.warning(warning)
             screen.verdict(verdict)
     return Run(place, best, measured, plan.choices, verdict)
 
@@ -115,7 +128,7 @@ def _check_alike(team: Team, plan: Plan, parts: Parts) -> None:
 
 @contextmanager
 def _opened(
-    team: Team, place: Path, plan: Plan, parts: Parts, origin: Origin, *, quiet: bool
+    team: Team, place: Path, plan: Plan, parts: Parts, origin: Origin, advice: Sequence[str], *, quiet: bool
 ) -> Iterator[Screen | Silence]:
     """Keep the run folder for this run, and show it; only the main process does either."""
     with ExitStack() as stack:
@@ -125,10 +138,11 @@ def _opened(
                 stack.enter_context(claimed(place))
                 keep_recipe(place, plan.recipe)
                 moved = keep_origin(place, origin)
-                screen = stack.enter_context(Screen(place, quiet=quiet))
-                _introduce(screen, place, plan, parts, team.device)
-                if moved is not None:
-                    screen.note(moved)
+                screen = stack.enter_context(Screen(place, quiet=quiet, compiled=plan.recipe.compile))
+                _introduce(screen, place, plan, parts, advice, team.device)
+                for said in (moved, check_stamps(place, parts)):
+                    if said is not None:
+                        screen.note(said)
         yield screen
 
 
@@ -140,15 +154,17 @@ def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: o
     return read_recipe(recipe or default_recipe(start), changes)
 
 
-def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts, device: torch.device) -> None:
+def _introduce(
+    screen: Screen, place: Path, plan: Plan, parts: Parts, advice: Sequence[str], device: torch.device
+) -> None:
     """Say what will be done, and keep what is known of the data."""
     if not (place / SPLIT).exists():
-        report = quick_check(parts, size=plan.model.image_size[0])
-        write_json(place / CHECK, report.as_dict())
+        _say_check(screen, place, parts, plan.model.image_size[0])
         write_json(place / SPLIT, parts.split)
-        screen.note(report.verdict)
         screen.choices(plan.choices)
-    elif json.loads((place / SPLIT).read_text(encoding="utf-8")) != json.loads(json.dumps(parts.split)):
+        for text in advice:
+            screen.warning(text)
+    elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(parts.split)):
         raise DataError(
             f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
             f"choose another --run, or bring them back"
@@ -157,6 +173,17 @@ def _introduce(screen: Screen, place: Path, plan: Plan, parts: Parts, device: to
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     precision = _precision(plan.recipe, device)
     screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} pictures to train on")
+
+
+def _say_check(screen: Screen, place: Path, parts: Parts, size: int) -> None:
+    """Check the data in bounded time, keep what was found, and say what would make a result wrong."""
+    report = quick_check(parts, size=size)
+    write_json(place / CHECK, report.as_dict())
+    screen.note(report.verdict)
+    for finding in report.findings:
+        if finding.grave:
+            some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
+            screen.note(f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}")
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:
@@ -181,7 +208,8 @@ def _workers(asked: int | None, team: Team) -> int:
 
 
 def _verdict(measured: Evaluation, parts: Parts, bad: list[str], waited: float | None) -> str:
-    chosen_by = "" if parts.test is not None else "; selected on these pictures"
+    split = "test" if parts.test is not None else "validation" if parts.val is not None else "training"
+    chosen_by = f"; evaluated on the {split} split" + ("" if parts.test is not None else "; selected on these images")
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     left_out = f"; left out of training: {', '.join(bad[:3])}{more}" if bad else ""
     waiting = "" if waited is None else f"; waiting for data {waited:.0%}"

@@ -11,7 +11,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from vitrail.terminal import printable
 from vitrail.training.choices import Choice
+from vitrail.training.criterion import COLUMNS, TITLES, Criterion
 from vitrail.training.display import Status, choices_lines, choices_table
 
 EVERY = 15.0
@@ -23,11 +25,11 @@ REFRESHED = 0.1
 class Screen:
     """Shows a run to a person."""
 
-    def __init__(self, folder: Path, *, quiet: bool = False) -> None:
+    def __init__(self, folder: Path, *, quiet: bool = False, compiled: bool = False) -> None:
         self.log = (folder / "log.txt").open("a", encoding="utf-8")
         self.quiet = quiet
         self.console = Console(stderr=True, highlight=False)
-        self.status = Status()
+        self.status = Status(compiled=compiled)
         # It has no thread of its own: processes that read pictures are forked while it shows.
         self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
         self.on_terminal = self.console.is_terminal and not quiet
@@ -44,6 +46,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Say something once."""
+        text = printable(text)
         self._say(text, Text(text), wrap=False)  # a path that is broken into lines cannot be copied
 
     def choices(self, choices: Sequence[Choice]) -> None:
@@ -51,9 +54,14 @@ class Screen:
         if choices:
             self._say("\n".join(choices_lines(choices)), choices_table(choices))
 
+    def warning(self, text: str) -> None:
+        """Say loudly, on a line of its own, what must not be overlooked."""
+        self._say(f"WARNING: {text}", Text(f"WARNING: {text}", "bold yellow"), wrap=False)
+
     def verdict(self, text: str) -> None:
         """Say how good the model is; nothing comes after it."""
         self.live.stop()
+        text = printable(text)
         self._say(text, Text(text, "bold"))
 
     def step(self, row: dict[str, Any]) -> None:
@@ -70,9 +78,12 @@ class Screen:
             print(self.status, file=sys.stderr, flush=True)
 
     def measured(self, row: dict[str, Any]) -> None:
-        """Say what the val part came to."""
+        """Say what the validation split came to."""
         star = "  (best so far)" if row["best"] == row["step"] else ""
-        self.note(f"step {row['step']:,}: {row['val_top1']:.1%} on the val part, loss {row['val_loss']:.3f}{star}")
+        criterion: Criterion = row["criterion"]
+        by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
+        said = f"{row['val_top1']:.1%} on the val part{by}, loss {row['val_loss']:.3f}"
+        self.note(f"step {row['step']:,}: {said}{star}")
 
     @property
     def waited_share(self) -> float | None:
@@ -100,6 +111,9 @@ class Silence:
         """Say nothing."""
 
     def measured(self, row: dict[str, Any]) -> None:
+        """Say nothing."""
+
+    def warning(self, text: str) -> None:
         """Say nothing."""
 
     def verdict(self, text: str) -> None:

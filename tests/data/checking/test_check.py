@@ -6,7 +6,9 @@ import shutil
 import struct
 import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +19,11 @@ from vitrail.data.checking.check import Report, check_data, quick_check
 from vitrail.data.checking.findings import Finding
 from vitrail.data.decode import open_picture
 from vitrail.data.sources.builtin import digits
-from vitrail.data.sources.folders import open_folder
+from vitrail.data.sources.folders import Folder, open_folder
 from vitrail.data.sources.source import Arrays, Source
 from vitrail.data.sources.splits import Parts, split_source
 from vitrail.errors import DataError
+from vitrail.training.recipe import read_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +217,66 @@ def test_classes_missing_from_a_part_and_unbalanced(root: Path) -> None:
     assert "classes unbalanced 12:1" in report.verdict
 
 
+def test_images_of_a_single_colour(root: Path) -> None:
+    for name, colour in (("black.jpg", (0, 0, 0)), ("red.png", (200, 10, 20)), ("grey.gif", (128, 128, 128))):
+        Image.new("RGB", (70, 64), colour).save(root / "train/cat" / name)
+    nearly = np.zeros((64, 70, 3), np.uint8)
+    nearly[40, 41] = 255  # a star in the night is something
+    Image.fromarray(nearly).save(root / "train/cat/star.png")
+    for _ in range(2):  # the second time from what was kept
+        finding = only(checked(root), "flat")
+        assert (finding.count, finding.text) == (3, "3 pictures show a single colour and nothing else")
+        assert sorted(Path(line.split(" (")[0]).name for line in finding.details) == [
+            "black.jpg",
+            "grey.gif",
+            "red.png",
+        ]
+
+
+def test_advice_names_the_option(root: Path) -> None:
+    for number in range(33):
+        save_picture(root / "train" / "cat" / f"more{number}.jpg", 100 + number)
+    (root / "train/cat/empty.jpg").write_bytes(b"")
+    save_picture(root / "train/cat/tiny.jpg", 50, 40, 20)
+    save_picture(root / "train/cat/long.jpg", 51, 800, 100)
+    report = checked(root, size=96)
+    options = {
+        "unbalanced": "--set data.balance=true",
+        "unreadable": "--set data.bad_files=refuse",
+        "tiny": "--set model.image_size=16",
+        "long": "--set preprocess.resize=contain",
+    }
+    for kind, option in options.items():
+        assert option in only(report, kind).advice
+        read_recipe("scratch-small", [option.removeprefix("--set ")])  # and there is such an option
+
+
+def test_what_is_skipped_is_named_and_images_among_it_are_told(root: Path) -> None:
+    cats = root / "train" / "cat"
+    cats.joinpath("0.jpg").rename(cats / "upload.php")
+    Image.new("RGB", (64, 64)).save(root / "train/dog/noending", "PNG")
+    cats.joinpath("notes.txt").write_text("no image")
+    os.mkfifo(cats / "pipe")  # reading it would wait for ever
+    save_picture(root / "train" / "loose.jpg", 77)
+    for report in (checked(root), quick_check(opened(root), size=64)):
+        misnamed, skipped = only(report, "misnamed"), only(report, "skipped")
+        assert misnamed.details == (
+            f"{cats}/upload.php: a JPEG; rename it to upload.jpg",
+            f"{root}/train/dog/noending: a PNG; rename it to noending.png",
+        )
+        assert misnamed.text == "2 files are images by content but not by name, and are not used"
+        assert skipped.details == (f"{cats}/notes.txt", f"{cats}/pipe")
+        assert only(report, "outside").details == (f"{root}/train/loose.jpg",)
+        assert [misnamed.grave, skipped.grave] == [True, False]
+
+
+def test_faults_of_the_opening_are_findings(root: Path) -> None:
+    report = check_data(opened(root), size=64, faults=["one link is broken", "a class is empty"])
+    assert only(report, "faults").details == ("one link is broken", "a class is empty")
+    assert (report.findings[0].kind, report.faults) == ("faults", ("one link is broken", "a class is empty"))
+    assert json.loads(json.dumps(report.as_dict()))["faults"] == list(report.faults)
+
+
 def test_every_finding_says_what_to_do_and_the_report_is_json(root: Path) -> None:
     (root / "train/cat/empty.jpg").write_bytes(b"")
     shutil.copy(root / "train/cat/1.jpg", root / "val/dog/leak.jpg")
@@ -265,12 +328,6 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return contents
 
 
-@pytest.fixture(autouse=True)
-def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take new files for old ones, whose stamps can be trusted."""
-    monkeypatch.setattr(survey, "YOUNG_NS", 0)
-
-
 def test_only_new_and_changed_pictures_are_decoded_again(root: Path, decoded: list[bytes]) -> None:
     (root / "train/cat/bad.jpg").write_bytes(b"bad")
     first = checked(root)
@@ -286,11 +343,56 @@ def test_only_new_and_changed_pictures_are_decoded_again(root: Path, decoded: li
     assert changed == check_data(opened(root), size=64, cache=False)
 
 
-def test_young_files_are_not_trusted(root: Path, decoded: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey, "YOUNG_NS", 2_000_000_000)
+@dataclass(frozen=True, eq=False)
+class Stamped:
+    """A folder whose stamps never change, as those of a file do not when a disk fails or a share is locked."""
+
+    whole: Folder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        return 1, 1
+
+
+def test_what_became_unreadable_or_changed_is_seen_whatever_its_stamp_says(root: Path, decoded: list[bytes]) -> None:
+    parts = Parts(Stamped(open_folder(root / "train")), None, None, {})
+    assert check_data(parts, size=64).findings == ()
+    assert check_data(parts, size=64).findings == ()
+    assert len(decoded) == 6
+    gone, flipped = root / "train/cat/1.jpg", root / "train/dog/2.jpg"
+    gone.unlink()
+    gone.mkdir()  # opening it fails as a locked file does, also for root
+    content = bytearray(flipped.read_bytes())
+    content[2:4] = b"\0\0"
+    flipped.write_bytes(content)
+    reasons = {Path(bad.picture.name).name: bad.reason for bad in check_data(parts, size=64).unreadable}
+    assert reasons["1.jpg"] == "Is a directory"
+    assert "2.jpg" in reasons
+    assert len(decoded) == 7
+
+
+def test_a_moved_file_is_not_decoded_again(root: Path, decoded: list[bytes]) -> None:
     checked(root)
+    (root / "train/cat/0.jpg").rename(root / "train/cat/moved.jpg")
+    assert checked(root).unreadable == ()
+    assert len(decoded) == 12
+
+
+def test_an_interrupted_second_check_forgets_nothing(root: Path, decoded: list[bytes]) -> None:
     checked(root)
-    assert len(decoded) == 24
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_data(opened(root), on_progress=interrupt)
+    checked(root)
+    assert len(decoded) == 12
 
 
 def test_a_damaged_cache_is_passed_over(root: Path, decoded: list[bytes], tmp_path: Path) -> None:
@@ -341,12 +443,31 @@ def test_the_quick_check_reads_headers_only(root: Path, monkeypatch: pytest.Monk
     save_picture(root / "train/cat/tiny.jpg", 50, 40, 20)
     report = quick_check(opened(root), size=64)
     assert [Path(bad.picture.name).name for bad in report.unreadable] == ["text.jpg"]  # the cut one has a good header
-    assert (report.decoded, report.duplicates, report.looked_at) == (False, (), 16)
+    assert (report.decoded, report.duplicates, report.looked_at, report.compared) == (False, (), 16, 16)
+    assert report.not_looked_for[0] == "damage behind the header of a file"
     assert only(report, "tiny").count == 1
     few = quick_check(opened(root), size=64, most=5)
-    assert (few.looked_at, few.pictures) == (5, 16)
-    assert "(5 looked at)" in few.verdict
+    assert (few.looked_at, few.compared, few.pictures) == (5, 16, 16)
+    assert "16 pictures in 2 classes (headers of 5 read, contents of 16 compared)" in few.verdict
     assert few == quick_check(opened(root), size=64, most=5)
+
+
+def test_the_quick_check_finds_duplicates_and_conflicting_labels(root: Path) -> None:
+    shutil.copy(root / "train/cat/0.jpg", root / "train/cat/again.jpg")
+    shutil.copy(root / "train/cat/1.jpg", root / "val/cat/leak.jpg")
+    shutil.copy(root / "train/cat/2.jpg", root / "train/dog/other.jpg")
+    quick, whole = quick_check(opened(root), size=64, most=2), checked(root)
+    assert sorted(quick.duplicates or ()) == sorted(whole.duplicates or ())
+    assert [finding.kind for finding in quick.findings][:3] == ["conflicting", "across", "within"]
+    assert whole.not_looked_for == ("near-duplicates: the same image cut, resized or saved again",)
+
+
+def test_what_was_not_looked_for_is_no_empty_list(root: Path) -> None:
+    report = quick_check(opened(root), size=64, seconds=0)
+    assert (report.compared, report.duplicates) == (1, None)
+    found = report.as_dict()
+    assert found["duplicates"] == "not looked for among all"
+    assert found["not_looked_for"][0] == "duplicates among 11 of the images"
 
 
 def test_the_quick_check_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vitrail.data.sources import folders
+from vitrail.data.sources import tree
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.source import Keyed, Source
 from vitrail.errors import DataError
@@ -133,12 +133,51 @@ def test_a_broken_link_is_named(tmp_path: Path) -> None:
 def test_folders_without_pictures(tmp_path: Path) -> None:
     assert refused(tmp_path) == "ROOT has no pictures; give a folder with a sub-folder of pictures for each class"
     write(tmp_path, "a/1.png", "b/notes.txt")
-    assert refused(tmp_path) == "the class folder ROOT/b has no pictures; add some, or remove the folder"
+    assert refused(tmp_path) == (
+        "the class folder ROOT/b has no pictures (1 file, such as notes.txt, whose names do not end as an image's); "
+        "add some, or remove the folder"
+    )
     flat = write(tmp_path / "flat", "1.png", "2.png")
     assert refused(flat) == (
         "ROOT has 2 pictures but no class folders; "
         "put the pictures of each class in a folder of its own, or give a manifest with their labels"
     )
+
+
+def test_one_opening_names_every_fault(tmp_path: Path) -> None:
+    root = write(tmp_path / "data", "a/1.png", "a/deep/2.png", "b/3.png", "b/notes.txt", "loose.png")
+    (root / "a" / "gone.png").symlink_to("nowhere.png")
+    (root / "a" / "round").symlink_to(root / "a" / "round")
+    (root / "a" / "deep" / "up").symlink_to(root / "a")
+    (root / "c").mkdir()
+    message = refused(root)
+    assert message.startswith("ROOT has 4 faults: (1) ROOT/a/gone.png is a link to nowhere.png, which is not there; ")
+    for text in (
+        "(2) ROOT/a/round is a link in a circle; correct or remove the link. ",
+        "(3) ROOT/a/deep/up is a link to a folder that it lies in; remove the link. ",
+        "(4) the class folder ROOT/c has no pictures; add some, or remove the folder",
+    ):
+        assert text in message
+    faults: list[str] = []
+    source = open_folder(root, faults=faults)
+    assert len(faults) == 4
+    assert (keys(source), source.classes) == (["a/1.png", "a/deep/2.png", "b/3.png"], ("a", "b"))
+    assert source.labels.tolist() == [0, 0, 1]
+    age(root)
+    again: list[str] = []
+    open_folder(root, faults=again)
+    assert again == faults, "a listing with faults is not taken from the index"
+
+
+def test_what_is_skipped_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "a/1.png", "a/readme.txt", "b/deep/x.php", "b/1.gif", "loose.jpg", "list.csv")
+    age(tmp_path)
+    for _ in range(2):  # the second time from the index
+        source = open_folder(tmp_path)
+        assert sorted(os.fsdecode(path) for path in source.skipped()) == [
+            f"{tmp_path}/{name}" for name in ("a/readme.txt", "b/deep/x.php", "list.csv")
+        ]
+        assert (list(source.outside()), source.ignored) == ([f"{tmp_path}/loose.jpg"], 4)
 
 
 def test_a_class_folder_that_is_not_utf8(tmp_path: Path) -> None:
@@ -205,13 +244,13 @@ def test_pictures_without_labels(tmp_path: Path) -> None:
 
 def test_the_index_is_used_until_a_folder_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     walks: list[str] = []
-    walk = folders._walk
+    walk = tree._walk
 
-    def counted(root: str, *rest: object) -> folders.Listing:
+    def counted(root: str, *rest: object) -> tree.Listing:
         walks.append(root)
         return walk(root, *rest)
 
-    monkeypatch.setattr(folders, "_walk", counted)
+    monkeypatch.setattr(tree, "_walk", counted)
     write(tmp_path, "a/1.png", "b/deep/2.png", "b/notes.txt")
     fresh = open_folder(tmp_path)
     assert not list(cache.rglob("*.npz")), "a folder that just changed is not indexed"
@@ -244,7 +283,7 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Path) -> None:
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "PROGRESS_EVERY", 2)
+    monkeypatch.setattr(tree, "PROGRESS_EVERY", 2)
     write(tmp_path, "a/1.png", "a/2.png", "a/3.png", "b/1.png", "b/2.png")
     age(tmp_path)
     told: list[int] = []

@@ -150,6 +150,88 @@ def test_several_labels_per_picture(folder: Path) -> None:
     assert "on lines 2 and 4" in message
 
 
+@pytest.mark.parametrize("labels", ["ok|poly ok poly", "ok|poly ok ok|mono", "a;b a b", "a,b b,c a,c", "a|b|c b d"])
+def test_joined_labels_are_not_classes(labels: str, folder: Path) -> None:
+    files = ("a.png", "b.png", "c.png")
+    rows = "".join(f'{file},"{label}"\n' for file, label in zip(files, labels.split(), strict=True))
+    first = labels.split()[0]
+    assert refused(csv(folder, f"path,label\n{rows}")) == (
+        f"CSV has labels that look like several joined by {next(c for c in first if not c.isalpha())!r}, such as "
+        f"{first!r}; several labels per image are not supported yet: keep one label for each image, or, if {first!r} "
+        "is the name of one class, call the column class_name"
+    )
+    # The column's name says that they are names of classes; and who asks for no labels need not have classes.
+    assert set(open_manifest(csv(folder, f"path,class_name\n{rows}")).classes) == set(labels.split())
+    assert len(open_manifest(csv(folder, f"path,label\n{rows}"), unlabelled=True)) == 3
+
+
+@pytest.mark.parametrize(
+    "labels", [["tench, Tinca tinca", "maillot, tank suit", "maillot"], ["cat|dog", "emu", "fox"], ["a;", "b;", "c;"]]
+)
+def test_names_with_joints_in_them_are_classes(labels: list[str], folder: Path) -> None:
+    rows = [{"path": file, "label": label} for file, label in zip(("a.png", "b.png", "c.png"), labels, strict=True)]
+    assert set(open_manifest(jsonl(folder, *rows)).classes) == set(labels)
+
+
+@pytest.mark.parametrize("labels", [["0.0", "0.333", "1.0"], ["0.0011", "12", "-3e-2"], ["0,5", "0,25", "1"]])
+def test_numbers_with_fractions_are_not_classes(labels: list[str], folder: Path) -> None:
+    rows = "".join(f"{file};{label}\n" for file, label in zip(("a.png", "b.png", "c.png"), labels, strict=True))
+    message = refused(csv(folder, f"path;label\n{rows}"))
+    assert message.startswith("CSV has numbers with fractions as labels (")
+    assert message.endswith(
+        "which are not classes; regression is not supported yet: write the name of a class for each image, or, if "
+        "every number is a class, call the column class_name"
+    )
+    assert len(open_manifest(csv(folder, f"path;class_name\n{rows}")).classes) == 3
+    numbers = pa.array([float(label.replace(",", ".")) for label in labels])
+    assert "fractions" in refused(parquet(folder, bytes=[b"1", b"2", b"3"], label=numbers))
+    assert len(open_parquet(parquet(folder, bytes=[b"1", b"2", b"3"], label=numbers), unlabelled=True)) == 3
+
+
+def test_whole_numbers_are_classes_unless_there_are_as_many_as_images(folder: Path) -> None:
+    def column(numbers: list[float]) -> Path:
+        return parquet(folder, bytes=[b"1"] * len(numbers), label=pa.array(numbers))
+
+    assert len(open_parquet(column([0.0, 1.0, 2.0])).classes) == 3
+    assert len(open_parquet(column([n % 19 for n in range(19)])).classes) == 19
+    assert len(open_parquet(column([n % 100 for n in range(200)])).classes) == 100
+    assert "has 150 different numbers for 200 images as labels (0, 1, 2, …)" in refused(
+        column([n % 150 for n in range(200)])
+    )
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_fields_are_divided_by_commas_semicolons_or_tabs(delimiter: str, suffix: str, folder: Path) -> None:
+    path = folder / f"list.{suffix}"
+    rows = [["Image", "notes", "Label"], ["a.png", '"x, y; z"', "cat"], ["in/d.png", "", "dog"]]
+    path.write_text("\r\n".join(delimiter.join(row) for row in rows), encoding="utf-8-sig")
+    assert summary(open_manifest(path)) == [(b"a.png", "cat"), (b"in/d.png", "dog")]
+    with open(folder / "one.csv", "w") as file:
+        file.write("path\na.png\n")
+    assert len(open_manifest(folder / "one.csv", unlabelled=True)) == 1
+
+
+def test_every_fault_is_named_at_once(folder: Path) -> None:
+    rows = "a.png,x,train\nb.png,,train\nc.png,y,tomorrow\n,x,train\na.png,y,train\ngone.png,x,val\nin/d.png,y,val\n"
+    path = csv(folder, f"path,label,split\n{rows}")
+    message = refused(path)
+    assert message.startswith("CSV has 5 faults: (1) CSV, line 3 has no label")
+    for text in ("line 4 has the split", "line 5 has ''", "listed twice in CSV, on lines 2 and 6", "(5) 1 file is not"):
+        assert text in message
+    faults: list[str] = []
+    source = open_manifest(path, faults=faults)
+    assert summary(source) == [(b"a.png", "x"), (b"in/d.png", "y")]
+    assert source.part_of is not None
+    assert source.part_of.tolist() == [0, 1]
+    assert [text.split(";")[0] for text in faults[-1:]] == [f"gone.png, which {path} lists, is not there"]
+    assert len(faults) == 5
+    many = "".join(f"{n}.png,\n" for n in range(40))
+    assert refused(csv(folder, f"path,label\n{many}")).endswith("30 more are listed by `vitrail check`")
+    held = parquet(folder, bytes=[b"1", b"2", b"3"], label=["x", None, None])
+    assert refused(held).startswith("PARQUET has 2 faults: (1) PARQUET, row 2 has no label")
+
+
 def test_a_picture_listed_twice(folder: Path) -> None:
     assert refused(csv(folder, "path,label\na.png,x\nin/../a.png,x\n")) == (
         "in/../a.png is listed twice in CSV, on lines 2 and 3; list each picture once"
@@ -177,7 +259,11 @@ def test_missing_files_are_counted(folder: Path) -> None:
             "path,kind\na.png,x\n",
             "CSV has no column for the labels; name one of its columns ('path', 'kind') label or class",
         ),
-        ("path;label\na.png;x\n", "name one of its columns ('path;label')"),
+        ("path|label\na.png|x\n", "name one of its columns ('path|label')"),
+        (
+            "path;label\na.png;x;y\n",
+            "CSV, line 2 has 3 fields, but the header has 2; put fields with semicolons in quo",
+        ),
         ("path,label\n", "CSV lists no pictures; add a line for each"),
         ("path,label\na.png\n", "CSV, line 2 has 1 fields, but the header has 2; put fields with commas in quotes"),
         ("path,label\na.png,x,y\n", "CSV, line 2 has 3 fields, but the header has 2"),
@@ -203,7 +289,7 @@ def test_csv_files_that_cannot_be_used(text: str | bytes, message: str, folder: 
         ([[1]], "JSONL, line 1 is not a JSON object; write one object on each line"),
         ([{"image": 3, "label": 1}], "JSONL, line 1 has 3 where the path of a picture should be; write a path"),
         ([{"image": "\ud800", "label": 1}], "JSONL, line 1 has '\\ud800', which cannot be a path; correct it"),
-        ([{"path": "a.png", "label": 0.5}], "JSONL, line 1 has the label 0.5; write a name or a whole number"),
+        ([{"path": "a.png", "label": 0.5}], "JSONL has numbers with fractions as labels (0.5), which are not classes"),
         ([{"path": "a.png", "label": {"a": 1}}], "several labels per picture"),
     ],
 )

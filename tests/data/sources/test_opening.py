@@ -3,15 +3,20 @@
 import io
 import json
 import os
+import pickle
 import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.opening import open_data, open_source
+from vitrail.data.sources.parquet import ParquetPictures
 from vitrail.data.sources.source import Source
+from vitrail.data.sources.tables import FILES_HELD, Tables
 from vitrail.errors import DataError
 
 
@@ -251,8 +256,95 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         (tmp_path / "notes.docx").touch()
         assert refused(tmp_path / "notes.docx", one=one) == (
             "DATA is neither a folder nor a file of a known kind; "
-            "give a folder, a manifest (.csv, .jsonl, .parquet) or tar shards"
+            "give a folder, a manifest (.csv, .tsv, .jsonl, .parquet) or tar shards"
         )
         if not one:
             os.symlink("nowhere", tmp_path / "link.csv")
         assert refused(tmp_path / "link.csv", one=one) == "DATA is a link to nothing; correct the link"
+
+
+def table(path: Path, labels: str, **columns: list[str]) -> Path:
+    """Write a Parquet file with the bytes of an image for each label; they say the label and the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = labels.split()
+    content = [f"{label} {path.stem} {number}".encode() for number, label in enumerate(names)]
+    pq.write_table(pa.table({"image": content, "label": names, **columns}), path, row_group_size=2)
+    return path
+
+
+def test_a_folder_of_parquet_files_is_one_source(tmp_path: Path) -> None:
+    table(tmp_path / "data/part-0.parquet", "cat cat dog cat cat")
+    table(tmp_path / "data/part-1.parquet", "dog dog dog emu")
+    table(tmp_path / "data/part-2.parquet", "emu emu emu dog emu")
+    for place in (tmp_path / "data", tmp_path / "data" / "*.parquet", tmp_path / "data" / "part-{0..2}.parquet"):
+        source = open_source(place)
+        assert isinstance(source, Tables)
+        assert source.classes == ("cat", "dog", "emu")
+        assert contents(source)[4:6] == ["cat part-0 4", "dog part-1 0"]
+        assert source.name(5) == f"{tmp_path}/data/part-1.parquet, row 1"
+        assert len({source.key(number) for number in range(len(source))}) == len(source) == 14
+        assert source.stamp(5)[0] == (tmp_path / "data/part-1.parquet").stat().st_size
+    parts = open_data(tmp_path / "data")
+    assert sorted(contents(parts.train) + contents(parts.val) + contents(parts.test)) == sorted(contents(source))
+    again = open_data(tmp_path / "data", record=json.loads(json.dumps(parts.split)))
+    assert contents(again.test) == contents(parts.test)
+    there = pickle.loads(pickle.dumps(source))
+    for number in (0, 13, 5, 0, 13):  # in any order, with the row groups of two files at most in memory
+        assert there.read(number) == source.read(number)
+        held = [one for one in there.tables if isinstance(one, ParquetPictures) and one._held]
+        assert len(held) <= FILES_HELD
+
+
+def test_parquet_files_of_parts(tmp_path: Path) -> None:
+    names = {"train": "cat dog cat dog cat dog", "validation": "dog cat", "test": "cat"}
+    for part, labels in names.items():
+        for number in range(2):
+            table(tmp_path / f"hub/{part}-0000{number}-of-00002.parquet", labels)
+            table(tmp_path / f"folders/{part}/{number}.parquet", labels)
+    for place in (tmp_path / "hub", tmp_path / "folders"):
+        parts = open_data(place, val=0)
+        assert parts.val is not None
+        assert parts.test is not None
+        assert [len(part) for part in (parts.train, parts.val, parts.test)] == [12, 4, 2]
+        assert contents(parts.val)[0].startswith("dog ")
+        assert "parts" in refused(place, one=True)
+    column = ["train"] * 4 + ["test"] * 2
+    table(tmp_path / "column/a.parquet", names["train"], split=column)
+    table(tmp_path / "column/b.parquet", names["train"], split=column)
+    parts = open_data(tmp_path / "column", val=0)
+    assert parts.test is not None
+    assert (len(parts.train), len(parts.test)) == (8, 4)
+    table(tmp_path / "column/b.parquet", names["train"])
+    assert refused(tmp_path / "column").endswith("b.parquet has none; add it there, or remove it")
+    tar(tmp_path / "column/c.tar", cat=1)
+    assert refused(tmp_path / "column") == "DATA has tar shards and Parquet files; name those of one kind by a pattern"
+
+
+def test_what_can_be_used_is_opened_and_the_rest_is_named(tmp_path: Path) -> None:
+    root = folder(tmp_path / "one", cat=1, dog=2, emu=5)
+    (root / "emu" / "gone.png").symlink_to("nowhere.png")
+    (root / "fox").mkdir()
+    message = refused(root)
+    assert message.startswith("DATA has 2 faults: ")
+    faults: list[str] = []
+    parts = open_data(root, faults=faults)
+    assert [text.split(" ", 3)[2] for text in faults[2:]] == ["has", "has"]
+    assert "class 'cat' has 1 picture, too few for 3 parts" in faults[2]
+    assert (len(faults), len(parts.train), parts.val) == (4, 8, None)
+    given = tmp_path / "given"
+    folder(given / "train", cat=2, dog=2)
+    folder(given / "val", cat=1, emu=1, fox=1)
+    assert refused(given).startswith("DATA has 2 faults: (1) the val part of DATA has the class 'emu'")
+    faults.clear()
+    parts = open_data(given, faults=faults)
+    assert parts.val is not None
+    assert (len(faults), parts.val.classes, contents(parts.val)) == (2, ("cat", "dog"), ["cat 0"])
+    faults.clear()
+    assert len(open_data(folder(tmp_path / "single", cat=5), faults=faults).train) == 5
+    assert faults == [f"{tmp_path}/single has only one class, 'cat'; training needs pictures of at least two classes"]
+
+
+def test_good_data_has_no_faults(tmp_path: Path) -> None:
+    faults: list[str] = []
+    parts = open_data(folder(tmp_path / "data", cat=10, dog=10), faults=faults)
+    assert (faults, len(parts.train)) == ([], 14)

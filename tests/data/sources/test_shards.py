@@ -221,13 +221,13 @@ def refused(*paths: str | Path) -> str:
         ([("a.jpg", b""), ("a.json", b'{"label": NaN}')], "a.tar/a.json has no label"),
         (
             [("a.jpg", b""), ("a.json", b'{"label": 0.5}')],
-            "a.tar/a.json has the label 0.5; write a name or a whole number",
+            "a.tar has numbers with fractions as labels (0.5), which are not classes",
         ),
         (
             [("a.jpg", b""), ("a.json", b'{"label": [1, 2]}')],
             "a.tar/a.json has several labels per picture, [1, 2], which",
         ),
-        ([("notes.md", b"")], "a.tar has no pictures; give their names one dot and one of the suffixes bmp, gif"),
+        ([("notes.md", b"")], "a.tar has no pictures; give their names one dot and one of the suffixes avif, bmp"),
         ([("photo.1.jpg", b""), ("photo.1.cls", b"1")], "a.tar has no pictures; give their names one dot"),
     ],
 )
@@ -302,7 +302,7 @@ def test_patterns(tmp_path: Path) -> None:
         names("a-{09..11}.tar")
     with pytest.raises(DataError, match=r"there is no file that .*/c\*\.tar stands for; correct the pattern"):
         names("c*.tar")
-    with pytest.raises(DataError, match="a pattern is for tar shards only"):
+    with pytest.raises(DataError, match="a pattern is for tar shards, or for Parquet files, only"):
         names("*")
     with pytest.raises(DataError, match="correct the pattern"):
         names("a-{10..08}.tar")

@@ -45,6 +45,7 @@ FAMILY = Family(
     preprocess=Preprocess(
         resize="cover", resize_to=(256, 256), interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD
     ),
+    images="as DINOv2 was evaluated",
     drops=("mask_token",),
     adds=lambda config: {"mask_token": torch.zeros(1, config.width)},
     needs={
@@ -145,6 +146,11 @@ IN_TRANSFORMERS = Family(
     tidy=_tidy_transformers,
     hints=FAMILY.hints,
     preprocess=FAMILY.preprocess,
+    images=FAMILY.images,
+    assumes={
+        "activation": "as in DINOv2's own models; its config.json would tell",
+        "norm_eps": "as in DINOv2's own models; its config.json would tell",
+    },
     # Its classifier reads the class token beside the mean of the patches, which no head of ours does.
     drops=("embeddings.mask_token", "classifier.weight", "classifier.bias"),
     adds=lambda config: {"embeddings.mask_token": torch.zeros(1, config.width)},

@@ -155,6 +155,7 @@ FAMILY = Family(
     tidy=_tidy,
     hints=_hints,
     preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),
+    images="as in Google's code",
     needs={
         **PLAIN,
         "stem": ("conv", "linear", "resnet"),

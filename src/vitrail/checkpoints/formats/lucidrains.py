@@ -72,14 +72,13 @@ def _patch(numbers: int, known: Hints) -> tuple[int, int, int]:
     """Return height, width and channels of a patch that has so many numbers."""
     channels = known.get("channels", 3)
     if "patch_size" in known:
-        size = known["patch_size"]
-        height, width = (size, size) if isinstance(size, int) else size
+        height, width = known["patch_size"]
     else:
         height = width = math.isqrt(numbers // channels)
     if height * width * channels != numbers:
         raise CheckpointError(
-            f"a patch has {numbers} numbers, which are not {channels} channels of a square; say them with --known "
-            f"patch_size=8x8 --known channels=1 (known={{...}})"
+            f"a patch has {numbers} numbers, which are not {channels} channels of a square; say them with --override "
+            f"patch_size=8 --override channels=1 (overrides={{...}})"
         )
     return height, width, channels
 
@@ -95,6 +94,17 @@ def _hints(shapes: Shapes) -> Hints:
     return hints
 
 
+def _follows(said: Hints, shapes: Shapes) -> Hints:
+    """Mean pooling takes all tokens there, so also the class token where there is one."""
+    return {"pool_over": "all"} if said.get("pool") == "mean" and "cls_token" in shapes else {}
+
+
+def _refuse_patches_alone(config: ViTConfig) -> list[str]:
+    if config.pool == "mean" and config.pool_over == "patches" and config.class_token != "none":
+        return ["pool_over='patches' beside a class token (it averages all tokens)"]
+    return []
+
+
 def _table(config: ViTConfig | None) -> KeyMap:
     return _READ if config is None else _WRITE
 
@@ -106,6 +116,10 @@ FAMILY = Family(
     tidy=_tidy,
     hints=_hints,
     preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),
+    images="vit-pytorch has none of its own",
+    assumes={"pool": "vit-pytorch's default for such tensors; its pool='mean' averages all tokens"},
+    follows=_follows,
+    refuses=_refuse_patches_alone,
     needs={
         **PLAIN,
         "stem": ("linear_norm",),

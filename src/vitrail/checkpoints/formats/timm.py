@@ -5,7 +5,7 @@ import re
 from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, refuse_no_layer_scale, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
-from vitrail.data.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from vitrail.data.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from vitrail.models.config import ViTConfig
 
 _UNIT = "patch_embed.backbone.stages.{}.blocks.{}."
@@ -57,15 +57,20 @@ def _table(config: ViTConfig | None) -> KeyMap:
     return TABLE
 
 
+_PREPROCESS = Preprocess(resize="cover", resize_to=(248, 248), interpolation="bicubic", mean=HALF, std=HALF)
 FAMILY = Family(
     name="timm",
     recognise=_recognise,
     table=_table,
     tidy=_tidy,
     hints=lambda _: {"norm_eps": 1e-6, "activation": "gelu", "resnet_numerics": "timm"},
-    preprocess=Preprocess(
-        resize="cover", resize_to=(248, 248), interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD
-    ),
+    preprocess=_PREPROCESS,
+    images="as for most of timm's ViTs; DeiT's have mean 0.485,0.456,0.406 and std 0.229,0.224,0.225, CLIP's others",
+    assumes={
+        "activation": "timm's default; a file does not tell quick_gelu, gelu_tanh or relu",
+        "norm_eps": "timm's default; CLIP's models have 1e-5",
+        "pool": "timm's default for such tensors; a file does not tell token, avg or max",
+    },
     needs={
         **PLAIN,
         "stem": ("conv", "linear", "resnet"),
@@ -108,7 +113,9 @@ ROPE = Family(
     table=lambda _: _ROPE_TABLE,
     tidy=lambda weights, _: strip_prefix(weights, "module."),
     hints=lambda _: {"norm_eps": 1e-6, "activation": "gelu", "position": "rope_2d", "rope_theta": 100.0},
-    preprocess=FAMILY.preprocess,
+    preprocess=_PREPROCESS.replace(mean=IMAGENET_MEAN, std=IMAGENET_STD),
+    images="as for timm's ViTs with rotary positions",
+    assumes={"norm_eps": "timm's default", "rope_theta": "as in timm's vit_*_patch16_rope_224"},
     needs={
         **PLAIN,
         "stem": ("conv", "linear"),

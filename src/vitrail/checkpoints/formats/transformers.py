@@ -106,6 +106,13 @@ FAMILY = Family(
     drops=("embeddings.mask_token",),
     refuses=_refuse_other_ends,
     preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),
+    images="the default of transformers' ViTImageProcessor; DeiT's differs",
+    assumes={
+        "activation": "transformers' default; its config.json would tell",
+        "norm_eps": "transformers' default; its config.json would tell",
+        "pool": "as transformers' image classification does",
+        "pre_logits": "the default of transformers' pooler; its config.json would tell",
+    },
     needs={
         **PLAIN,
         "distillation_token": (False, True),

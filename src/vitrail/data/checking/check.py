@@ -1,9 +1,11 @@
 """What is wrong with data, as values: pictures that cannot be read, duplicates, classes, sizes, modes.
 
-`check_data` decodes every picture. `quick_check` reads the headers of some, in bounded time: what training does first.
+`check_data` decodes every picture. `quick_check` is what training does first, in bounded time: it reads the headers of
+some, compares the contents of as many as it can, and says what it did not look for.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -19,14 +21,22 @@ from vitrail.data.checking.findings import (
     class_findings,
     count_pictures,
     duplicate_findings,
+    fault_finding,
     find_duplicates,
+    flat_finding,
     mode_finding,
     size_findings,
     unreadable_finding,
 )
-from vitrail.data.checking.survey import FINE, Seen, Survey, survey, survey_headers
+from vitrail.data.checking.rows import COMPARED, FINE
+from vitrail.data.checking.skipped import find_skipped, skipped_findings
+from vitrail.data.checking.survey import Seen, Survey, survey, survey_headers
+from vitrail.data.sources.faults import Faults, settle
+from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts
+from vitrail.errors import DataError
 
 SIDES = (0, 32, 64, 128, 224, 384, 512, 768, 1024, 2048, 4096)
 """Where the bins of the histogram of sizes begin."""
@@ -47,14 +57,21 @@ class Report:
 
     pictures: int
     looked_at: int
-    """Of so many pictures everything below but the counts was taken."""
+    """Of so many pictures sizes, formats and modes were taken."""
+    compared: int
+    """So many pictures had their contents compared with each other, in search of duplicates."""
     decoded: bool
-    """Whether they were decoded, or only their headers read; without it there is no search for duplicates."""
+    """Whether they were decoded, or only their headers read."""
+    not_looked_for: tuple[str, ...]
+    """What may be wrong with the data and would not be found here."""
+    faults: tuple[str, ...]
+    """What kept some of the data from being opened at all."""
     classes: tuple[str, ...]
     counts: dict[str, dict[str, int]]
     """Pictures by part and class."""
     unreadable: tuple[Unreadable, ...]
-    duplicates: tuple[Copies, ...]
+    duplicates: tuple[Copies, ...] | None
+    """None where none were found, but not all pictures were compared."""
     findings: tuple[Finding, ...]
     """The worst first."""
     formats: dict[str, int]
@@ -70,7 +87,7 @@ class Report:
     @property
     def verdict(self) -> str:
         """All in one line."""
-        how = "" if self.looked_at == self.pictures else f" ({self.looked_at:,} looked at)"
+        how = "" if self.decoded else f" (headers of {self.looked_at:,} read, contents of {self.compared:,} compared)"
         briefs = [finding.brief for finding in self.findings]
         found = ", ".join(briefs[:4]) + (f", and {len(briefs) - 4} more" if len(briefs) > 4 else "")
         classes = "1 class" if len(self.classes) == 1 else f"{len(self.classes):,} classes"
@@ -82,7 +99,9 @@ class Report:
             "verdict": self.verdict,
             **asdict(self),
             "unreadable": [{**bad.picture._asdict(), "reason": bad.reason} for bad in self.unreadable],
-            "duplicates": [
+            "duplicates": "not looked for among all"
+            if self.duplicates is None
+            else [
                 {"kind": copies.kind, "pictures": [which._asdict() for which in copies.pictures]}
                 for copies in self.duplicates
             ],
@@ -90,24 +109,41 @@ class Report:
         }
 
 
+def open_to_check(place: str, *, on_progress: Progress | None = None) -> tuple[Parts, Faults]:
+    """Open what can be used of some data, and say what cannot; where nothing can, the error says all that is wrong."""
+    faults: Faults = []
+    try:
+        return open_data(place, faults=faults, on_progress=on_progress), faults
+    except DataError as error:
+        settle([*faults, str(error)], shown(place), None, said=len(faults) + 1)
+        raise
+
+
 def check_data(
-    parts: Parts, *, size: int = 224, workers: int = 0, on_progress: Seen | None = None, cache: bool = True
+    parts: Parts,
+    *,
+    size: int = 224,
+    workers: int = 0,
+    on_progress: Seen | None = None,
+    cache: bool = True,
+    faults: Sequence[str] = (),
 ) -> Report:
     """Decode every picture and say what is wrong. `size` is that of the pictures the model sees.
 
-    `workers` processes decode; 0 does it in this one. With `cache`, pictures that have not changed since the last check
-    are not decoded again.
+    `workers` processes decode; 0 does it in this one. With `cache`, pictures whose content has not changed since the
+    last check are read, but not decoded again. `faults` are those that `open_data` found.
     """
-    return _report(survey(_by_name(parts), workers=workers, on_progress=on_progress, cache=cache), size)
+    found = survey(_by_name(parts), workers=workers, on_progress=on_progress, cache=cache)
+    return _report(found, size, [*fault_finding(faults), *skipped_findings(find_skipped(parts))], tuple(faults))
 
 
 def quick_check(parts: Parts, *, size: int = 224, most: int = QUICK_PICTURES, seconds: float = QUICK_SECONDS) -> Report:
-    """Read the headers of at most so many pictures, for at most so many seconds, and say what is wrong."""
+    """Read the headers of at most so many pictures, compare contents for at most so many seconds, say what is wrong."""
     sources = _by_name(parts)
-    total = sum(map(len, sources.values()))
-    chosen = draws(0, 0, "quick check").choice(total, min(most, total), replace=False)
     end = time.monotonic() + seconds
-    return _report(survey_headers(sources, chosen.astype(np.int64), lambda: time.monotonic() > end), size)
+    order = draws(0, 0, "quick check").permutation(sum(map(len, sources.values()))).astype(np.int64)
+    skipped = skipped_findings(find_skipped(parts, most=most))
+    return _report(survey_headers(sources, order, most, lambda: time.monotonic() > end), size, skipped)
 
 
 def _by_name(parts: Parts) -> dict[str, Source]:
@@ -115,34 +151,53 @@ def _by_name(parts: Parts) -> dict[str, Source]:
     return {name: source for name, source in named.items() if source is not None}
 
 
-def _report(found: Survey, size: int) -> Report:
+def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[str, ...] = ()) -> Report:
     index, rows = Index(found), found.rows
+    pictures = sum(map(len, found.sources.values()))
     fine = np.flatnonzero(rows["state"] == FINE)
-    unreadable = tuple(Unreadable(index.which(row), found.faults[row]) for row in sorted(found.faults))
-    duplicates = find_duplicates(index, fine) if found.decoded else ()
+    known = np.flatnonzero((rows["state"] == FINE) | (rows["state"] == COMPARED))
+    unreadable = tuple(
+        Unreadable(index.which(row), found.faults[row]) for row in sorted(found.faults, key=found.indices.item)
+    )
+    duplicates = find_duplicates(index, known)
     counts = {name: _count_classes(source) for name, source in found.sources.items()}
     modes = _tally(rows["mode"][fine])
     findings = (
+        *others,
         *unreadable_finding(unreadable, found),
         *duplicate_findings(duplicates),
         *class_findings(counts),
+        *flat_finding(index, fine),
         *size_findings(index, fine, size),
         *mode_finding(index, fine, modes),
     )
     short = np.minimum(rows["width"], rows["height"])[fine]
     return Report(
-        pictures=sum(map(len, found.sources.values())),
-        looked_at=len(rows),
+        pictures=pictures,
+        looked_at=int((rows["state"] != COMPARED).sum()),
+        compared=len(rows),
         decoded=found.decoded,
+        not_looked_for=_not_looked_for(found, pictures),
+        faults=faults,
         classes=index.classes,
         counts=counts,
         unreadable=unreadable,
-        duplicates=duplicates,
+        duplicates=duplicates if duplicates or len(rows) == pictures else None,
         findings=tuple(sorted(findings, key=lambda finding: not finding.grave)),
         formats=_tally(rows["format"][fine]),
         modes=modes,
         short_sides=_histogram(short),
         bytes=int(rows["bytes"].sum()),
+    )
+
+
+def _not_looked_for(found: Survey, pictures: int) -> tuple[str, ...]:
+    """Say what this look could not find."""
+    rest = pictures - len(found.rows)
+    return (
+        *(() if not rest else (f"duplicates among {rest:,} of the images",)),
+        *(() if found.decoded else ("damage behind the header of a file", "images of a single colour")),
+        "near-duplicates: the same image cut, resized or saved again",
     )
 
 
@@ -163,9 +218,3 @@ def _histogram(sides: NDArray[np.int32]) -> tuple[Bin, ...]:
     bins = [Bin(low, high, count) for low, high, count in zip(SIDES, (*SIDES[1:], None), counts, strict=True)]
     filled = [place for place, count in enumerate(counts) if count]
     return tuple(bins[filled[0] : filled[-1] + 1]) if filled else ()
-
-
-def passed_over(parts: Parts) -> int:
-    """Return how many files beside the pictures were not looked at, in all folders the parts come from."""
-    wholes = {id(whole): whole for part in parts[:3] if part is not None for whole in (getattr(part, "whole", part),)}
-    return sum(int(getattr(whole, "ignored", 0)) for whole in wholes.values())

@@ -1,5 +1,6 @@
 """The things that can be wrong with data, each found in a survey of its pictures."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -19,8 +20,9 @@ LONG_RATIO = 4
 """The longer side of a picture may be this many times the shorter."""
 
 FindingKind = Literal[
-    "unreadable", "conflicting", "across", "missing", "within", "unbalanced", "tiny", "huge", "long", "modes"
-]
+    "faults", "unreadable", "misnamed", "outside", "conflicting", "across", "missing", "within", "unbalanced", "flat",
+    "tiny", "huge", "long", "modes", "skipped",
+]  # fmt: skip
 
 CopiesKind = Literal["conflicting", "across", "within"]
 
@@ -87,15 +89,16 @@ class Index:
         return Which(name, self.names[part], self.classes[label] if label >= 0 else None)
 
 
-def find_duplicates(index: Index, fine: Rows) -> tuple[Copies, ...]:
-    """Group pictures of the same content; the worst groups first."""
-    content = index.found.rows["content"][fine]
+def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
+    """Group pictures of the same content, among those whose content is known; the worst groups first."""
+    content = index.found.rows["content"][known]
     order = np.lexsort((content[:, 1], content[:, 0]))
     same = (content[order][1:] == content[order][:-1]).all(axis=1)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
     groups: dict[CopiesKind, list[Copies]] = {"conflicting": [], "across": [], "within": []}
     for start, end in edges.reshape(-1, 2).tolist():
-        rows = np.sort(fine[order[start : end + 1]])
+        rows = known[order[start : end + 1]]
+        rows = rows[np.argsort(index.found.indices[rows])]
         kind: CopiesKind = "within"
         if len(set(index.label[rows].tolist())) > 1:
             kind = "conflicting"
@@ -103,6 +106,16 @@ def find_duplicates(index: Index, fine: Rows) -> tuple[Copies, ...]:
             kind = "across"
         groups[kind].append(Copies(kind, tuple(map(index.which, rows.tolist()))))
     return tuple(copies for group in groups.values() for copies in sorted(group, key=lambda c: c.pictures[0].name))
+
+
+def fault_finding(faults: Sequence[str]) -> list[Finding]:
+    """Say what kept some of the data from being opened at all."""
+    if not faults:
+        return []
+    count = len(faults)
+    what = "1 fault" if count == 1 else f"{count:,} faults"
+    text = f"{what} in how the data lies; training refuses it"
+    return [Finding("faults", count, what, text, "mend what is listed", tuple(faults), grave=True)]
 
 
 def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> list[Finding]:
@@ -115,7 +128,8 @@ def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> lis
     return [
         Finding(
             "unreadable", count, f"{count:,} cannot be read", f"{count_pictures(count)}{of} cannot be read",
-            "mend or remove them; training would put others in their place", details, grave=True,
+            "mend or remove them; training would put others in their place, or stop with --set data.bad_files=refuse",
+            details, grave=True,
         )
     ]  # fmt: skip
 
@@ -156,16 +170,32 @@ def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
             f"class {most!r} has {ratio:,.0f} times as many pictures to train on as class {fewest!r}, "
             f"{some[most]:,} against {some[fewest]:,}"
         )
-        advice = "add pictures of the small classes, or train with balanced sampling; look at the score of each class"
+        advice = (
+            "add images of the small classes, or show every class equally often with --set data.balance=true; "
+            "look at the score of each class"
+        )
         findings.append(Finding("unbalanced", 1, f"classes unbalanced {ratio:,.0f}:1", text, advice))
     return findings
 
 
-_SIZE_ADVICE: dict[FindingKind, str] = {
-    "tiny": "use larger ones, or a model for smaller pictures",
-    "huge": "make them smaller once; decoding them is slow every time",
-    "long": "cut them, or see that what counts is at the centre",
-}
+def flat_finding(index: Index, fine: Rows) -> list[Finding]:
+    """Find images that show one colour and nothing else: all black, as a rule."""
+    flat = fine[index.found.rows["flat"][fine]]
+    if not len(flat):
+        return []
+    count = len(flat)
+    text = f"{count_pictures(count)} {'shows' if count == 1 else 'show'} a single colour and nothing else"
+    details = tuple(str(index.which(row)) for row in flat.tolist())
+    return [Finding("flat", count, f"{count:,} of a single colour", text, "remove them, or export them again", details)]
+
+
+def _size_advice(size: int, short: NDArray[np.int64]) -> dict[FindingKind, str]:
+    smaller = max(16, int(np.median(short)) // 16 * 16) if len(short) else size
+    return {
+        "tiny": f"use larger ones, or a model for smaller images: --set model.image_size={smaller}",
+        "huge": f"make them smaller once, or let training do so with --set data.cache={max(32, size * 8 // 7)}",
+        "long": "cut them, or have them seen whole with --set preprocess.resize=contain",
+    }
 
 
 def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
@@ -185,7 +215,8 @@ def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
             details = tuple(f"{index.which(row).name}: {rows['width'][row]}×{rows['height'][row]}" for row in chosen)
             number = "all" if count == len(fine) else f"{count:,}"
             text = f"{count_pictures(count)} {'has' if count == 1 else 'have'} {what}"
-            findings.append(Finding(kind, count, f"{number} {brief}", text, _SIZE_ADVICE[kind], details))
+            advice = _size_advice(size, short[short < least])[kind]
+            findings.append(Finding(kind, count, f"{number} {brief}", text, advice, details))
     return findings
 
 

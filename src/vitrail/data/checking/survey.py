@@ -1,12 +1,12 @@
 """A look at every picture: its size, its kind, its content, and why it cannot be decoded. In parallel, and remembered.
 
 What is found out about a picture is one row of an array, so that a million pictures take little memory; the rows are
-kept on disk by the picture's name and stamp, so that a second look decodes only what is new or has changed.
+kept on disk by the content of the file, so that a second look decodes only what is new or has changed. It reads every
+file again: neither a file that can no longer be read nor a changed bit hides behind what was seen before.
 """
 
 import hashlib
 import io
-import json
 import os
 import signal
 import warnings
@@ -17,7 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import PIL
@@ -25,32 +25,32 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail._version import __version__
+from vitrail.data.checking.rows import (
+    COMPARED,
+    DAMAGED,
+    FINE,
+    IN_MEMORY,
+    NOTHING_KNOWN,
+    PENDING,
+    ROW,
+    UNREAD,
+    Known,
+    Rows,
+    keep,
+    remembered,
+)
 from vitrail.data.decode import open_picture
-from vitrail.data.sources.listing import YOUNG_NS, index_file, load_index, now_ns, save_index
+from vitrail.data.sniffing import HEAD, reads_heic, sniff
+from vitrail.data.sources.listing import index_file
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.errors import DataError
 
 Seen = Callable[[int, int], None]
 """Called now and then with the number of pictures looked at so far, and the number of all."""
-Rows = NDArray[Any]
-ROW = np.dtype(
-    [
-        ("state", "u1"),
-        ("width", "<i4"),
-        ("height", "<i4"),
-        ("bytes", "<i8"),
-        ("content", "<u8", (2,)),
-        ("format", "S8"),
-        ("mode", "S16"),
-    ]
-)
-"""What is known of a picture. `content` is a hash of the file, or of the pixels where there is no file."""
-FINE, DAMAGED, UNREAD, PENDING = range(4)
-"""States: it can be decoded; it was read but cannot be decoded; it cannot even be read; nobody has looked yet."""
+FLAT = 2
+"""By so much may the numbers of a channel differ in an image that shows nothing: JPEG rounds."""
 CHUNK = 16
 """Pictures given to a process at once: few enough that the bar moves and Ctrl-C is answered at once."""
-IN_MEMORY = b"array"
-"""The format of pictures without a file."""
 _MODES = {
     "1": "black and white",
     "L": "grey",
@@ -98,6 +98,8 @@ def kind_of(stored: bytes | Pixels) -> Kind:
     if isinstance(stored, np.ndarray):
         channels = stored.shape[2] if stored.ndim == 3 else 1
         return Kind(name, _CHANNELS.get(channels, f"{channels} channels"), channels)
+    if sniff(stored[:HEAD]) == "HEIC":
+        reads_heic()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -125,33 +127,33 @@ def survey(
     indices = np.arange(sum(map(len, sources.values()))) if indices is None else indices
     found = Survey(dict(sources), indices, np.zeros(len(indices), ROW), {}, decoded=True)
     found.rows["state"] = PENDING
-    keys, path = _keys(found) if cache else (np.zeros(len(indices), np.uint64), None)
-    if path is not None:
-        _remember(found, keys, path)
-    todo = np.flatnonzero(found.rows["state"] == PENDING)
-    done = len(indices) - len(todo)
+    path = _file_of(found) if cache and len(indices) else None
+    known = NOTHING_KNOWN if path is None else remembered(path)
+    done = 0
     try:
-        for chunk, (rows, faults) in _looks(found, todo, workers):
+        for chunk, (rows, faults) in _looks(found, known, workers):
             found.rows[chunk] = rows
             found.faults.update({int(chunk[place]): reason for place, reason in faults.items()})
             done += len(chunk)
             if on_progress is not None:
                 on_progress(done, len(indices))
     finally:  # also what was done before Ctrl-C need not be done again
-        if path is not None and len(todo):
-            _keep(found, keys, path)
+        if path is not None:
+            keep(path, found.rows, found.faults, known)
     return found
 
 
-def survey_headers(sources: Mapping[str, Source], indices: NDArray[np.int64], stop: Callable[[], bool]) -> Survey:
-    """Read the headers of pictures, until `stop` says so."""
+def survey_headers(
+    sources: Mapping[str, Source], indices: NDArray[np.int64], most: int, stop: Callable[[], bool]
+) -> Survey:
+    """Read the headers of `most` pictures, and of the others the content alone, until `stop` says so."""
     each = list(sources.values())
     rows, faults = np.zeros(len(indices), ROW), {}
     done = 0
     for index in indices.tolist():
         if done and stop():
             break
-        rows[done], reason = _look(*_place(each, index), decode=False)
+        rows[done], reason = _look(*_place(each, index), depth="header" if done < most else "content")
         if reason is not None:
             faults[done] = reason
         done += 1
@@ -162,20 +164,24 @@ def survey_headers(sources: Mapping[str, Source], indices: NDArray[np.int64], st
 
 _Chunk = NDArray[np.int64]
 _Looked = tuple[Rows, dict[int, str]]
+_Depth = Literal["pixels", "header", "content"]
+"""How far a look goes."""
 _worker_sources: list[Source] = []
-"""In a worker process, the sources it reads: handed over once, not with every chunk."""
+_worker_known: list[Known] = []
+"""In a worker process, the sources it reads and what is known of them: handed over once, not with every chunk."""
 
 
-def _looks(found: Survey, todo: NDArray[np.int64], workers: int) -> Iterator[tuple[_Chunk, _Looked]]:
-    """Look at the pictures of some rows, chunk by chunk and in order."""
+def _looks(found: Survey, known: Known, workers: int) -> Iterator[tuple[_Chunk, _Looked]]:
+    """Look at all pictures, chunk by chunk and in order."""
     sources = list(found.sources.values())
-    chunks = [todo[start : start + CHUNK] for start in range(0, len(todo), CHUNK)]
+    count = len(found.indices)
+    chunks = [np.arange(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
     if min(workers, len(chunks)) < 2:
-        yield from ((chunk, _look_at(sources, found.indices[chunk])) for chunk in chunks)
+        yield from ((chunk, _look_at(sources, found.indices[chunk], known)) for chunk in chunks)
         return
     workers = min(workers, len(chunks))
     waiting: deque[tuple[_Chunk, Future[_Looked]]] = deque()
-    pool = ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(sources,))
+    pool = ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(sources, known))
     try:
         for chunk in chunks:
             with _interrupts_held_back():
@@ -203,21 +209,22 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(sources: list[Source]) -> None:
+def _start_worker(sources: list[Source], known: Known) -> None:
     # Ctrl-C reaches every process of the terminal: a worker just ends, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _worker_sources[:] = sources
+    _worker_known[:] = [known]
 
 
 def _look_in_worker(indices: NDArray[np.int64]) -> _Looked:
-    return _look_at(_worker_sources, indices)
+    return _look_at(_worker_sources, indices, _worker_known[0])
 
 
-def _look_at(sources: list[Source], indices: NDArray[np.int64]) -> _Looked:
+def _look_at(sources: list[Source], indices: NDArray[np.int64], known: Known) -> _Looked:
     rows, faults = np.zeros(len(indices), ROW), {}
     for place, index in enumerate(indices.tolist()):
-        rows[place], reason = _look(*_place(sources, index), decode=True)
+        rows[place], reason = _look(*_place(sources, index), depth="pixels", known=known)
         if reason is not None:
             faults[place] = reason
     return rows, faults
@@ -232,89 +239,65 @@ def _place(sources: list[Source], index: int) -> tuple[Source, int]:
     raise IndexError("there are not so many pictures")
 
 
-def _look(source: Source, index: int, *, decode: bool) -> tuple[tuple[Any, ...], str | None]:
+def _look(
+    source: Source, index: int, *, depth: _Depth, known: Known = NOTHING_KNOWN
+) -> tuple[tuple[Any, ...], str | None]:
     """Return the row of one picture, and why it cannot be used."""
     try:
         stored = source.read(index)
     except DataError as error:
         cause = str(error).removeprefix(source.name(index)).removeprefix(" cannot be read: ").strip()
-        return (UNREAD, 0, 0, 0, (0, 0), b"", b""), cause
+        return (UNREAD, 0, 0, 0, (0, 0), False, b"", b""), cause
     size = stored.nbytes if isinstance(stored, np.ndarray) else len(stored)
-    content = _hash(stored) if decode else (0, 0)
-    height, width, kind = 0, 0, Kind("", "", 3)
+    content = _hash(stored)
+    if depth == "content":
+        return (COMPARED, 0, 0, size, content, False, b"", b""), None
+    if depth == "pixels" and (before := known.find(content)) is not None:
+        return before
+    height, width, kind, flat = 0, 0, Kind("", "", 3), False
     reason: str | None = None
     try:
         picture = open_picture(stored)
         height, width, kind = picture.height, picture.width, kind_of(stored)
-        if decode:
-            picture.pixels(kind.channels)
+        if depth == "pixels":
+            flat = _is_flat(picture.pixels(kind.channels))
     except DataError as error:
         reason = str(error)
     except Exception as error:  # a check goes on, whatever a damaged file does to a decoder
         reason = " ".join(f"the decoder failed with {type(error).__name__}: {error}".split())[:200]
     state = FINE if reason is None else DAMAGED
-    return (state, width, height, size, content, kind.format[:8].encode(), kind.mode[:16].encode()), reason
+    return (state, width, height, size, content, flat, kind.format[:8].encode(), kind.mode[:16].encode()), reason
+
+
+def _is_flat(pixels: Pixels) -> bool:
+    """Tell whether an image shows one colour and nothing else; of most a few pixels tell that it does not."""
+    return all(
+        int((some.max(axis=(0, 1)).astype(int) - some.min(axis=(0, 1))).max()) <= FLAT
+        for some in (pixels[::16, ::16], pixels)
+    )
 
 
 def _hash(stored: bytes | Pixels) -> tuple[int, int]:
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.sha256()  # faster than others where the CPU has instructions for it, as most have
     if isinstance(stored, np.ndarray):
         digest.update(f"{stored.dtype.str} {stored.shape}".encode())
         stored = stored.tobytes()
     digest.update(stored)
-    first, second = np.frombuffer(digest.digest(), "<u8").tolist()
+    first, second = np.frombuffer(digest.digest()[:16], "<u8").tolist()
     return first, second
 
 
 # ── remembering ──
 
 
-def _keys(found: Survey) -> tuple[NDArray[np.uint64], Path]:
-    """Return a number for each picture by its name and stamp, 0 where there is none, and the file to keep rows in."""
-    sources, keys = list(found.sources.values()), np.zeros(len(found.indices), np.uint64)
-    young = now_ns() - YOUNG_NS
-    first, last = "", ""
-    for row, index in enumerate(found.indices.tolist()):
-        source, number = _place(sources, index)
-        name = source.name(number)
-        first, last = (min(first, name), max(last, name)) if row else (name, name)
-        try:
-            size, changed = source.stamp(number)
-        except DataError:
-            continue
-        if changed < young:  # else it may change once more and keep its stamp
-            digest = hashlib.blake2b(f"{name}\0{size}\0{changed}".encode(errors="surrogateescape"), digest_size=8)
-            keys[row] = int.from_bytes(digest.digest(), "little")
-    # What the first and the last name have in common, all have: the folder, which stays when pictures are added.
+def _file_of(found: Survey) -> Path:
+    """Return the file to keep rows in: by the folder of the pictures, which stays when some are added."""
+    sources = list(found.sources.values())
+    names = (source.name(number) for source, number in (_place(sources, index) for index in found.indices.tolist()))
+    first = last = next(names)
+    for name in names:
+        first, last = min(first, name), max(last, name)
+    # What the first and the last name have in common, all have.
     place = os.path.dirname(os.path.commonprefix([first, last]))  # noqa: RUF071 - dirname cuts back to whole names
-    return keys, index_file(f"check {__version__} {PIL.__version__}", [place])
-
-
-def _remember(found: Survey, keys: NDArray[np.uint64], path: Path) -> None:
-    """Fill in the rows that are known from an earlier look."""
-    arrays = load_index(path, ("keys", "rows", "faults"))
-    if arrays is None:
-        return
-    try:
-        known, rows, faults = arrays["keys"], arrays["rows"], json.loads(arrays["faults"].tobytes())
-        if rows.dtype != ROW or known.dtype != np.uint64 or len(known) != len(rows) or not len(known):
-            return
-        reasons = {int(key): str(reason) for key, reason in faults.items()}
-    except (ValueError, AttributeError):  # damaged, or of another version: look again
-        return
-    order = np.argsort(known)
-    places = order[np.minimum(np.searchsorted(known, keys, sorter=order), len(known) - 1)]
-    same = (known[places] == keys) & (keys != 0)
-    found.rows[same] = rows[places[same]]
-    for row in np.flatnonzero(same & (found.rows["state"] == DAMAGED)).tolist():
-        found.faults[row] = reasons.get(int(keys[row]), "it cannot be decoded")
-
-
-def _keep(found: Survey, keys: NDArray[np.uint64], path: Path) -> None:
-    """Write rows for `_remember`: not those of unreadable files, as permissions change without a stamp."""
-    states = found.rows["state"]
-    kept = (keys != 0) & ((states == FINE) | (states == DAMAGED)) & (found.rows["format"] != IN_MEMORY)
-    if kept.any():
-        faults = {str(keys[row]): reason for row, reason in found.faults.items() if kept[row]}
-        text = np.frombuffer(json.dumps(faults).encode(), np.uint8)
-        save_index(path, {"keys": keys[kept], "rows": found.rows[kept], "faults": text})
+    decoders = f"{PIL.__version__} {'heif' if reads_heic() else ''}"
+    return index_file(f"check {__version__} {decoders}", [place])

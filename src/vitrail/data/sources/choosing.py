@@ -1,6 +1,5 @@
 """Choosing the pictures that a model is measured on, and counting their classes as the model does."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
 from vitrail.data.sources.parquet import ParquetPictures
-from vitrail.data.sources.source import Labels, Pixels, Source
-from vitrail.data.sources.splits import Parts, part_of
+from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
+from vitrail.data.sources.splits import Parts, keys_of, part_of
+from vitrail.data.sources.tables import Tables
 from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.io import ContentError, read_json
 
 CHOICES = ("test", "val", "train", "all")
 
@@ -84,6 +85,7 @@ def choose_pictures(
     """
     if part is not None and part not in CHOICES:
         raise ConfigError(f"no part is called {part!r}; choose {', '.join(CHOICES)}")
+    place = place_of(place)
     whole, own = _open(place, on_progress)
     if part is None:
         part = next((name for name in ("test", "val") if name in own), None)
@@ -103,13 +105,52 @@ def choose_pictures(
     return Chosen(source, part, record is not None and part != "train")
 
 
+class Seen(NamedTuple):
+    """What the run that a model comes from did with the images it is evaluated on."""
+
+    selected_on: int = 0
+    """How many of them are in the run's validation split, which picked the best checkpoint."""
+    trained_on: int = 0
+
+    def said(self, images: int) -> str:
+        """Say it as a caveat; nothing where the model has never met them."""
+        said = ""
+        if self.selected_on:
+            said += (
+                f"; selected on {'these' if self.selected_on == images else f'{self.selected_on:,} of these'} images"
+            )
+        if self.trained_on:
+            said += f"; trained on {'these' if self.trained_on == images else f'{self.trained_on:,} of these'} images"
+        return said
+
+
+def seen_by_run(source: Source, record: Mapping[str, Any] | None) -> Seen:
+    """Find images among those that a run's record of its split names."""
+    if record is None:
+        return Seen()
+    names = record["names"] if isinstance(record["names"], Mapping) else {}
+    val, test = (set(names.get(part) or ()) for part in ("val", "test"))
+    keys = set(_keys_of(source))
+    if keys <= test:  # folders of val and test may hold files of the same names
+        return Seen()
+    # The names of the training images are not recorded; where all others are there, the rest are those.
+    whole = bool(val | test) and (val | test) <= keys
+    return Seen(len(keys & val), len(keys - val - test) if whole else 0)
+
+
+def _keys_of(source: Source) -> list[str]:
+    if isinstance(source, Joined):
+        return [key for inner in source.sources for key in _keys_of(inner)]
+    return keys_of(source)
+
+
 def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
     """Return the split of the run that a bundle lies in, so that no picture it was trained on is taken for a test."""
     if bundle is None:
         return None
     try:
-        record = json.loads((bundle.absolute().parent / "split.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_json(bundle.absolute().parent / "split.json")
+    except (OSError, ContentError):
         return None
     return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
 
@@ -135,7 +176,7 @@ def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[
         source = open_source(place, on_progress=on_progress)
     except DataError:  # several parts are no single source; what cannot be opened at all fails again
         return _whole_and_parts(open_data(place, val=0, test=0, on_progress=on_progress))
-    if not isinstance(source, Manifest | ParquetPictures) or source.part_of is None:
+    if not isinstance(source, Manifest | ParquetPictures | Tables) or source.part_of is None:
         return source, {}
     rows = {name: np.flatnonzero(source.part_of == number) for number, name in enumerate(("train", "val", "test"))}
     return source, {name: part_of(source, indices) for name, indices in rows.items() if len(indices)}
@@ -154,6 +195,7 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
 
     They are matched by name where the model has names, else by number, for which both must have as many.
     """
+    check_source(source)
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):
         more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"

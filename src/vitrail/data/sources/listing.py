@@ -13,6 +13,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.io import follow_umask, open_regular
+
 Progress = Callable[[int], None]
 """Called now and then with the number of pictures found so far."""
 VERSION = 1
@@ -95,7 +97,7 @@ def index_file(kind: str, places: Iterable[str]) -> Path:
 def load_index(path: Path, wanted: Iterable[str] | None = None) -> dict[str, NDArray[Any]] | None:
     """Return the wanted arrays, or all, that `save_index` wrote; None where some are not there or damaged."""
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             names = set(arrays.files) - {"version"} if wanted is None else wanted
             return {name: arrays[name] for name in names} if int(arrays["version"]) == VERSION else None
     except Exception:  # whatever is wrong with the file, the answer is the same: list again
@@ -110,6 +112,7 @@ def save_index(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
             temporary = file.name
             np.savez(file, allow_pickle=False, version=np.array(VERSION), **arrays)
+        follow_umask(Path(temporary))
         os.replace(temporary, path)
     except OSError:
         if temporary is not None:

@@ -4,45 +4,24 @@ import csv
 import json
 import os
 import stat
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.labels import label_text, order_classes
+from vitrail.data.sources.columns import LABEL_COLUMNS, PICTURE_COLUMNS, Columns, LabelCollector, Row, choose_columns
+from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Names, NamesBuilder, Progress, shown
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
-from vitrail.data.sources.splits import PARTS
 from vitrail.errors import DataError
+from vitrail.io import open_text
 
-PICTURE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
-LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name")
-NAME_COLUMNS = ("label_name", "class_name")
+DELIMITERS = ",;\t"
 PROGRESS_EVERY = 10_000
-_PART_NUMBERS = {"train": 0, "val": 1, "test": 2}
-
-
-class Columns(NamedTuple):
-    """Which columns of a manifest say what."""
-
-    picture: str
-    label: str | None
-    name: str | None
-    split: str | None
-
-
-class Row(NamedTuple):
-    """What a manifest says of one picture. Values of columns that are not there are None."""
-
-    number: int
-    picture: object
-    label: object
-    name: object
-    split: object
+MOST_FAULTS = 1000
+"""So many rows of a manifest are named as faulty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,59 +59,24 @@ class Manifest:
         return stamp_file(self._path(index), self.name(index))
 
 
-class LabelCollector:
-    """Gathers labels and parts row by row, and turns them into numbers at the end."""
-
-    def __init__(self, place: str, columns: Columns, *, unit: str, unknown: str | None = None) -> None:
-        self.place, self.columns, self.unit = place, columns, unit
-        self.unknown = unknown
-        self._codes: dict[str, int] = {}
-        self._labels = array("q")
-        self._parts = array("b")
-        self._names: dict[str, str] = {}
-
-    def add(self, row: Row) -> int:
-        """Take the label and the part of a row; return a number for the label that equal labels share."""
-        where = f"{shown(self.place)}, {self.unit} {row.number}"
-        code = -1
-        if self.columns.label is not None:
-            text = label_text(row.label, where)
-            code = -1 if text == self.unknown else self._codes.setdefault(text, len(self._codes))
-            if self.columns.name is not None:
-                name = label_text(row.name, where)
-                if self._names.setdefault(text, name) != name:
-                    raise DataError(
-                        f"{where} calls label {text} {name!r}, before it was {self._names[text]!r}; use one name"
-                    )
-        self._labels.append(code)
-        if self.columns.split is not None:
-            part = PARTS.get(str(row.split).strip().lower())
-            if part is None:
-                raise DataError(f"{where} has the split {row.split!r}; write train, val or test")
-            self._parts.append(_PART_NUMBERS[part])
-        return code
-
-    def finish(self, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels, NDArray[np.int8] | None]:
-        """Return the classes, the label of every row and the part of every row; `names` are those of whole numbers."""
-        if not self._labels:
-            raise DataError(f"{shown(self.place)} lists no pictures; add a {self.unit} for each")
-        classes, lookup = order_classes(list(self._codes), names, place=shown(self.place))
-        if names is None and self._names:
-            classes = tuple(self._names[text] for text in classes)
-            order_classes((), classes, place=shown(self.place))  # no two with one name
-        parts = np.array(self._parts, np.int8) if self.columns.split is not None else None
-        return classes, lookup[np.array(self._labels, np.int64)], parts
-
-
 def open_manifest(
-    place: str | os.PathLike[str], *, unlabelled: bool = False, on_progress: Progress | None = None
+    place: str | os.PathLike[str],
+    *,
+    unlabelled: bool = False,
+    faults: Faults | None = None,
+    on_progress: Progress | None = None,
 ) -> Manifest:
-    """Open a CSV file with a header, or a JSONL file. With `unlabelled` it need not have a column of labels."""
+    """Open a CSV file with a header, or a JSONL file. With `unlabelled` it need not have a column of labels.
+
+    With `faults`, rows that cannot be used are left out and named there.
+    """
     place = os.fspath(place)
-    read = read_csv if place.lower().endswith(".csv") else read_jsonl
+    read = read_jsonl if place.lower().endswith(".jsonl") else read_csv
     with read_in_words(place):
         columns, rows = read(place, unlabelled)
-        return manifest_of(place, columns, rows, unit="line", on_progress=on_progress)
+        return manifest_of(
+            place, columns, rows, unit="line", unlabelled=unlabelled, faults=faults, on_progress=on_progress
+        )
 
 
 @contextmanager
@@ -155,36 +99,62 @@ def manifest_of(
     *,
     unit: str,
     names: Sequence[str] | None = None,
+    unlabelled: bool = False,
+    faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Manifest:
     """Make the source of rows whose pictures are paths."""
-    labels = LabelCollector(place, columns, unit=unit)
+    labels = LabelCollector(place, columns, unit=unit, any_label=unlabelled)
     paths = NamesBuilder()
     first: dict[bytes, tuple[int, int]] = {}
-    missing: list[str] = []
-    gone = 0
+    wrong, missing = _Several(), _Several()
     folder = os.fsencode(os.path.dirname(place))
     for count, row in enumerate(rows, start=1):
-        code = labels.add(row)
-        path = path_of(row, f"{shown(place)}, {unit} {row.number}")
-        file = os.path.normpath(os.path.join(folder, path))
-        before, its_code = first.setdefault(file, (row.number, code))
-        if before != row.number:
-            _refuse_twice(place, unit, path, (before, row.number), several=code != its_code)
-        if not _is_file(file):
-            gone += 1
-            missing += [shown(path)] if gone <= 3 else []
-        paths.extend([path])
+        try:
+            code, part = labels.read(row)
+            path = path_of(row, f"{shown(place)}, {unit} {row.number}")
+            file = os.path.normpath(os.path.join(folder, path))
+            before, its_code = first.setdefault(file, (row.number, code))
+            if before != row.number:
+                _refuse_twice(place, unit, path, (before, row.number), several=code != its_code)
+        except DataError as fault:
+            wrong.add(str(fault))
+            continue
+        if _is_file(file):
+            paths.extend([path])
+            labels.keep(code, part)
+        else:
+            missing.add(shown(path))
         if on_progress is not None and not count % PROGRESS_EVERY:
             on_progress(count)
-    if gone:
-        files = "1 file is" if gone == 1 else f"{gone} files are"
-        more = " and others" if gone > len(missing) else ""
-        raise DataError(
-            f"{files} not where {shown(place)} says ({', '.join(missing)}{more}); "
-            "correct the paths, which are relative to the manifest's folder"
-        )
+    settle([*wrong.sentences(), *_not_there(place, missing, faults is not None)], shown(place), faults)
     return Manifest(place, Names(*paths.arrays()), *labels.finish(names))
+
+
+class _Several:
+    """Texts of which only the first are kept, and all counted."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.count = 0
+
+    def add(self, text: str) -> None:
+        self.count += 1
+        self.kept += [text] if len(self.kept) < MOST_FAULTS else []
+
+    def sentences(self) -> list[str]:
+        more = self.count - len(self.kept)
+        return [*self.kept, *([f"{more:,} more rows cannot be used"] if more else [])]
+
+
+def _not_there(place: str, missing: _Several, each: bool) -> list[str]:
+    """Say which files are not there: all in one sentence, or a sentence for `each`."""
+    help = "correct the paths, which are relative to the manifest's folder"
+    if each or not missing.count:
+        return [f"{name}, which {shown(place)} lists, is not there; {help}" for name in missing.sentences()]
+    files = "1 file is" if missing.count == 1 else f"{missing.count} files are"
+    more = " and others" if missing.count > 3 else ""
+    return [f"{files} not where {shown(place)} says ({', '.join(missing.kept[:3])}{more}); {help}"]
 
 
 def path_of(row: Row, where: str) -> bytes:
@@ -214,45 +184,34 @@ def _is_file(path: bytes) -> bool:
         return False
 
 
-def choose_columns(
-    place: str, found: Sequence[str], *, unlabelled: bool, pictures: Sequence[str] = PICTURE_COLUMNS
-) -> Columns:
-    """Find out which of the columns say what; their case does not matter."""
-    by_name: dict[str, str] = {}
-    for column in found:
-        by_name.setdefault(column.strip().lower(), column)
-
-    def first(names: Sequence[str]) -> str | None:
-        return next((by_name[name] for name in names if name in by_name), None)
-
-    picture, label = first(pictures), first(LABEL_COLUMNS)
-    columns = ", ".join(repr(column) for column in found[:20]) or "none"
-    if picture is None:
-        raise DataError(
-            f"{shown(place)} has no column for the pictures; name one of its columns ({columns}) "
-            f"{' or '.join(PICTURE_COLUMNS)}"
-        )
-    if label is None and not unlabelled:
-        raise DataError(
-            f"{shown(place)} has no column for the labels; name one of its columns ({columns}) "
-            f"{' or '.join(LABEL_COLUMNS[:4])}"
-        )
-    name = first(NAME_COLUMNS) if label is not None and label.strip().lower() not in NAME_COLUMNS else None
-    return Columns(picture, label, name, first(("split",)))
-
-
 def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
-    """Return the columns and the rows of a CSV file."""
-    with open(place, newline="", encoding="utf-8-sig") as file:
-        header = next(_csv_lines(place, csv.reader(file)), [])
+    """Return the columns and the rows of a CSV file, whose fields are divided by commas, semicolons or tabs."""
+    delimiter, header = _header(place)
     columns = choose_columns(place, header, unlabelled=unlabelled)
-    return columns, _csv_rows(place, header, columns)
+    return columns, _csv_rows(place, delimiter, header, columns)
 
 
-def _csv_rows(place: str, header: list[str], columns: Columns) -> Iterator[Row]:
+def _header(place: str) -> tuple[str, list[str]]:
+    """Return the delimiter by which the first line has most of the columns that we look for, and that line."""
+    with open_text(place, newline="") as file:
+        headers = {}
+        for delimiter in DELIMITERS:
+            file.seek(0)
+            headers[delimiter] = next(_csv_lines(place, csv.reader(file, delimiter=delimiter)), [])
+    wanted = {*PICTURE_COLUMNS, *LABEL_COLUMNS, "split"}
+
+    def known(delimiter: str) -> int:
+        return sum(column.strip().lower() in wanted for column in headers[delimiter])
+
+    chosen = max(DELIMITERS, key=known)  # of equal ones the first: a comma
+    return chosen, headers[chosen]
+
+
+def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -> Iterator[Row]:
     places = [None if column is None else header.index(column) for column in columns]
-    with open(place, newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file)
+    name = {",": "commas", ";": "semicolons", "\t": "tabs"}[delimiter]
+    with open_text(place, newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter)
         lines = _csv_lines(place, reader)
         next(lines, None)
         for fields in lines:
@@ -261,7 +220,7 @@ def _csv_rows(place: str, header: list[str], columns: Columns) -> Iterator[Row]:
             if len(fields) != len(header):
                 raise DataError(
                     f"{shown(place)}, line {reader.line_num} has {len(fields)} fields, "
-                    f"but the header has {len(header)}; put fields with commas in quotes"
+                    f"but the header has {len(header)}; put fields with {name} in quotes"
                 )
             yield Row(reader.line_num, *(None if at is None else fields[at] for at in places))
 
@@ -288,7 +247,7 @@ def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object]]]:
-    with open(place, encoding="utf-8-sig") as file:
+    with open_text(place) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -2,19 +2,20 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vitrail.data.sources.builtin import digits
+from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.listing import Progress, shown
-from vitrail.data.sources.manifests import Manifest, open_manifest
-from vitrail.data.sources.parquet import ParquetPictures, open_parquet
+from vitrail.data.sources.manifests import open_manifest
+from vitrail.data.sources.parquet import open_parquet
 from vitrail.data.sources.shards import expand_pattern, is_pattern, open_shards
-from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, reason_of
+from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, place_of, reason_of
 from vitrail.data.sources.splits import (
     PARTS,
     Parts,
@@ -24,10 +25,12 @@ from vitrail.data.sources.splits import (
     parts_from_record,
     split_indices,
     split_source,
+    too_few,
 )
+from vitrail.data.sources.tables import Table, Tables, open_tables
 from vitrail.errors import DataError
 
-MANIFESTS = (".csv", ".jsonl", ".parquet")
+MANIFESTS = (".csv", ".tsv", ".jsonl", ".parquet")
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4", ".zip")
 _SHARD_OF_PART = re.compile(r"(" + "|".join(PARTS) + r")(?![a-z])", re.IGNORECASE)
 
@@ -68,28 +71,40 @@ def open_data(
     val: float = 0.1,
     test: float = 0.2,
     record: Mapping[str, Any] | None = None,
+    faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Parts:
     """Open data to train on, in three parts: those that the data itself names, the others drawn from train.
 
     `place` is a folder with a sub-folder for each class (or with such folders in train/, val/ and test/), a manifest
-    (.csv, .jsonl, .parquet), tar shards (one, a folder of them, a pattern), or the word "digits". With the `record` of
-    an earlier split the parts are the same as then, whatever `seed` and the shares say.
+    (.csv, .tsv, .jsonl, .parquet), tar shards or Parquet files (one, a folder of them, a pattern), or the word
+    "digits". With the `record` of an earlier split the parts are the same as then, whatever `seed` and the shares say.
+    With `faults`, what cannot be used is left out and named there, and data that cannot be divided is all for training.
     """
-    shown_place = shown(os.fspath(place))
-    named = _open_parts(os.fspath(place), on_progress)
+    place = place_of(place)
+    named = _open_parts(place, faults, on_progress)
     train = named["train"]
-    present = np.unique(train.labels)
-    if len(present) < 2:
-        found = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no pictures to train on"
-        raise DataError(f"{shown_place} has {found}; training needs pictures of at least two classes")
+    wrong = _too_few_classes(place, train)
     for name in named.keys() - {"train"}:
-        named[name] = renumber(named[name], train, f"the {name} part of {shown_place}")
+        strange = strange_classes(named[name], train, f"the {name} part of {shown(place)}")
+        if strange and faults is not None:
+            known = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
+            named[name] = part_of(named[name], np.flatnonzero(known))
+        wrong += strange
+    if faults is None:
+        settle(wrong, shown(place), None)
+    named |= {name: renumber(named[name], train) for name in named.keys() - {"train"}}
     if record is not None:
         return _as_recorded(named, record)
-    if len(named) == 1:
+    alone = len(named) == 1
+    shares = {"val": val, "test": test} if alone else {"val": val} if "val" not in named and val > 0 else {}
+    if faults is not None:
+        few = too_few(train.labels, val=shares.get("val", 0), test=shares.get("test", 0), classes=train.classes)
+        faults += [*wrong, *few]
+        if wrong or few:
+            return Parts(train, named.get("val"), named.get("test"), {})
+    if alone:
         return split_source(train, seed=seed, val=val, test=test)
-    shares = {"val": val} if "val" not in named and val > 0 else {}
     if shares:
         for_train, for_val, _ = split_indices(train.labels, seed=seed, val=val, test=0, classes=train.classes)
         named |= {"train": part_of(train, for_train), "val": part_of(train, for_val)}
@@ -97,24 +112,32 @@ def open_data(
     return Parts(*parts, make_record("given", *parts, seed=seed if shares else None, shares=shares))
 
 
+def _too_few_classes(place: str, train: Source) -> list[str]:
+    present = np.unique(train.labels)
+    if len(present) > 1:
+        return []
+    found = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no pictures to train on"
+    return [f"{shown(place)} has {found}; training needs pictures of at least two classes"]
+
+
 def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
     """Open data as one source, to predict or measure on. Pictures without a class have label -1."""
-    place = os.fspath(place)
+    place = place_of(place)
     if not os.path.lexists(place):
         if place == "digits":
             return digits()
         return _one(place, _group_shards(_existing_shards(place)), on_progress)
     if os.path.isdir(place):
-        folders, tars = _look_into(place)
-        if found := _part_folders(place, folders):
+        inside = _look_into(place)
+        if found := _part_folders(place, inside.folders):
             parts = ", ".join(sorted(os.path.basename(folder) for folder in found.values()))
             raise DataError(f"{shown(place)} has the parts {parts}; name the folder of one of them")
-        if tars and not folders:
-            return _one(place, _group_shards(tars), on_progress)
+        if inside.shards:
+            return _one(place, _group_shards(inside.shards), on_progress)
         return open_folder(place, unlabelled=True, on_progress=on_progress)
     if _kind_of_file(place) == "shard":
         return open_shards([place], unlabelled=True, on_progress=on_progress)
-    return _open_table(place, True, on_progress)
+    return _open_table(place, True, None, on_progress)
 
 
 def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None) -> Source:
@@ -123,60 +146,93 @@ def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None)
         raise DataError(
             f"{shown(place)} has shards of the parts {', '.join(shards)}; name those of one part by a pattern"
         )
-    return open_shards(next(iter(shards.values())), unlabelled=True, on_progress=on_progress)
+    paths = next(iter(shards.values()))
+    if _are_tables(paths):
+        return open_tables(paths, unlabelled=True, on_progress=on_progress)
+    return open_shards(paths, unlabelled=True, on_progress=on_progress)
 
 
-def _open_parts(place: str, on_progress: Progress | None) -> dict[str, Source]:
+def _open_parts(place: str, faults: Faults | None, on_progress: Progress | None) -> dict[str, Source]:
     """Open the parts that the data names; one that names none is "train" as a whole."""
     if not os.path.lexists(place):
         if place == "digits":
             return {"train": digits()}
-        return _open_shards_of_parts(_existing_shards(place), on_progress)
+        return _open_shards_of_parts(place, _existing_shards(place), faults, on_progress)
     if os.path.isdir(place):
-        folders, tars = _look_into(place)
-        if found := _part_folders(place, folders):
-            return {name: _open_class_folder_or_shards(folder, on_progress) for name, folder in found.items()}
-        if tars and not folders:
-            return _open_shards_of_parts(tars, on_progress)
-        return {"train": open_folder(place, on_progress=on_progress)}
+        inside = _look_into(place)
+        if found := _part_folders(place, inside.folders):
+            return {name: _open_part(folder, faults, on_progress) for name, folder in found.items()}
+        if inside.shards:
+            return _open_shards_of_parts(place, inside.shards, faults, on_progress)
+        return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
     if _kind_of_file(place) == "shard":
         return {"train": open_shards([place], on_progress=on_progress)}
-    manifest = _open_table(place, False, on_progress)
-    if manifest.part_of is None:
-        return {"train": manifest}
-    rows = {name: np.flatnonzero(manifest.part_of == number) for number, name in enumerate(("train", "val", "test"))}
+    return _parts_in(place, _open_table(place, False, faults, on_progress))
+
+
+def _parts_in(place: str, table: Table | Tables) -> dict[str, Source]:
+    """Divide a manifest by its column of splits, where it has one."""
+    if table.part_of is None:
+        return {"train": table}
+    rows = {name: np.flatnonzero(table.part_of == number) for number, name in enumerate(("train", "val", "test"))}
     if not len(rows["train"]):
         raise DataError(f"{shown(place)} has no row of the train part; write train in the split column of some")
-    return {name: part_of(manifest, indices) for name, indices in rows.items() if len(indices)}
+    return {name: part_of(table, indices) for name, indices in rows.items() if len(indices)}
 
 
-def _open_table(place: str, unlabelled: bool, on_progress: Progress | None) -> Manifest | ParquetPictures:
-    if place.lower().endswith(".parquet"):
-        return open_parquet(place, unlabelled=unlabelled, on_progress=on_progress)
-    return open_manifest(place, unlabelled=unlabelled, on_progress=on_progress)
+def _open_table(place: str, unlabelled: bool, faults: Faults | None, on_progress: Progress | None) -> Table:
+    opener = open_parquet if _are_tables([place]) else open_manifest
+    return opener(place, unlabelled=unlabelled, faults=faults, on_progress=on_progress)
 
 
-def _open_class_folder_or_shards(place: str, on_progress: Progress | None) -> Source:
-    folders, tars = _look_into(place)
-    if tars and not folders:
-        return open_shards(tars, on_progress=on_progress)
-    return open_folder(place, on_progress=on_progress)
+def _open_part(place: str, faults: Faults | None, on_progress: Progress | None) -> Source:
+    """Open the folder of one part."""
+    inside = _look_into(place)
+    if _are_tables(inside.shards):
+        return open_tables(inside.shards, faults=faults, on_progress=on_progress)
+    if inside.shards:
+        return open_shards(inside.shards, on_progress=on_progress)
+    return open_folder(place, faults=faults, on_progress=on_progress)
 
 
-def _open_shards_of_parts(tars: list[str], on_progress: Progress | None) -> dict[str, Source]:
-    groups = _group_shards(tars)
-    return {name: open_shards(group, on_progress=on_progress) for name, group in groups.items()}
+def _open_shards_of_parts(
+    place: str, shards: list[str], faults: Faults | None, on_progress: Progress | None
+) -> dict[str, Source]:
+    groups = _group_shards(shards)
+    if not _are_tables(shards):
+        return {name: open_shards(group, on_progress=on_progress) for name, group in groups.items()}
+    tables = {name: open_tables(group, faults=faults, on_progress=on_progress) for name, group in groups.items()}
+    if len(tables) == 1:
+        return _parts_in(place, tables["train"])
+    return dict(tables)
 
 
-def _look_into(place: str) -> tuple[list[str], list[str]]:
-    """Return the paths of the sub-folders and of the tar shards in a folder, sorted."""
+def _are_tables(paths: Sequence[str]) -> bool:
+    return bool(paths) and paths[0].lower().endswith(".parquet")
+
+
+class _Inside(NamedTuple):
+    """What lies in a folder."""
+
+    folders: list[str]
+    shards: list[str]
+    """Tar shards or Parquet files, sorted, where there are no folders beside them."""
+
+
+def _look_into(place: str) -> _Inside:
+    """Return the paths of the sub-folders and of the shards in a folder, sorted."""
     try:
         with os.scandir(place) as entries:
             seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
             folders = sorted(entry.path for entry in seen if entry.is_dir())
-            return folders, sorted(entry.path for entry in seen if entry.name.lower().endswith(".tar"))
     except OSError as fault:
         raise DataError(f"{shown(place)} cannot be read: {reason_of(fault)}") from None
+    tars, tables = (sorted(one.path for one in seen if one.name.lower().endswith(end)) for end in (".tar", ".parquet"))
+    if folders:
+        return _Inside(folders, [])
+    if tars and tables:
+        raise DataError(f"{shown(place)} has tar shards and Parquet files; name those of one kind by a pattern")
+    return _Inside([], tars or tables)
 
 
 def _part_folders(place: str, folders: list[str]) -> dict[str, str]:
@@ -238,18 +294,22 @@ def _kind_of_file(place: str) -> str:
     )
 
 
-def renumber(source: Source, train: Source, place: str) -> Source:
-    """Return a source with its classes counted as the training part counts them; it may not have others."""
-    numbers = {name: number for number, name in enumerate(train.classes)}
-    trained = set(np.unique(train.labels).tolist())
-    for label in np.unique(source.labels).tolist():
-        name = source.classes[label]
-        if numbers.get(name) not in trained:
-            raise DataError(
-                f"{place} has the class {name!r}, which the train part does not have; add it there or remove it"
-            )
+def strange_classes(source: Source, train: Source, place: str) -> list[str]:
+    """Say which classes a part has that the training part does not have. `place` is what messages call the part."""
+    trained = {train.classes[label] for label in np.unique(train.labels).tolist()}
+    present = [source.classes[label] for label in np.unique(source.labels).tolist()]
+    return [
+        f"{place} has the class {name!r}, which the train part does not have; add it there or remove it"
+        for name in present
+        if name not in trained
+    ]
+
+
+def renumber(source: Source, train: Source) -> Source:
+    """Return a source with its classes counted as the training part counts them, which has them all."""
     if source.classes == train.classes:
         return source
+    numbers = {name: number for number, name in enumerate(train.classes)}
     lookup = np.array([numbers.get(name, -1) for name in source.classes], np.int64)
     return Renumbered(source, train.classes, lookup[source.labels])
 

@@ -12,19 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.sources.columns import PICTURE_COLUMNS, Columns, LabelCollector, Row, choose_columns
+from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Progress, shown
-from vitrail.data.sources.manifests import (
-    PICTURE_COLUMNS,
-    PROGRESS_EVERY,
-    Columns,
-    LabelCollector,
-    Manifest,
-    Row,
-    choose_columns,
-    manifest_of,
-)
+from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
 from vitrail.data.sources.source import Labels, reason_of, stamp_file
 from vitrail.errors import DataError
+from vitrail.io import open_regular
 
 GROUPS_HELD = 4
 """How many row groups a process keeps in memory."""
@@ -78,9 +72,9 @@ class ParquetPictures:
         if values is None:
             arrow = import_pyarrow(self.place)
             try:
-                with open(self.place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+                with open_regular(self.place) as raw, arrow.parquet.ParquetFile(raw) as file:
                     table = file.read_row_group(group, columns=[self.column], use_threads=False)
-            except (OSError, arrow.ArrowException, IndexError) as fault:
+            except _damage(arrow) as fault:
                 raise DataError(f"{self.name(index)} cannot be read: {_one_line(fault)}") from None
             values = table.column(0)
             for inner in self.column.split(".")[1:]:
@@ -89,6 +83,10 @@ class ParquetPictures:
         while len(self._held) > GROUPS_HELD:
             self._held.popitem(last=False)
         return values
+
+    def let_go(self) -> None:
+        """Forget the row groups that are held."""
+        self._held.clear()
 
     def stamp(self, index: int) -> tuple[int, int]:
         """Return the size of the Parquet file and the time of its last change."""
@@ -106,20 +104,27 @@ def import_pyarrow(place: str) -> Any:
 
 
 def open_parquet(
-    place: str | os.PathLike[str], *, unlabelled: bool = False, on_progress: Progress | None = None
+    place: str | os.PathLike[str],
+    *,
+    unlabelled: bool = False,
+    faults: Faults | None = None,
+    on_progress: Progress | None = None,
 ) -> Manifest | ParquetPictures:
-    """Open a Parquet file. With `unlabelled` it need not have a column of labels."""
+    """Open a Parquet file. With `unlabelled` it need not have a column of labels.
+
+    With `faults`, rows whose files cannot be used are left out and named there.
+    """
     place = os.fspath(place)
     arrow = import_pyarrow(place)
     try:
-        with open(place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
-            return _open(place, arrow, file, unlabelled, on_progress)
-    except (OSError, arrow.ArrowException) as fault:
+        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
+            return _open(place, arrow, file, unlabelled, faults, on_progress)
+    except _damage(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
 def _open(
-    place: str, arrow: Any, file: Any, unlabelled: bool, on_progress: Progress | None
+    place: str, arrow: Any, file: Any, unlabelled: bool, faults: Faults | None, on_progress: Progress | None
 ) -> Manifest | ParquetPictures:
     schema = file.schema_arrow
     columns = _columns(place, arrow, file, unlabelled)
@@ -128,14 +133,23 @@ def _open(
     if names is not None:
         columns = columns._replace(name=None)
     if column is None:
-        return manifest_of(place, columns, _rows(file, columns), unit="row", names=names, on_progress=on_progress)
+        rows = _rows(file, columns)
+        return manifest_of(
+            place, columns, rows, unit="row", names=names, unlabelled=unlabelled, faults=faults, on_progress=on_progress
+        )
     _check_no_empty(place, file, column)
     # Hugging Face writes -1 where a label is not known.
-    collector = LabelCollector(place, columns, unit="row", unknown="-1" if names and unlabelled else None)
+    unknown = "-1" if names and unlabelled else None
+    collector = LabelCollector(place, columns, unit="row", unknown=unknown, any_label=unlabelled)
+    wrong: list[str] = []
     for row in _rows(file, columns._replace(picture="")):
-        collector.add(row)
+        try:
+            collector.keep(*collector.read(row))
+        except DataError as fault:
+            wrong.append(str(fault))
         if on_progress is not None and not row.number % PROGRESS_EVERY:
             on_progress(row.number)
+    settle(wrong, shown(place), None)  # an image is its row's number, so that no row can be left out
     groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     return ParquetPictures(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
 
@@ -144,11 +158,11 @@ def read_parquet(place: str) -> Iterator[Row]:
     """Go through a file without holding its rows; `Row.picture` is a picture's bytes, its path, or both in a dict."""
     arrow = import_pyarrow(place)
     try:
-        with open(place, "rb") as raw, arrow.parquet.ParquetFile(raw) as file:
+        with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             columns = Columns(_columns(place, arrow, file, True).picture, None, None, None)
             at_once = 65_536 if _bytes_column(arrow, file, columns.picture) is None else 16
             yield from _rows(file, columns, at_once)
-    except (OSError, arrow.ArrowException) as fault:
+    except _damage(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
@@ -214,6 +228,11 @@ def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[Row]:
         cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
         for picture, label, name, split in zip(*cells, strict=False):
             yield Row(next(numbers), picture, label, name, split)
+
+
+def _damage(arrow: Any) -> tuple[type[Exception], ...]:
+    """Return what comes out of pyarrow for a damaged file, or for one that is not Parquet."""
+    return OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError, arrow.ArrowException
 
 
 def _one_line(fault: Exception) -> str:

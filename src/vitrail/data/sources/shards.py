@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.labels import label_text, order_classes
+from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.listing import (
     Names,
     NamesBuilder,
@@ -27,6 +27,7 @@ from vitrail.data.sources.listing import (
 from vitrail.data.sources.source import SUFFIXES, Labels, reason_of, stamp_file
 from vitrail.data.sources.tar import Member, members
 from vitrail.errors import DataError
+from vitrail.io import ContentError, open_regular, read_text
 
 CLASSES_FILE = "classes.txt"
 LABEL_SUFFIXES = (b"cls", b"json", b"txt")
@@ -85,7 +86,7 @@ class Shards:
         """Return the content of a picture's file."""
         size = int(self.index.sizes[index])
         try:
-            with open(self._path(index), "rb", buffering=0) as file:
+            with open_regular(self._path(index)) as file:
                 content = read_at(file.fileno(), size, int(self.index.starts[index]))
         except OSError as fault:
             raise DataError(f"{self.name(index)} cannot be read: {reason_of(fault)}") from None
@@ -120,7 +121,12 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
             f"{shown_paths} has no pictures; give their names one dot and one of the suffixes "
             f"{', '.join(sorted(SUFFIXES))}"
         )
-    classes, lookup = order_classes(index.found, _read_classes(paths[0]), place=shown_paths)
+    names = _read_classes(paths[0])
+    if names is None and not unlabelled:
+        counts = np.bincount(index.codes[index.codes >= 0], minlength=len(index.found)).tolist()
+        images = dict(zip(index.found, counts, strict=True))
+        check_classes(images, shown_paths, f"list the classes in {CLASSES_FILE} beside the shards")
+    classes, lookup = order_classes(index.found, names, place=shown_paths)
     source = Shards(tuple(paths), index, classes, lookup[index.codes])
     if not unlabelled and (source.labels < 0).any():
         which = source.name(int(np.argmax(source.labels < 0)))
@@ -133,11 +139,12 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
 def _read_classes(shard: str) -> list[str] | None:
     path = os.path.join(os.path.dirname(shard), CLASSES_FILE)
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            return [line.strip() for line in file.read().rstrip().splitlines()]
+        return [line.strip() for line in read_text(path).removeprefix("\ufeff").rstrip().splitlines()]
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as fault:
+    except ContentError as fault:
+        raise DataError(f"{shown(path)} {fault}; save it as UTF-8") from None
+    except OSError as fault:
         raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
 
 
@@ -147,7 +154,7 @@ def is_pattern(place: str) -> bool:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Return the tar files that a pattern such as "train-{000..127}.tar" or "train-*.tar" stands for, in order."""
+    """Return the files that a pattern such as "train-{000..127}.tar" or "train-*.parquet" stands for, in order."""
     pieces = RANGE.split(pattern)  # text, first, last, text, first, last, text
     ranges = [_numbers(first, last) for first, last in zip(pieces[1::3], pieces[2::3], strict=True)]
     paths: list[str] = []
@@ -162,9 +169,11 @@ def expand_pattern(pattern: str) -> list[str]:
             )
             raise DataError(f"there is no {what}; correct the pattern")
         paths += found
-    wrong = next((path for path in paths if not path.lower().endswith(".tar")), None)
+    kind = ".parquet" if paths[0].lower().endswith(".parquet") else ".tar"
+    wrong = next((path for path in paths if not path.lower().endswith(kind)), None)
     if wrong is not None:
-        raise DataError(f"{shown(pattern)} stands for {shown(wrong)} among others; a pattern is for tar shards only")
+        kinds = "tar shards, or for Parquet files, only"
+        raise DataError(f"{shown(pattern)} stands for {shown(wrong)} among others; a pattern is for {kinds}")
     return paths
 
 
@@ -232,7 +241,7 @@ class _Group:
 def _pictures(path: str) -> Iterator[tuple[Member, str | None]]:
     """Go through the pictures of a shard, in their order, each with the text of its label."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             for group in _groups(path, file.fileno()).values():
                 if group.picture is not None:
                     yield group.picture, _label(path, file.fileno(), group)

@@ -10,13 +10,18 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.errors import DataError
+from vitrail.errors import DataError, InputError
+from vitrail.io import open_regular
 
 Pixels = NDArray[Any]
 """A decoded picture: (height, width, channels) or (height, width)."""
 Labels = NDArray[np.int64]
-SUFFIXES = frozenset({"jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "npy"})
-"""What the names of picture files end with, after the dot and without regard to case."""
+SUFFIXES = frozenset(
+    {"jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "npy", "heic", "heif", "hif", "avif"}
+)
+"""What the names of image files end with, after the dot and without regard to case.
+
+HEIC is listed also where pillow-heif is not installed, so that a folder has the same images everywhere."""
 
 
 class Source(Protocol):
@@ -122,6 +127,34 @@ class Arrays:
         return index, zlib.crc32(np.ascontiguousarray(self.pictures[index]).data)
 
 
+KINDS = "a folder with a sub-folder for each class, a manifest (.csv, .jsonl, .parquet), tar shards, or the word digits"
+"""What data can be."""
+
+
+def place_of(data: object) -> str:
+    """Return the path that somebody gave as data; anything that is not a path is refused in words."""
+    if isinstance(data, str | bytes | os.PathLike):
+        place = os.fsdecode(data)
+        if not place:
+            raise DataError(f"the path of the data is empty; give {KINDS}")
+        return place
+    kind = type(data)
+    home = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__.partition('.')[0]}."
+    raise InputError(
+        f"the data is of type {home}{kind.__name__}, which is not supported yet; give a path: {KINDS}; images in "
+        "memory can be written to files, or their bytes to a Parquet file (docs/howto/data.md)"
+    )
+
+
+def check_source(source: object) -> None:
+    """Refuse what is not a source of images, such as a path, where a source is asked for."""
+    if not all(hasattr(source, name) for name in ("classes", "labels", "read", "name")):
+        raise InputError(
+            f"expected a source of images, found {type(source).__name__}; open a path with open_source(path) "
+            "from vitrail.data.sources.opening"
+        )
+
+
 def check_labels(labels: Labels, classes: Sequence[str]) -> None:
     """See to it that every label is the number of a class, or -1."""
     if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < len(classes):
@@ -136,8 +169,8 @@ def reason_of(fault: OSError | ValueError) -> str:
 def read_file(path: str | bytes, name: str) -> bytes:
     """Return the content of a file; `name` is what messages call it."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
+        with open_regular(path) as file:
+            return file.readall()
     except (OSError, ValueError) as fault:
         raise DataError(f"{name} cannot be read: {reason_of(fault)}") from None
 

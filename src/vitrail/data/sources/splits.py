@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.sources.faults import settle
 from vitrail.data.sources.source import Keyed, Labels, Part, Source
 from vitrail.errors import ConfigError, DataError
 
@@ -41,11 +42,12 @@ def split_indices(
     _check_shares(val, test)
     if not len(labels) or int(labels.min()) < 0:
         raise DataError("pictures without labels cannot be divided into parts; give every picture a label")
+    settle(too_few(labels, val=val, test=test, classes=classes), "the data", None)
     by_class = np.argsort(labels, kind="stable")
     numbers, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
     taken: dict[str, list[Indices]] = {"train": [], "val": [], "test": []}
     for number, start, count in zip(numbers.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        for_val, for_test = _counts(count, val, test, str(number) if classes is None else classes[number])
+        for_val, for_test = _counts(count, val, test)
         # Raw output and a stable sort: NumPy promises that neither changes from one version to the next.
         key = np.array([seed % 2**64, number], np.uint64)
         order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
@@ -65,15 +67,21 @@ def _check_shares(val: float, test: float) -> None:
         raise ConfigError(f"the shares of val {val} and test {test} leave nothing to train on; make them smaller")
 
 
-def _counts(count: int, val: float, test: float, name: str) -> tuple[int, int]:
-    """Return how many pictures of a class go to val and to test: the nearest numbers that leave one for each part."""
+def too_few(labels: Labels, *, val: float, test: float, classes: Sequence[str] | None = None) -> list[str]:
+    """Say of every class that has too few images for all parts."""
     needed = 1 + (val > 0) + (test > 0)
-    if count < needed:
-        pictures = "1 picture" if count == 1 else f"{count} pictures"
-        raise DataError(
-            f"class {name!r} has {pictures}, too few for {needed} parts; "
-            "add some, remove the class, or ask for fewer parts"
-        )
+    numbers, counts = np.unique(labels[labels >= 0], return_counts=True)
+    return [
+        f"class {str(number) if classes is None else classes[number]!r} has "
+        f"{'1 picture' if count == 1 else f'{count} pictures'}, too few for {needed} parts; "
+        "add some, remove the class, or ask for fewer parts"
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
+        if count < needed
+    ]
+
+
+def _counts(count: int, val: float, test: float) -> tuple[int, int]:
+    """Return how many pictures of a class go to val and to test: the nearest numbers that leave one for each part."""
     wanted = [count * val, count * test]
     given = [max(1, math.floor(share + 0.5)) if share else 0 for share in wanted]
     while sum(given) >= count:  # rounding left nothing to train on
@@ -108,7 +116,7 @@ def make_record(
         "seed": seed,
         "shares": dict(shares or {}),
         "counts": {name: _class_counts(part) for name, part in parts.items() if part is not None},
-        "names": {name: _keys(part) for name, part in parts.items() if part is not None and name != "train"},
+        "names": {name: keys_of(part) for name, part in parts.items() if part is not None and name != "train"},
     }
 
 
@@ -117,7 +125,8 @@ def _class_counts(source: Source) -> dict[str, int]:
     return dict(zip(source.classes, counts, strict=True))
 
 
-def _keys(source: Source) -> list[str]:
+def keys_of(source: Source) -> list[str]:
+    """Return what a record of a split calls the images of a source."""
     whole, indices = (
         (source.whole, source.indices.tolist()) if isinstance(source, Part) else (source, range(len(source)))
     )
@@ -132,7 +141,7 @@ def parts_from_record(source: Source, record: Mapping[str, Any]) -> Parts:
         counts: dict[str, dict[str, int]] = dict(record["counts"])
     except (KeyError, TypeError, AttributeError):
         raise DataError("the record of the split is incomplete; start again without it") from None
-    place_of = {key: index for index, key in enumerate(_keys(source))}
+    place_of = {key: index for index, key in enumerate(keys_of(source))}
     found: dict[str, Indices] = {}
     for part, keys in names.items():
         gone = [key for key in keys if key not in place_of]

@@ -1,0 +1,53 @@
+"""Fields that a person says of a model because its file does not: checked one by one, before anything is opened."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from vitrail.checkpoints.family import Hints
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, suggest
+from vitrail.models.config import ViTConfig
+from vitrail.schema import Frozen
+
+IMAGES = "preprocess."
+"""What the names of the preprocessing's fields begin with."""
+
+
+def checked_overrides(fields: Mapping[str, Any]) -> Hints:
+    """Return the fields as `ViTConfig` and `Preprocess` hold them: 8 for a size becomes (8, 8).
+
+    A field that is not there, or a value that it cannot have, is refused in one sentence.
+    """
+    return {name: _checked(name, value) for name, value in fields.items()}
+
+
+def of_model(fields: Mapping[str, Any]) -> Hints:
+    """Return those that are fields of the model."""
+    return {name: value for name, value in fields.items() if not name.startswith(IMAGES)}
+
+
+def of_images(fields: Mapping[str, Any]) -> Hints:
+    """Return those that are fields of the preprocessing, without the word before them."""
+    return {name.removeprefix(IMAGES): value for name, value in fields.items() if name.startswith(IMAGES)}
+
+
+def _checked(name: str, value: Any) -> Any:
+    kind: type[Frozen] = Preprocess if name.startswith(IMAGES) else ViTConfig
+    field = name.removeprefix(IMAGES)
+    if field not in kind.model_fields:
+        names = [*ViTConfig.model_fields, *(IMAGES + known for known in Preprocess.model_fields)]
+        raise ConfigError(f"{kind.__name__} has no option {field!r}{suggest(name, names)}")
+    info = kind.model_fields[field]
+    adapter: TypeAdapter[Any] = TypeAdapter(
+        Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation,  # type: ignore[arg-type]
+        config=ConfigDict(strict=True, allow_inf_nan=False),
+    )
+    if field in ("mean", "std") and isinstance(value, int | float):
+        value = (float(value),) * 3  # one number stands for every channel
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as fault:
+        message = fault.errors()[0]["msg"]
+        raise ConfigError(f"{name} is {value!r}: {message[:1].lower()}{message[1:]}") from None

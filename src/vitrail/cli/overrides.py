@@ -1,0 +1,54 @@
+"""The options of every command that opens a model, and how fields are written there: pool=mean, image_size=192x384."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from vitrail.checkpoints.bundle import Bundle
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--override",
+        metavar="NAME=VALUE",
+        help="A field that the file does not tell: heads=6, pool=mean, preprocess.mean=0.5; may be repeated.",
+    ),
+]
+Keys = Annotated[Path | None, typer.Option("--keys", help="A key table (TOML) for a home-made ViT.")]
+
+
+def open_model(source: str, overrides: Sequence[str] | None, keys: Path | None) -> "Bundle":
+    """Open a model; what its file does not tell and was assumed is said on stderr, one line each."""
+    from vitrail.checkpoints.load import load
+
+    return load(source, overrides=read_overrides(overrides), keys=keys)
+
+
+def read_overrides(fields: Sequence[str] | None) -> dict[str, Any]:
+    """Read name=value; a value is a number, several (0.5,0.5,0.5), a size (192x384), true, false, none, or a word."""
+    found = {}
+    for field in fields or ():
+        name, equals, value = field.partition("=")
+        if not equals or not name or not value:
+            raise typer.BadParameter(f"{field!r} is no field with a value; write pool=mean", param_hint="--override")
+        found[name] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    if size := re.fullmatch(r"(\d{1,7})[x×](\d{1,7})", text):
+        return int(size[1]), int(size[2])
+    if text.lower() in ("none", "true", "false"):
+        return {"none": None, "true": True, "false": False}[text.lower()]
+    if re.fullmatch(r"[-\d.eE]+(,[-\d.eE]+)+", text):
+        text = f"[{text}]"
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # not JSON, a number of too many digits, lists in lists without end
+        return text
+    return value if isinstance(value, int | float | list) else text

@@ -1,0 +1,81 @@
+"""What is known of a picture, as a row of an array, and how such rows are kept on disk until the next look."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources.listing import load_index, save_index
+
+Rows = NDArray[Any]
+ROW = np.dtype(
+    [
+        ("state", "u1"),
+        ("width", "<i4"),
+        ("height", "<i4"),
+        ("bytes", "<i8"),
+        ("content", "<u8", (2,)),
+        ("flat", "?"),
+        ("format", "S8"),
+        ("mode", "S16"),
+    ]
+)
+"""What is known of a picture. `content` is a hash of the file, or of the pixels where there is no file; `flat` tells
+that it shows one colour and nothing else."""
+FINE, DAMAGED, UNREAD, PENDING, COMPARED = range(5)
+"""States: it can be decoded, or at least has a good header; it was read but cannot be decoded; it cannot even be read;
+nobody has looked yet; its content is known but nothing was looked for in it."""
+IN_MEMORY = b"array"
+"""The format of pictures without a file."""
+
+
+class Known(NamedTuple):
+    """What an earlier look found out, sorted by the first half of the contents' hashes."""
+
+    contents: NDArray[np.uint64]
+    rows: Rows
+    faults: dict[int, str]
+
+    def find(self, content: tuple[int, int]) -> tuple[tuple[Any, ...], str | None] | None:
+        """Return the row of a content, and why it cannot be used."""
+        at = int(np.searchsorted(self.contents[:, 0], np.uint64(content[0])))
+        while at < len(self.contents) and self.contents[at, 0] == content[0]:
+            if self.contents[at, 1] == content[1]:
+                row = self.rows[at].item()
+                return row, self.faults.get(at, "it cannot be decoded") if row[0] == DAMAGED else None
+            at += 1
+        return None
+
+
+NOTHING_KNOWN = Known(np.zeros((0, 2), np.uint64), np.zeros(0, ROW), {})
+
+
+def remembered(path: Path) -> Known:
+    """Return what an earlier look kept; nothing where that is damaged or of another version."""
+    arrays = load_index(path, ("rows", "faults"))
+    if arrays is None or arrays["rows"].dtype != ROW or arrays["rows"].ndim != 1:
+        return NOTHING_KNOWN
+    try:
+        faults = {int(row): str(reason) for row, reason in json.loads(arrays["faults"].tobytes()).items()}
+    except (ValueError, AttributeError):
+        return NOTHING_KNOWN
+    order = np.argsort(arrays["rows"]["content"][:, 0], kind="stable")
+    places = {int(row): place for place, row in enumerate(order.tolist())} if faults else {}
+    rows = arrays["rows"][order]
+    return Known(rows["content"].copy(), rows, {places[row]: text for row, text in faults.items() if row in places})
+
+
+def keep(path: Path, rows: Rows, faults: Mapping[int, str], known: Known) -> None:
+    """Write rows for `remembered`, unless it has them all: not those of unreadable files, which have no content."""
+    states = rows["state"]
+    kept = ((states == FINE) | (states == DAMAGED)) & (rows["format"] != IN_MEMORY)
+    chosen = rows[kept]
+    if not len(chosen) or ((states == PENDING).any() and len(chosen) <= len(known.rows)):  # stopped early
+        return
+    if len(chosen) != len(known.rows) or not np.isin(chosen["content"][:, 0], known.contents[:, 0]).all():
+        numbers = np.cumsum(kept) - 1
+        by_number = {int(numbers[row]): reason for row, reason in faults.items() if kept[row]}
+        save_index(path, {"rows": chosen, "faults": np.frombuffer(json.dumps(by_number).encode(), np.uint8)})

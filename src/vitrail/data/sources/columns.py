@@ -1,0 +1,124 @@
+"""Which columns of a table of images say what, and the labels and splits in them."""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources.labels import check_classes, label_text, order_classes
+from vitrail.data.sources.listing import shown
+from vitrail.data.sources.source import Labels
+from vitrail.data.sources.splits import PARTS
+from vitrail.errors import DataError
+
+PICTURE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
+LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name")
+NAME_COLUMNS = ("label_name", "class_name")
+"""What is in these is a name, whatever it looks like."""
+_PART_NUMBERS = {"train": 0, "val": 1, "test": 2}
+
+
+class Columns(NamedTuple):
+    """Which columns of a manifest say what."""
+
+    picture: str
+    label: str | None
+    name: str | None
+    split: str | None
+
+
+class Row(NamedTuple):
+    """What a manifest says of one picture. Values of columns that are not there are None."""
+
+    number: int
+    picture: object
+    label: object
+    name: object
+    split: object
+
+
+def choose_columns(
+    place: str, found: Sequence[str], *, unlabelled: bool, pictures: Sequence[str] = PICTURE_COLUMNS
+) -> Columns:
+    """Find out which of the columns say what; their case does not matter."""
+    by_name: dict[str, str] = {}
+    for column in found:
+        by_name.setdefault(column.strip().lower(), column)
+
+    def first(names: Sequence[str]) -> str | None:
+        return next((by_name[name] for name in names if name in by_name), None)
+
+    picture, label = first(pictures), first(LABEL_COLUMNS)
+    columns = ", ".join(repr(column) for column in found[:20]) or "none"
+    if picture is None:
+        raise DataError(
+            f"{shown(place)} has no column for the pictures; name one of its columns ({columns}) "
+            f"{' or '.join(PICTURE_COLUMNS)}"
+        )
+    if label is None and not unlabelled:
+        raise DataError(
+            f"{shown(place)} has no column for the labels; name one of its columns ({columns}) "
+            f"{' or '.join(LABEL_COLUMNS[:4])}"
+        )
+    name = first(NAME_COLUMNS) if label is not None and label.strip().lower() not in NAME_COLUMNS else None
+    return Columns(picture, label, name, first(("split",)))
+
+
+class LabelCollector:
+    """Gathers labels and parts row by row, and turns them into numbers at the end."""
+
+    def __init__(
+        self, place: str, columns: Columns, *, unit: str, unknown: str | None = None, any_label: bool = False
+    ) -> None:
+        self.place, self.columns, self.unit = place, columns, unit
+        self.unknown = unknown
+        named = columns.label is None or columns.name is not None or columns.label.strip().lower() in NAME_COLUMNS
+        self.any_label = any_label or named
+        self._codes: dict[str, int] = {}
+        self._labels = array("q")
+        self._parts = array("b")
+        self._names: dict[str, str] = {}
+
+    def read(self, row: Row) -> tuple[int, int | None]:
+        """Return a number for the label of a row, which equal labels share, and one for its part."""
+        where = f"{shown(self.place)}, {self.unit} {row.number}"
+        code = -1
+        if self.columns.label is not None:
+            text = label_text(row.label, where)
+            code = -1 if text == self.unknown else self._codes.setdefault(text, len(self._codes))
+            if self.columns.name is not None:
+                name = label_text(row.name, where)
+                if self._names.setdefault(text, name) != name:
+                    raise DataError(
+                        f"{where} calls label {text} {name!r}, before it was {self._names[text]!r}; use one name"
+                    )
+        if self.columns.split is None:
+            return code, None
+        part = PARTS.get(str(row.split).strip().lower())
+        if part is None:
+            raise DataError(f"{where} has the split {row.split!r}; write train, val or test")
+        return code, _PART_NUMBERS[part]
+
+    def keep(self, code: int, part: int | None) -> None:
+        """Take what `read` returned for the next image."""
+        self._labels.append(code)
+        if part is not None:
+            self._parts.append(part)
+
+    def finish(self, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels, NDArray[np.int8] | None]:
+        """Return the classes, the label of every row and the part of every row; `names` are those of whole numbers."""
+        if not self._labels:
+            raise DataError(f"{shown(self.place)} lists no pictures; add a {self.unit} for each")
+        codes = np.array(self._labels, np.int64)
+        if names is None and not self.any_label:
+            counts = np.bincount(codes[codes >= 0], minlength=len(self._codes)).tolist()
+            images = {text: count for text, count in zip(self._codes, counts, strict=True) if count}
+            check_classes(images, shown(self.place), "call the column class_name")
+        classes, lookup = order_classes(list(self._codes), names, place=shown(self.place))
+        if names is None and self._names:
+            classes = tuple(self._names[text] for text in classes)
+            order_classes((), classes, place=shown(self.place))  # no two with one name
+        parts = np.array(self._parts, np.int8) if self.columns.split is not None else None
+        return classes, lookup[codes], parts

@@ -1,0 +1,109 @@
+"""Several Parquet files as one source, as Hugging Face datasets writes them: train-00000-of-00004.parquet and so on."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources.faults import Faults
+from vitrail.data.sources.labels import order_classes
+from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.manifests import Manifest
+from vitrail.data.sources.parquet import ParquetPictures, open_parquet
+from vitrail.data.sources.source import Labels
+from vitrail.errors import DataError
+
+Table = Manifest | ParquetPictures
+FILES_HELD = 2
+"""Of so many files a process keeps row groups in memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The images of several Parquet files, one file after the other."""
+
+    tables: tuple[Table, ...]
+    classes: tuple[str, ...]
+    labels: Labels
+    part_of: NDArray[np.int8] | None
+    """Of every image, 0 for train, 1 for val, 2 for test, where the files say so."""
+    _recent: OrderedDict[int, None] = field(default_factory=OrderedDict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Row groups stay in the process that read them.
+        return {**self.__dict__, "_recent": OrderedDict()}
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum([len(table) for table in self.tables], dtype=np.int64)
+
+    @cached_property
+    def _home(self) -> str:
+        return os.path.commonpath([os.path.dirname(os.path.abspath(table.place)) for table in self.tables])
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """Return the number of the file that an image is in, and its number there."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - (int(self._ends[number - 1]) if number else 0)
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.labels)
+
+    def key(self, index: int) -> str:
+        """Return the file, with as many folders as tell it from the others, and what is the image's key there."""
+        number, inner = self._find(index)
+        table = self.tables[number]
+        return f"{shown(os.path.relpath(os.path.abspath(table.place), self._home))}, {table.key(inner)}"
+
+    def name(self, index: int) -> str:
+        """Return what a person would call an image."""
+        number, inner = self._find(index)
+        return self.tables[number].name(inner)
+
+    def read(self, index: int) -> bytes:
+        """Return the bytes of an image."""
+        number, inner = self._find(index)
+        self._recent.pop(number, None)
+        self._recent[number] = None
+        if len(self._recent) > FILES_HELD:
+            oldest = self.tables[self._recent.popitem(last=False)[0]]
+            if isinstance(oldest, ParquetPictures):
+                oldest.let_go()
+        return self.tables[number].read(inner)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return two numbers that change when the stored image does."""
+        number, inner = self._find(index)
+        return self.tables[number].stamp(inner)
+
+
+def open_tables(
+    paths: Sequence[str],
+    *,
+    unlabelled: bool = False,
+    faults: Faults | None = None,
+    on_progress: Progress | None = None,
+) -> Table | Tables:
+    """Open Parquet files as one source. Their classes may differ; all or none have a column of splits."""
+    tables = tuple(open_parquet(path, unlabelled=unlabelled, faults=faults, on_progress=on_progress) for path in paths)
+    if len(tables) == 1:
+        return tables[0]
+    divided = [table.part_of for table in tables if table.part_of is not None]
+    if divided and len(divided) < len(tables):
+        has, lacks = (
+            next(table.place for table in tables if (table.part_of is None) is without) for without in (False, True)
+        )
+        raise DataError(f"{shown(has)} has a column of splits and {shown(lacks)} has none; add it there, or remove it")
+    classes = tables[0].classes
+    if any(table.classes != classes for table in tables):
+        found = list(dict.fromkeys(name for table in tables for name in table.classes))
+        classes, _ = order_classes(found, place=shown(paths[0]))
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels = [np.array([*(numbers[name] for name in table.classes), -1], np.int64)[table.labels] for table in tables]
+    return Tables(tables, classes, np.concatenate(labels), np.concatenate(divided) if divided else None)

@@ -1,0 +1,210 @@
+"""Listing the images below a folder: their names, what lies beside them, and what cannot be listed."""
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data.sources.listing import (
+    Names,
+    NamesBuilder,
+    Progress,
+    index_file,
+    load_index,
+    now_ns,
+    save_index,
+    settled,
+    shown,
+)
+from vitrail.data.sources.source import SUFFIXES, reason_of
+from vitrail.errors import DataError
+
+PROGRESS_EVERY = 10_000
+_SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
+_INDEX = ("folder_names", "folder_ends", "stamps", "folder_of", "file_names", "file_ends")
+_INDEX_OF_OTHERS = ("other_of", "other_names", "other_ends")
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """The pictures in a folder and all that lie inside it, each as the number of its folder and its file's name."""
+
+    folders: Names
+    """Relative to the root, which is the first, with an empty name; each comes after the one that it lies in."""
+    stamps: NDArray[np.int64]
+    """Of every folder, the time of its last change and its number in the file system."""
+    folder_of: NDArray[np.int32]
+    files: Names
+    other_of: NDArray[np.int32]
+    others: Names
+    """Files that were skipped, because their names do not end as an image's or they are not files."""
+    faults: tuple[str, ...] = ()
+    """What could not be listed, and why."""
+
+    def path(self, number: int) -> bytes:
+        """Return the path of an image relative to the root."""
+        return _joined(self.folders[self.folder_of.item(number)], self.files[number])
+
+    def other_path(self, number: int) -> bytes:
+        """Return the path of a skipped file relative to the root."""
+        return _joined(self.folders[self.other_of.item(number)], self.others[number])
+
+
+def _joined(folder: bytes, name: bytes) -> bytes:
+    return folder + b"/" + name if folder else name
+
+
+def list_pictures(root: str, *, on_progress: Progress | None = None) -> Listing:
+    """List all pictures below a folder, or take the list from the index where no folder has changed since.
+
+    Files that change without their folder changing (a link's target, say) are noticed when they are read.
+    """
+    path = index_file("folder", [root])
+    arrays = load_index(path, (*_INDEX, *_INDEX_OF_OTHERS))
+    if arrays is not None and (listing := _unchanged(root, arrays)) is not None:
+        if on_progress is not None:
+            on_progress(len(listing.files))
+        return listing
+    began = now_ns()
+    listing = _walk(root, on_progress)
+    if settled(listing.stamps[:, 0], began) and not listing.faults:
+        folders, files, others = listing.folders, listing.files, listing.others
+        values = (folders.buffer, folders.ends, listing.stamps, listing.folder_of, files.buffer, files.ends)
+        of_others = (listing.other_of, others.buffer, others.ends)
+        save_index(path, dict(zip((*_INDEX, *_INDEX_OF_OTHERS), (*values, *of_others), strict=True)))
+    return listing
+
+
+def _unchanged(root: str, arrays: dict[str, NDArray[Any]]) -> Listing | None:
+    """Return the listing of an index if every folder is as it was."""
+    folders = Names(arrays["folder_names"], arrays["folder_ends"])
+    for number, stamp in enumerate(arrays["stamps"].tolist()):
+        try:
+            status = os.stat(os.path.join(os.fsencode(root), folders[number]))
+        except OSError:
+            return None
+        if list(_stamp(status)) != stamp:
+            return None
+    files, others = (Names(arrays[f"{kind}_names"], arrays[f"{kind}_ends"]) for kind in ("file", "other"))
+    return Listing(folders, arrays["stamps"], arrays["folder_of"], files, arrays["other_of"], others)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    # Some file systems count inodes up to 2**64, of which an array of signed numbers holds half.
+    return status.st_mtime_ns, status.st_ino % 2**63
+
+
+class _Open(NamedTuple):
+    """A folder that is still to be listed."""
+
+    path: bytes
+    """Relative to the root."""
+    around: frozenset[tuple[int, int]]
+    """The folders it lies in, by device and inode: meeting one of them again inside is a loop."""
+
+
+class _Tree:
+    """What a walk has gathered."""
+
+    def __init__(self) -> None:
+        self.folders: list[bytes] = []
+        self.stamps: list[tuple[int, int]] = []
+        self.files, self.others = NamesBuilder(), NamesBuilder()
+        self.counts: list[tuple[int, int]] = []
+        """Of every folder, how many images and how many other files it has."""
+        self.faults: list[str] = []
+
+    def add(self, path: bytes, status: os.stat_result, found: "_Entries") -> None:
+        self.folders.append(path)
+        self.stamps.append(_stamp(status))
+        self.counts.append((len(found.images), len(found.others)))
+        self.files.extend(sorted(found.images))
+        self.others.extend(sorted(found.others))
+        self.faults += sorted(found.faults)
+
+    def listing(self) -> Listing:
+        counts = np.array(self.counts, np.int64).reshape(-1, 2)
+        numbers = np.arange(len(counts), dtype=np.int32)
+        of_files, of_others = (np.repeat(numbers, counts[:, kind]) for kind in (0, 1))
+        names, stamps = Names.of(self.folders), np.array(self.stamps, np.int64).reshape(-1, 2)
+        files, others = Names(*self.files.arrays()), Names(*self.others.arrays())
+        return Listing(names, stamps, of_files, files, of_others, others, tuple(self.faults))
+
+
+def _walk(root: str, on_progress: Progress | None) -> Listing:
+    """List the pictures of a tree, depth first, in the order of the names."""
+    tree = _Tree()
+    total = 0
+    waiting = [_Open(b"", frozenset())]
+    while waiting:
+        folder = waiting.pop()
+        path = os.path.join(os.fsencode(root), folder.path) if folder.path else os.fsencode(root)
+        try:
+            status = os.stat(path)
+            identity = (status.st_dev, status.st_ino)
+            if identity in folder.around:
+                tree.faults.append(f"{shown(path)} is a link to a folder that it lies in; remove the link")
+                continue
+            found = _scan(path, total, on_progress)
+        except OSError as fault:
+            wrong = f"{shown(path)} cannot be read: {reason_of(fault)}"
+            if not folder.path:
+                raise DataError(wrong) from None
+            tree.faults.append(wrong)
+            continue
+        tree.add(folder.path, status, found)
+        total += len(found.images)
+        around = folder.around | {identity}
+        waiting += [_Open(os.path.join(folder.path, name), around) for name in sorted(found.folders, reverse=True)]
+    if on_progress is not None:
+        on_progress(total)
+    return tree.listing()
+
+
+class _Entries(NamedTuple):
+    """What lies in one folder."""
+
+    images: list[bytes]
+    folders: list[bytes]
+    others: list[bytes]
+    faults: list[str]
+
+
+def _scan(path: bytes, total: int, on_progress: Progress | None) -> _Entries:
+    """Sort what lies in one folder."""
+    found = _Entries([], [], [], [])
+    with os.scandir(path) as entries:
+        for entry in _visible(entries):
+            name = entry.name
+            if entry.is_symlink() and (wrong := _wrong_link(entry)) is not None:
+                found.faults.append(wrong)
+            elif entry.is_dir():
+                found.folders.append(name)
+            elif name[name.rfind(b".") + 1 :].lower() in _SUFFIXES and b"." in name and entry.is_file():
+                found.images.append(name)
+                if on_progress is not None and not (total + len(found.images)) % PROGRESS_EVERY:
+                    on_progress(total + len(found.images))
+            else:
+                found.others.append(name)
+    return found
+
+
+def _visible(entries: Iterator[os.DirEntry[bytes]]) -> Iterator[os.DirEntry[bytes]]:
+    return (entry for entry in entries if not entry.name.startswith(b".") and entry.name != b"__MACOSX")
+
+
+def _wrong_link(entry: os.DirEntry[bytes]) -> str | None:
+    """Say what is wrong with a link."""
+    try:
+        entry.stat()  # remembered by the entry: telling file from folder asks no more
+    except OSError as fault:
+        if fault.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return f"{shown(entry.path)} cannot be read: {reason_of(fault)}"
+        target = shown(os.readlink(entry.path))
+        what = "in a circle" if fault.errno == errno.ELOOP else f"to {target}, which is not there"
+        return f"{shown(entry.path)} is a link {what}; correct or remove the link"
+    return None

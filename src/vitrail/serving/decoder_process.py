@@ -1,0 +1,73 @@
+"""A process that decodes one image at a time, as `python -m vitrail.serving.decoder_process`, and can be killed.
+
+What a decoder of images does with a hostile file is not in our hands: here it has its own memory, with a limit, and
+whoever started it ends it when it takes too long. It ends by itself when nobody writes to it any more.
+"""
+
+import contextlib
+import json
+import os
+import struct
+import sys
+from typing import BinaryIO
+
+HEAD = struct.Struct(">IQ")
+"""Before a task: how long its settings are, as JSON, and its file."""
+MADE = struct.Struct(">BIII")
+"""Before a result: whether there is one, then height, width and channels; or 0, 0 and the length of a JSON."""
+READY = b"R"
+"""Said once, when everything is imported: from then on it is the image that takes the time."""
+ROOM, ROOM_PER_PIXEL = 512 * 2**20, 24
+"""Bytes of address space: for the program, and for every pixel that an image may have, in all the copies made of it."""
+NICE = 5
+"""Requests are read and models compute before images are decoded, where there are too few cores for all."""
+
+
+def main() -> None:
+    """Decode what comes on stdin until it ends; results go to stdout."""
+    tasks, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no result
+    from vitrail.data.preprocess import Preprocess
+    from vitrail.serving.decoding import decode_upload
+    from vitrail.serving.refusal import Refusal
+
+    with contextlib.suppress(OSError, AttributeError):
+        os.nice(NICE)
+    _write(results, READY)
+    while head := tasks.read(HEAD.size):
+        words, size = HEAD.unpack(head)
+        asked = json.loads(tasks.read(words))
+        content = tasks.read(size)
+        _limit_memory(asked["pixels"])
+        try:
+            made = decode_upload(content, Preprocess(**asked["preprocess"]), asked["formats"], asked["pixels"])
+        except Refusal as refusal:
+            said = json.dumps({"status": refusal.status, "sentence": refusal.sentence}).encode()
+            _write(results, MADE.pack(0, 0, 0, len(said)), said)
+        else:
+            _write(results, MADE.pack(1, *made.shape), made.tobytes())
+        del content
+
+
+def _write(results: BinaryIO, *parts: bytes) -> None:
+    for part in parts:
+        results.write(part)
+    results.flush()
+
+
+def _limit_memory(pixels: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return
+    most = ROOM + ROOM_PER_PIXEL * pixels
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard == resource.RLIM_INFINITY or hard > most:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        main()
+    sys.exit(0)

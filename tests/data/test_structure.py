@@ -1,0 +1,145 @@
+"""What a file would make a decoder do is counted before it is decoded, and absurd amounts are refused."""
+
+import contextlib
+import io
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tests.hostile_images import jpeg_of_scans, png_chunk, png_of_zeros, tiff_of_pages, tiff_of_tiles
+
+from vitrail import Bundle, Classifier, Preprocess, ViTConfig, create
+from vitrail.data import structure
+from vitrail.data.augmentation.augment import preset
+from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
+from vitrail.data.checking.survey import survey
+from vitrail.data.decode import decode, open_picture
+from vitrail.data.sources.opening import open_data
+from vitrail.data.stream import Stream
+from vitrail.data.structure import outline
+from vitrail.errors import DataError, VitrailError
+
+KINDS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "JPEG2000")
+
+
+def saved(kind: str, size: tuple[int, int] = (37, 23), **options: object) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()
+
+
+HOSTILE = {
+    "scans": (jpeg_of_scans(5000), "JPEG of more than 100 scans"),
+    "scans of a sequential one": (jpeg_of_scans(5000, progressive=False), "JPEG of more than 100 scans"),
+    "stray bytes": (b"\xff\xd8\xff" + bytes(33_000_000), "JPEG with more than 65,536 bytes between its segments"),
+    "filled": (b"\xff\xd8" + b"\xff" * 33_000_000, "JPEG with more than 65,536 bytes between its segments"),
+    "segments": (b"\xff\xd8" + b"\xff\xe5\0\2" * 8_000_000, "JPEG of more than 4,096 segments"),
+    "late segments": (
+        jpeg_of_scans(2)[:-2] + b"\xff\xfe\0\4\xff\xda" * 5_000_000 + b"\xff\xd9",
+        "JPEG of more than 4,096 segments",
+    ),
+    "chunks": (png_of_zeros(8, png_chunk(b"teSt") * 1_000_000), "PNG of more than 65,536 chunks"),
+    "frames of a PNG": (
+        png_of_zeros(8, png_chunk(b"acTL", struct.pack(">II", 2**31, 0))),
+        "PNG of more than 10,000 frames",
+    ),
+    "comments": (
+        b"GIF89a\1\0\1\0\0\0\0!\xfe" + (b"\1c" * 5_000_000),
+        "GIF of more than 4,096 blocks before its first frame",
+    ),
+    "empty comments": (b"GIF89a\1\0\1\0\0\0\0" + b"!\xfe\0" * 5_000_000, "GIF of more than 4,096 blocks"),
+    "frames of a WebP": (
+        b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(10) + b"ANMF\0\0\0\0" * 1_000_000,
+        "WebP of more than 10,000 frames",
+    ),
+    "pages": (tiff_of_pages(2000), "TIFF of more than 1,000 pages"),
+    "tiles": (tiff_of_tiles(2**31), "TIFF of more than 100,000 tiles"),
+    "one tile": (tiff_of_tiles(1, 2**16), "TIFF of more than 67,108,864 pixels in one tile"),
+    "tiles of JPEG 2000": (
+        b"\xff\x4f\xff\x51" + struct.pack(">HHIIIIIIIIH", 47, 0, 7000, 7000, 0, 0, 1, 1, 0, 0, 3) + bytes(99),
+        "JPEG 2000 of more than 100,000 tiles",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_absurd_work_is_refused_in_no_time(name: str) -> None:
+    content, sentence = HOSTILE[name]
+    start = time.monotonic()
+    with pytest.raises(DataError, match=sentence):
+        open_picture(content)
+    assert time.monotonic() - start < 1  # the fake JPEG took 6 s, the scans minutes
+
+
+def test_ordinary_files_pass_and_say_their_size() -> None:
+    for kind in KINDS:
+        assert outline(saved(kind)) == (37, 23, 1)
+    for options in ({"lossless": True}, {"exif": Image.Exif().tobytes() + bytes(40)}):
+        assert outline(saved("WEBP", **options)) == (37, 23, 1)
+    progressive = outline(saved("JPEG", progressive=True))
+    assert progressive is not None
+    assert 2 <= progressive.passes <= 12
+    assert outline(b"") is None
+    assert outline(b"\x93NUMPY") is None
+
+
+def test_scans_of_embedded_and_appended_images_do_not_count() -> None:
+    preview = saved("JPEG", progressive=True) * 20
+    assert preview.count(b"\xff\xda") > structure.JPEG_SCANS
+    plain = saved("JPEG")
+    segment = b"\xff\xe2" + struct.pack(">H", 2 + len(preview)) + preview
+    for content in (plain[:2] + segment + plain[2:], plain + preview):
+        assert outline(content) == (37, 23, 1) or outline(content).passes <= structure.JPEG_SCANS
+        assert decode(content).shape == (23, 37, 3)
+
+
+def test_later_frames_of_an_animation_cost_nothing() -> None:
+    first, other = Image.new("RGB", (64, 64), "red"), Image.new("RGB", (64, 64), "blue")
+    for kind in ("GIF", "PNG", "WEBP"):
+        file = io.BytesIO()
+        first.save(file, kind, save_all=True, append_images=[other] * 50)
+        assert decode(file.getvalue())[0, 0, 0] > 200  # red, as the first frame
+
+
+def test_postscript_is_not_run() -> None:
+    with pytest.raises(DataError, match="PostScript, which is not decoded here"):
+        decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+
+
+@settings(deadline=None)
+@given(st.sampled_from(KINDS), st.data())
+def test_damage_is_a_sentence_or_left_to_the_decoder(kind: str, data: st.DataObject) -> None:
+    content = bytearray(saved(kind))
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(DataError):
+        outline(bytes(content[: data.draw(st.integers(0, len(content)))]))
+
+
+def test_predict_training_and_check_refuse_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    for label in ("a", "b"):
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for number in range(3):
+            (tmp_path / "data" / label / f"{number}.jpg").write_bytes(saved("JPEG"))
+    path = tmp_path / "data" / "a" / "0.jpg"
+    path.write_bytes(jpeg_of_scans(5000))
+    preprocess = Preprocess(size=(16, 16))
+    config = ViTConfig(image_size=16, patch_size=8, width=48, depth=2, heads=3, classes=2)
+    with pytest.raises(VitrailError, match="more than 100 scans"):
+        Classifier(Bundle(create(config), preprocess, ("a", "b")), device="cpu")(path)
+    source = open_data(tmp_path / "data", val=0, test=0).train
+    for batches in (
+        evaluation_batches(Evaluation(source, preprocess, 6, bad_files="skip"), workers=0),
+        training_batches(Training(source, Stream(6, 6, seed=0), preprocess, preset("none")), 0, 1, workers=0),
+    ):
+        (batch,) = batches
+        assert ["more than 100 scans" in bad.reason for bad in batch.bad] == [True]
+    (bad,) = survey({"train": source}, workers=0).faults.values()
+    assert "more than 100 scans" in bad

@@ -1,0 +1,78 @@
+"""What guessing gives, and when a result is said to be worth little."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.metrics.baselines import PRETRAINED, baselines, warning_about_gap, warnings_about
+from vitrail.metrics.intervals import wilson_interval
+
+PIECES = ("Bishop", "King", "Knight", "Pawn", "Queen", "Rook")
+
+
+def warnings(matrix: np.ndarray) -> list[str]:
+    interval = wilson_interval(int(np.trace(matrix)), int(matrix.sum()))
+    return warnings_about(matrix, interval, PIECES[: len(matrix)])
+
+
+def guessed(images: list[int], predicted: int) -> np.ndarray:
+    matrix = np.zeros((len(images), len(images)), np.int64)
+    matrix[:, predicted] = images
+    return matrix
+
+
+def test_chess_pieces_that_are_guessed() -> None:
+    """Photographs of chess pieces from scratch gave 20.2% where always Pawn gives 19.3%."""
+    images = [17, 15, 21, 21, 16, 19]
+    right = [3, 3, 5, 5, 3, 3]
+    matrix = np.diag(right) + np.roll(np.diag(np.subtract(images, right)), 1, axis=1)
+    assert round(100 * np.trace(matrix) / matrix.sum(), 1) == 20.2
+    found = baselines(matrix)
+    assert (PIECES[found.majority_class], found.majority, found.chance) == ("Knight", 21 / 109, 1 / 6)
+    said = warnings(matrix)
+    assert len(said) == 1
+    assert said[0].startswith("no better than guessing: the 95% interval ")
+    assert "reaches 19.3%, what always predicting 'Knight' gives (chance 16.7%); next: " in said[0]
+    assert PRETRAINED in said[0]
+
+
+def test_one_class_takes_nearly_all_predictions() -> None:
+    said = warnings(guessed([40, 40, 40], 1))
+    assert said[0].startswith("no better than guessing")
+    assert said[1].startswith("nearly all predictions (100.0%) are 'King', the class of 33.3% of the images")
+    # Rare classes that are never predicted: the accuracy of 90% is that of the largest class.
+    assert [text.split()[0] for text in warnings(guessed([90, 5, 5], 0))] == ["no", "nearly"]
+
+
+def test_a_good_result_is_not_doubted() -> None:
+    assert warnings(np.diag([40, 40, 40])) == []
+    assert warnings(np.array([[95, 1], [1, 23]])) == []
+    assert warnings(np.diag([0, 20])) == [], "images of one class cannot be guessed wrongly"
+
+
+def test_few_images_are_called_few() -> None:
+    (said,) = warnings(np.diag([2, 1]))
+    assert said.startswith("too few images to tell this from guessing")
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(st.lists(st.lists(st.integers(0, 30), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_baselines_are_what_such_classifiers_reach(rows: list[list[int]]) -> None:
+    matrix = np.array(rows)
+    if not matrix.sum():
+        return
+    found = baselines(matrix)
+    reached = [np.trace(guessed(matrix.sum(axis=1).tolist(), column)) / matrix.sum() for column in range(3)]
+    assert found.majority == pytest.approx(max(reached))
+    assert found.chance == pytest.approx(np.mean(reached))
+    low = wilson_interval(int(np.trace(matrix)), int(matrix.sum())).low
+    if low <= found.majority and (matrix.sum(axis=1) > 0).sum() > 1:
+        assert warnings(matrix)
+
+
+def test_training_and_validation_far_apart() -> None:
+    assert warning_about_gap(0.9, 0.8) == []
+    assert warning_about_gap(0.4, 0.8) == []
+    (said,) = warning_about_gap(0.982, 0.45)
+    assert said.startswith("overfitting: 98.2% on the training images, as augmented, and 45.0% on the validation split")

@@ -1,0 +1,179 @@
+"""What one connection may take of a server: a place, time for its head, turns of the event loop, lines of the log."""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from tests.serving.server import Running, picture, save_tiny, sent, server, wait_until
+
+from vitrail.serving import connections
+from vitrail.serving.connections import Connections, NotTooOften, Told, client_key
+from vitrail.serving.counters import Counters
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    bundle = save_tiny(tmp_path_factory.mktemp("bundles") / "m")
+    options = ("--head-time", "1", "--connections", "12", "--client-connections", "8", "--upload-time", "3")
+    with server(str(bundle), *options, patience=300) as running:
+        yield running
+
+
+def connect(running: Running, said: bytes = b"") -> socket.socket:
+    host, port = running.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    if said:
+        connection.sendall(said.replace(b"HOST", f"{host}:{port}".encode()))
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65_536), b""))
+
+
+class Fake:
+    """A connection that notes whether it gave way."""
+
+    def __init__(self) -> None:
+        self.gone = False
+
+    def give_way(self) -> None:
+        self.gone = True
+
+
+def test_the_connection_that_has_waited_longest_gives_way() -> None:
+    found = Connections(3, 2, Counters())
+    first, second, third, fourth = (Fake() for _ in range(4))
+    assert found.admit(first, "a")
+    assert found.admit(second, "a")
+    found.work(first)
+    assert found.admit(third, "a")  # a client has two: its own second one gives way
+    assert [one.gone for one in (first, second, third)] == [False, True, False]
+    found.work(third)
+    assert not found.admit(fourth, "a")  # both have requests under way
+    assert found.admit(fourth, "b")
+    found.work(fourth)
+    assert not found.admit(Fake(), "c")  # three have, of three in all
+    found.release(first)
+    found.release(first)
+    assert found.admit(Fake(), "c")
+
+
+def test_one_network_of_ipv6_is_one_client() -> None:
+    assert client_key("2001:db8:1:2:3::4") == client_key("2001:db8:1:2::9") != client_key("2001:db8:1:3::9")
+    assert client_key("fe80::1%eth0") == "fe80::/64"
+    assert client_key("127.0.0.1") == "127.0.0.1"
+
+
+def test_the_same_trouble_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(connections, "monotonic", lambda: now[0])
+    told = Told()
+    assert told.due("x") == 0
+    assert [told.due("x") for _ in range(1000)] == [None] * 1000
+    assert told.due("y") == 0
+    now[0] += 11
+    assert told.due("x") == 1000
+    record = logging.LogRecord("uvicorn", logging.WARNING, "", 0, "only here", (), None)
+    assert [NotTooOften().filter(record) for _ in range(3)] == [True, False, False]
+
+
+def test_a_head_that_never_ends_is_timed_out(running: Running) -> None:
+    begun = time.monotonic()
+    silent, slow = connect(running), connect(running, b"GET / HTTP/1.1\r\nHost: HOST\r\nX-Slow: ")
+    again = connect(running, b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n\r\n")
+    wait_until(lambda: b"alive" in again.recv(65_536, socket.MSG_PEEK))
+    assert again.recv(65_536).startswith(b"HTTP/1.1 200")
+    again.sendall(b"GET /heal")  # the next head on a connection that is kept
+    answer = read_all(slow)
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"].endswith("did not arrive within 1 s")
+    assert read_all(silent) == b""
+    assert read_all(again).startswith(b"HTTP/1.1 408")
+    assert 0.5 < time.monotonic() - begun < 10
+
+
+def test_too_many_connections_are_told_so_at_once(running: Running) -> None:
+    body = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nContent-Length: 9\r\n\r\n"
+    uploading = [connect(running, body) for _ in range(8)]
+    time.sleep(0.3)
+    answer = read_all(connect(running, b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"\r\nretry-after: 1\r\n" in answer
+    assert b"too many connections" in answer
+    assert all(b" 408 " in read_all(connection) for connection in uploading)  # the body did not come either
+    assert httpx.get(f"{running.url}/healthz").status_code == 200
+
+
+def test_connections_without_a_request_give_way(running: Running) -> None:
+    waiting = [connect(running, b"GET / HT") for _ in range(30)]
+    with httpx.Client(base_url=running.url, timeout=20) as client:
+        for _ in range(5):
+            assert sent(client, picture()).status_code == 200
+    for connection in waiting:
+        connection.close()
+    lines = [line for line in running.log if "too many connections" in line]
+    assert 1 <= len(lines) <= 5
+
+
+def test_a_refused_body_is_not_listened_to_for_ever(running: Running) -> None:
+    head = b"POST /v1/nothing HTTP/1.1\r\nHost: HOST\r\nTransfer-Encoding: chunked\r\n\r\n"
+    connection = connect(running, head)
+    begun = time.monotonic()
+
+    def drip() -> None:
+        while time.monotonic() - begun < 20:
+            connection.sendall(b"1\r\nx\r\n")
+            time.sleep(0.05)
+
+    with connection, pytest.raises(OSError, match=r"reset|Broken pipe"):
+        drip()
+
+
+@pytest.mark.slow
+def test_a_refused_body_that_ends_soon_leaves_the_connection(running: Running) -> None:
+    with connect(
+        running, b"POST /v1/nothing HTTP/1.1\r\nHost: HOST\r\nTransfer-Encoding: chunked\r\n\r\n"
+    ) as connection:
+        wait_until(lambda: b"nothing at this address" in connection.recv(65_536, socket.MSG_PEEK))
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"1\r\nx\r\n0\r\n\r\n")
+        for pause in (0.0, 1.5):  # the second one after it would have been closed
+            time.sleep(pause)
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            wait_until(lambda: b"alive" in connection.recv(65_536, socket.MSG_PEEK))
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_in_one_byte_chunks_arrives_whole(running: Running) -> None:
+    content = picture("PNG", (12, 9))
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
+    head = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n"
+    connection = connect(running, head + b"\r\n" + chunks + b"0\r\n\r\n" + b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n")
+    connection.sendall(b"connection: close\r\n\r\n")
+    answer = read_all(connection)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2  # and the request that was sent behind it
+    assert b'"classes"' in answer
+
+
+def test_few_file_descriptors_leave_room_for_what_else_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: asked.append(pair))
+    used = 40
+    monkeypatch.setattr(os, "listdir", lambda _: ["x"] * used)
+    for soft, hard, room in ((1024, 4096, 512), (256, 4096, 512), (256, 256, 256 - used - connections.RESERVED)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, pair=(soft, hard): pair)
+        assert connections.room_for(512) == room
+    assert asked == [(512 + used + connections.RESERVED, 4096), (256, 256)]
+
+
+def test_no_line_of_the_log_is_a_fault(running: Running) -> None:
+    wait_until(lambda: httpx.get(f"{running.url}/readyz").status_code == 200)
+    assert not [line for line in running.log if "Traceback" in line or '"fault"' in line]

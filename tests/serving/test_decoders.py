@@ -1,0 +1,140 @@
+"""Processes that decode: ended when they take too long, with turns for clients and a decoder that large work leaves."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.hostile_images import jpeg_of_scans, png_of_zeros
+from tests.serving.server import picture, save_tiny
+from tests.serving.test_service import PNG, asked, settings_for
+
+from vitrail import Preprocess
+from vitrail.data import structure
+from vitrail.serving import decoder_process
+from vitrail.serving.app import Service
+from vitrail.serving.decoders import Decoders
+from vitrail.serving.refusal import Refusal
+from vitrail.serving.settings import Settings, name_models
+from vitrail.serving.turns import Turns
+
+PREPROCESS = Preprocess(size=(16, 16))
+
+
+def with_decoders(ask: Callable[[Decoders], Awaitable[None]], **changes: object) -> None:
+    async def run() -> None:
+        decoders = Decoders(Settings(models=name_models(["m"]), **changes))
+        try:
+            await decoders.start()
+            await ask(decoders)
+        finally:
+            await decoders.close()
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("bundles") / "m")
+
+
+def test_clients_take_turns_and_so_do_their_requests() -> None:
+    turns: Turns[str] = Turns()
+    for job in ("a1", "a2", "a3"):
+        turns.add("greedy", 1, job)
+    turns.add("greedy", 2, "b1")
+    turns.add("modest", 3, "c1")
+    taken = [turns.take(lambda _: True) for _ in range(6)]
+    assert [found and found[1] for found in taken] == ["a1", "c1", "b1", "a2", "a3", None]
+    turns.add("greedy", 1, "x")
+    assert turns.take(lambda client: client != "greedy") is None
+    assert list(turns) == ["x"]
+
+
+def test_what_takes_too_long_is_ended_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = jpeg_of_scans(5000)
+    monkeypatch.setattr(structure, "JPEG_SCANS", 10_000)  # here alone: the process that decodes would refuse it, too
+
+    async def ask(decoders: Decoders) -> None:
+        process = decoders._idle[0].process
+        os.kill(process.pid, 19)  # stopped, it takes for ever
+        with pytest.raises(Refusal, match="more than 1 s to decode") as refused:
+            await decoders.decode(picture(), PREPROCESS, "a", 1)
+        assert refused.value.status == 422
+        assert process.returncode is not None
+        assert (await decoders.decode(picture(), PREPROCESS, "a", 2)).shape == (16, 16, 3)
+        with pytest.raises(Refusal, match="more than 100 scans"):
+            await decoders.decode(hostile, PREPROCESS, "a", 3)
+
+    with_decoders(ask, decoders=1, decode_time=1)
+
+
+def test_a_decoder_that_crashes_is_replaced() -> None:
+    async def ask(decoders: Decoders) -> None:
+        os.kill(decoders._idle[0].process.pid, 9)
+        with pytest.raises(Refusal, match="its decoder has failed"):
+            await decoders.decode(picture(), PREPROCESS, "a", 1)
+        assert (await decoders.decode(picture(), PREPROCESS, "a", 2)).shape == (16, 16, 3)
+
+    with_decoders(ask, decoders=1)
+
+
+def test_large_images_leave_a_decoder_free() -> None:
+    large, small = png_of_zeros(4100), picture()
+
+    async def ask(decoders: Decoders) -> None:
+        await asyncio.gather(*(decoders.decode(small, PREPROCESS, "w", n) for n in range(2)))
+        begun = time.monotonic()
+        many = [asyncio.create_task(decoders.decode(large, PREPROCESS, "greedy", 1)) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert decoders._large_at_work.total() == 1
+        await asyncio.gather(*(decoders.decode(small, PREPROCESS, "greedy", 2) for _ in range(3)))
+        quick = time.monotonic() - begun
+        await asyncio.gather(*many)
+        assert quick < (time.monotonic() - begun) / 3  # not behind five of them, nor behind two
+
+    with_decoders(ask, decoders=2)
+
+
+def test_memory_of_a_decoder_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = []
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append((kind, pair[0])))
+    decoder_process._limit_memory(50_000_000)
+    assert (resource.RLIMIT_AS, 512 * 2**20 + 24 * 50_000_000) in limits
+
+
+def test_one_request_of_many_images_leaves_seats(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        with service.shelf.use(None) as served:
+            served.batcher.reserve(6)
+            with pytest.raises(Refusal, match="try again soon"):
+                served.batcher.reserve(2)
+            seats = [*served.batcher.reserve(1), *served.batcher.reserve(1)]
+            with pytest.raises(Refusal, match="try again soon"):
+                served.batcher.reserve(1)
+            for seat in seats:
+                seat.leave()
+        assert (await client.get("/readyz")).status_code == 200
+
+    asked(settings_for(bundle, queue=8), ask)
+
+
+def test_readiness_is_honest_about_images_that_wait(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        decoders = service._answerer.decoders
+        await decoders.start()
+        os.kill(decoders._idle[0].process.pid, 19)
+        both = [asyncio.create_task(client.post("/v1/predict", content=picture(), headers=PNG)) for _ in range(2)]
+        await asyncio.sleep(1.6)
+        answer = await client.get("/readyz")
+        assert answer.status_code == 503
+        assert "have been waiting" in answer.json()["error"]
+        assert answer.headers["retry-after"] == "1"
+        assert {(await one).status_code for one in both} == {504}
+        assert (await client.get("/readyz")).status_code == 200
+
+    asked(settings_for(bundle, decoders=1, deadline=2), ask)

@@ -1,0 +1,85 @@
+"""For which hosts a service answers, and from which pages: a page elsewhere cannot reach it by another name."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.serving.server import picture, save_tiny
+from tests.serving.test_service import PNG, asked, settings_for
+
+from vitrail.errors import ConfigError
+from vitrail.serving.app import Service
+from vitrail.serving.hosts import Hosts
+from vitrail.serving.refusal import Refusal
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("bundles") / "m")
+
+
+def answers(hosts: Hosts, host: str | None) -> bool:
+    try:
+        hosts.check(host)
+    except Refusal as refusal:
+        return refusal.status != 403
+    return True
+
+
+def test_by_default_only_localhost_and_the_bound_address_are_answered_for() -> None:
+    hosts = Hosts("192.168.1.5", ())
+    for host in ("localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1:1", "[::1]:8000", "192.168.1.5:80", None):
+        assert answers(hosts, host)
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "",
+        "localhost.evil.example",
+        "192.168.1.6",
+        "a@localhost",
+        "[x]",
+    ):
+        assert not answers(hosts, host)
+    everywhere = Hosts("0.0.0.0", ("vitrail.example",))
+    for host in ("10.1.2.3:8000", "[fe80::1]", "vitrail.example", "localhost"):
+        assert answers(everywhere, host)
+    assert not answers(everywhere, "evil.example")
+    assert answers(Hosts("127.0.0.1", ("*",)), "evil.example")
+
+
+def test_another_host_is_refused_everywhere(bundle: Path) -> None:
+    async def ask(_: Service, client: httpx.AsyncClient) -> None:
+        for method, path in (("GET", "/"), ("GET", "/v1/models"), ("POST", "/v1/predict"), ("GET", "/metrics")):
+            headers = {"host": "rebound.example", **PNG}
+            answer = await client.request(method, path, headers=headers, content=picture())
+            assert answer.status_code == 403
+            assert "--allow-host" in answer.json()["error"]
+        assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
+
+    asked(settings_for(bundle, allow_hosts=()), ask)
+
+
+def test_a_foreign_origin_changes_nothing_also_without_fetch_metadata(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        own = bool(service.settings.origins)
+        for path in ("/v1/models/reload", "/v1/predict"):
+            for origin, allowed in (
+                ("http://evil.example", False),
+                ("null", False),
+                ("http://localhost:9999", False),  # another service of the same machine
+                ("http://localhost:8000", True),
+                ("https://example.org", own),
+            ):
+                headers = {"host": "localhost:8000", "origin": origin, **PNG}
+                answer = await client.post(path, headers=headers, content=picture())
+                assert answer.status_code == (200 if allowed else 403), (path, origin)
+        assert (await client.post("/v1/models/reload")).status_code == 200  # no browser
+
+    asked(settings_for(bundle), ask)
+    asked(settings_for(bundle, origins=("https://example.org",)), ask)
+
+
+def test_a_host_is_written_without_port_or_path(bundle: Path) -> None:
+    for wrong in ("https://example.org", "example.org:80", "a/b"):
+        with pytest.raises(ConfigError, match="is not a host name"):
+            settings_for(bundle, allow_hosts=(wrong,))

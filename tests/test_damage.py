@@ -1,0 +1,17 @@
+"""Whatever is truncated or flipped opens, or is refused in one sentence; never does another exception come out."""
+
+from pathlib import Path
+
+import pytest
+from tests.damaging import KINDS, check
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.slow])
+def test_damage(name: str, tmp_path: Path) -> None:
+    check(KINDS[name], tmp_path, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_damage_at_many_places(name: str, tmp_path: Path) -> None:
+    check(KINDS[name], tmp_path, 12 if KINDS[name].slow else 150, seed=1)

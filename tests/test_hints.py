@@ -1,0 +1,95 @@
+"""What a person types who comes from another library, and what they are told."""
+
+import sys
+
+import pytest
+import torch
+
+from vitrail.__main__ import _run
+from vitrail.errors import ConfigError
+from vitrail.models.config import ViTConfig
+from vitrail.models.variants import PAPER, variant_config
+from vitrail.runtime import choose_device
+from vitrail.training.choices import Facts, choose
+from vitrail.training.recipe import ALSO_CALLED, full_name, option_names, read_recipe
+
+
+@pytest.mark.parametrize(
+    ("change", "full"),
+    [
+        ("lr=0.1", "optimizer.lr=0.1"),
+        ("image_size=224", "model.image_size=224"),
+        ("weight_decay=0.05", "optimizer.weight_decay=0.05"),
+        ("label_smoothing=0.1", "objective.label_smoothing=0.1"),
+        ("batch_size=64", "batch=64"),
+        ("learning_rate=1e-3", "optimizer.lr=1e-3"),
+        ("training.lr=1e-3", "optimizer.lr=1e-3"),
+        ("balance=true", "data.balance=true"),
+    ],
+)
+def test_a_short_name_is_answered_with_the_full_one(change: str, full: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_recipe("scratch-small", [change])
+    assert str(error.value).endswith(f"; did you mean --set {full}?")
+    path, _, value = change.partition("=")
+    with pytest.raises(ConfigError, match="did you mean --set "):
+        read_recipe("scratch-small", values={path: value})
+
+
+def test_what_is_advised_exists() -> None:
+    names = option_names()
+    assert set(ALSO_CALLED.values()) <= set(names)
+    assert len(names) == len(set(names))
+    assert full_name("lr") == "optimizer.lr"
+    assert full_name("epochs") == "epochs"
+    assert full_name("colour") is None
+    assert read_recipe("scratch-small", ["optimizer.lr=0.1", "model.image_size=32"]).optimizer.lr == 0.1
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--epochs", "3"], "--set epochs=3"),
+        (["--epochs=3"], "--set epochs=3"),
+        (["--lr", "0.1"], "--set optimizer.lr=0.1"),
+        (["--batch-size", "64"], "--set batch=64"),
+        (["--image-size", "224"], "--set model.image_size=224"),
+        (["--compile"], "--set compile=…"),
+        (["--colour", "red"], "(see vitrail --help)"),
+    ],
+)
+def test_an_option_of_the_recipe_is_set_in_the_recipe(
+    words: list[str], hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vitrail", "train", "digits", *words])
+    assert _run() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vitrail: No such option: --")
+    assert error.endswith(f"{hint}\n")
+    assert len(error.splitlines()) == 1
+
+
+def test_a_gpu_is_called_cuda() -> None:
+    meant = "mps" if torch.backends.mps.is_available() else "cuda"
+    for name in ("gpu", "GPU", "nvidia"):
+        with pytest.raises(ConfigError, match=rf"no device is called '{name}'; did you mean '{meant}'\?"):
+            choose_device(name)
+    with pytest.raises(ConfigError, match="did you mean 'mps'" if meant == "mps" else "did you mean 'cuda:1'"):
+        choose_device("gpu:1")
+
+
+def test_the_papers_model_of_any_size() -> None:
+    facts = Facts(1_000, ("cat", "dog"), 64, grey=False)
+    model = choose(read_recipe("scratch-small", ["model.paper=true"]), facts, None).model
+    assert {name: getattr(model, name) for name in PAPER} == PAPER
+    size = {name: getattr(model, name) for name in ("image_size", "patch_size", "width", "depth", "heads")}
+    assert model == ViTConfig(**size, classes=2)
+    # The plain stem alone is not the paper's model: it has no class token.
+    assert choose(read_recipe("scratch-small", ["model.stem=conv"]), facts, None).model != model
+    mean = choose(read_recipe("scratch-small", ["model.paper=true", "model.pool=mean"]), facts, None).model
+    assert mean == model.replace(pool="mean")
+    named = choose(read_recipe("scratch-small", ["model.paper=true", "model.name=R+Ti/16"]), facts, None).model
+    assert named == variant_config("R+Ti/16").replace(classes=2)
+    assert PAPER.items() <= dict(variant_config("S/16")).items()
+    with pytest.raises(ConfigError, match=r"model\.paper is 1"):
+        choose(read_recipe("scratch-small", ["model.paper=1"]), facts, None)

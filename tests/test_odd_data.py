@@ -1,0 +1,90 @@
+"""What is given as data and is not a path: one sentence that says what is supported, in every function."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+import vitrail
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.choosing import choose_pictures
+from vitrail.data.sources.opening import open_data, open_source
+from vitrail.errors import DataError, InputError
+from vitrail.evaluation import evaluate_bundle
+from vitrail.inference.classifier import Classifier
+
+
+class Mine(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def tiny() -> Bundle:
+    config = vitrail.ViTConfig(image_size=(16, 16), patch_size=(8, 8), width=48, depth=2, heads=2, classes=3)
+    return Bundle(
+        vitrail.ViT(config), Preprocess(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3), classes=("a", "b", "c")
+    )
+
+
+FUNCTIONS: dict[str, Callable[[object], object]] = {
+    "train": lambda data: vitrail.train(data, quiet=True),
+    "sweep": lambda data: vitrail.sweep(data, over={"optimizer.lr": [0.1]}, quiet=True),
+    "embed": lambda data: vitrail.embed(tiny(), data, "features.npy"),
+    "probe": lambda data: vitrail.probe(tiny(), data),
+    "open_data": lambda data: open_data(data),
+    "open_source": lambda data: open_source(data),
+    "choose_pictures": lambda data: choose_pictures(data),
+}
+ODD = {
+    "dataset": Mine(),
+    "torch": TensorDataset(torch.zeros(3, 3, 8, 8)),
+    "array": np.zeros((3, 8, 8)),
+    "tensor": torch.zeros(3, 3, 8, 8),
+    "list": ["a.png", "b.png"],
+    "arrays": (np.zeros((3, 8, 8)), np.zeros(3)),
+    "mapping": {"path": ["a.png"], "label": ["x"]},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_what_is_not_a_path_is_refused_in_a_sentence(
+    function: str, odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        InputError, match=r"^the data is of type \S+, which is not supported yet; give a path: a folder"
+    ):
+        FUNCTIONS[function](ODD[odd])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_type_is_named() -> None:
+    for data, name in ((Mine(), "Mine"), (ODD["array"], "numpy.ndarray"), (ODD["torch"], "torch.TensorDataset")):
+        with pytest.raises(InputError, match=rf"type \S*{name},"):
+            open_data(data)
+
+
+def test_an_empty_path_is_said() -> None:
+    with pytest.raises(DataError, match="the path of the data is empty"):
+        open_data("")
+
+
+def test_a_path_where_a_source_is_asked_for() -> None:
+    with pytest.raises(InputError, match=r"expected a source of images, found str; open a path with open_source"):
+        evaluate_bundle(tiny(), "digits")
+
+
+@pytest.mark.parametrize("odd", ["dataset", "nothing"])
+def test_a_classifier_says_what_an_image_may_be(odd: str) -> None:
+    with pytest.raises(InputError, match="expected a path, the bytes of a file"):
+        Classifier(tiny()).predict(cast("str", ODD[odd]))

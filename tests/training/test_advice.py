@@ -1,0 +1,74 @@
+"""What is said before training on few photographs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.checkpoints.hub import parse
+from vitrail.metrics.baselines import PRETRAINED
+from vitrail.training.advice import FEW, before_training
+from vitrail.training.choices import Facts
+from vitrail.training.loop import _gap_warning
+from vitrail.training.train import train
+
+TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=16", "model.stem=conv", "steps=1"]
+
+
+@pytest.mark.parametrize(
+    ("images", "side", "fresh", "said"),
+    [(551, 300, True, True), (551, 300, False, False), (FEW, 300, True, False), (551, 28, True, False)],
+)
+def test_few_photographs_from_scratch_are_advised_against(images: int, side: int, fresh: bool, said: bool) -> None:
+    found = before_training(Facts(images, ("cat", "dog"), side, grey=False), fresh=fresh)
+    assert bool(found) == said
+    if said:
+        assert found[0].startswith("few photographs: 551 images")
+        assert f"--from {PRETRAINED}" in found[1]
+        assert "hf download timm/vit_small_patch16_224.augreg_in21k --local-dir vit-small" in found[1]
+
+
+def test_the_name_is_one_that_can_be_opened() -> None:
+    found = parse(PRETRAINED)
+    assert found is not None
+    assert found.repository == "timm/vit_small_patch16_224.augreg_in21k"
+
+
+def test_a_journal_in_which_training_and_validation_part_ways() -> None:
+    steps = [{"step": step, "accuracy": step / 100} for step in range(1, 101)]
+    for best, warned in ((50, False), (100, True)):
+        validations = [{"step": 50, "val_top1": 0.45, "best": 50}, {"step": 100, "val_top1": 0.5, "best": best}]
+        said = _gap_warning([*steps, *validations])
+        assert bool(said) == warned, "what counts is the checkpoint that is kept"
+    assert said[0].startswith("overfitting: 98.0% on the training images, as augmented, and 50.0% on the validation")
+    assert _gap_warning(steps) == []
+    assert _gap_warning(validations) == []
+
+
+def test_a_run_says_it_once_before_it_trains(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for label in ("cat", "dog"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(8):
+            Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8)).save(
+                tmp_path / "photos" / label / f"{number}.png"
+            )
+    changes = [*TINY, "data.test=0", "data.val=0.25"]
+    run = train(tmp_path / "photos", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    lines = (run.folder / "log.txt").read_text().splitlines()
+    places = [place for place, line in enumerate(lines) if line.startswith("WARNING: few photographs")]
+    assert len(places) == 1
+    assert "; always 'cat' gives 50.0%, chance 50.0%; " in run.verdict
+    assert "; evaluated on the validation split; selected on these images; " in run.verdict
+    assert [f"WARNING: {text}" for text in run.metrics.warnings] == [
+        line for line in lines[places[0] + 2 :] if line.startswith("WARNING: ")
+    ]
+    assert run.metrics.warnings, "four images say nothing about a model of noise"
+    assert lines[places[0] + 1].startswith("WARNING: better: start from a pretrained model")
+    assert places[0] < next(place for place, line in enumerate(lines) if line.startswith("step 1: "))
+    tuned = train(
+        tmp_path / "photos", start=run.bundle, changes=["steps=1"], folder=tmp_path / "tuned", device="cpu", workers=0,
+        quiet=True,
+    )  # fmt: skip
+    assert "few photographs" not in (tuned.folder / "log.txt").read_text()

@@ -1,0 +1,117 @@
+"""What picks the best checkpoint: the number that the recipe names, or that follows from its class weights."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitrail.__main__ import _run
+from vitrail.errors import ConfigError
+from vitrail.evaluation import Predictions
+from vitrail.training.criterion import COLUMNS, Criterion, score, shared_criterion, validated
+from vitrail.training.grid import combine
+from vitrail.training.recipe import read_recipe
+from vitrail.training.sweep import sweep
+from vitrail.training.train import train
+
+TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4", "model.stem=conv", "batch=8"]
+CRITERIA: tuple[Criterion, ...] = ("accuracy", "balanced_accuracy", "macro_f1", "loss")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise of which one class has most: where accuracy and the classes' mean part ways."""
+    folder, rng = tmp_path_factory.mktemp("uneven"), np.random.default_rng(0)
+    for label, count in (("common", 60), ("rare", 16), ("scarce", 12)):
+        (folder / label).mkdir()
+        for number in range(count):
+            shift = {"common": 0, "rare": 20, "scarce": 40}[label]
+            pixels = rng.integers(0, 200, (8, 8)) + shift
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{number}.png")
+    return folder
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "val_top1" in row]
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_the_best_checkpoint_is_best_by_the_criterion(criterion: Criterion, uneven: Path, tmp_path: Path) -> None:
+    changes = [*TINY, "epochs=4", "evaluations=8", "data.val=0.3", f"criterion={criterion}", "optimizer.lr=0.01"]
+    run = train(uneven, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    rows = rows_of(run.folder)
+    assert len(rows) == 8
+    values = [row[COLUMNS[criterion]] for row in rows]
+    best = next(row for row in rows if row["step"] == rows[-1]["best"])
+    assert best[COLUMNS[criterion]] == (min(values) if criterion == "loss" else max(values))
+    assert run.bundle.provenance["trained"]["step"] == best["step"]
+
+
+def test_it_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:
+    for number, (change, expected) in enumerate(
+        [
+            ("data.balance=true", "balanced_accuracy"),
+            ("objective.class_weights=balanced", "balanced_accuracy"),
+            ("seed=0", "accuracy"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        run = train(
+            uneven, changes=[*TINY, "steps=1", change], folder=folder, device="cpu", workers=0, quiet=True
+        )  # fmt: skip
+        assert read_recipe(folder / "recipe.toml").criterion == expected
+        assert any(choice.field == "criterion" for choice in run.choices) == (expected != "accuracy")
+    weighted = read_recipe("scratch-small", ["data.balance=true", "criterion=loss"])
+    assert weighted.settled_criterion() == "loss"
+    with pytest.raises(ConfigError, match=r"criterion is 'acuracy', .*did you mean 'accuracy'"):
+        read_recipe("scratch-small", ["criterion=acuracy"])
+
+
+def test_a_sweep_chooses_by_it(uneven: Path, tmp_path: Path) -> None:
+    changes = [*TINY, "epochs=1", "evaluations=1", "data.val=0.3", "criterion=loss"]
+    done = sweep(
+        uneven, over={"optimizer.lr": [0.0001, 0.03]}, changes=changes, folder=tmp_path / "sweep",
+        device="cpu", workers=0, quiet=True,
+    )  # fmt: skip
+    losses = [candidate.outcome.val_loss for candidate in done.candidates]
+    assert (done.criterion, done.chosen.outcome.val_loss) == ("loss", min(loss for loss in losses if loss is not None))
+    with pytest.raises(ConfigError, match=r"one criterion; choose it with --set criterion"):
+        combine({"criterion": ["loss", "accuracy"]}, ())
+
+
+@pytest.mark.slow
+def test_the_table_of_a_sweep_has_the_criterion(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [*TINY, "epochs=1", "evaluations=1", "data.val=0.3", "criterion=macro_f1"]
+    words = [word for change in changes for word in ("--set", change)]
+    command = ["vitrail", "train", str(uneven), "--device", "cpu", "--workers", "0", "--run", str(tmp_path / "typed")]
+    monkeypatch.setattr(sys, "argv", [*command, *words, "--sweep", "optimizer.lr=0.0001,0.03"])
+    assert _run() == 0
+    said = capsys.readouterr()
+    assert "val macro-F1" in said.out
+    assert "has the best macro-F1 on the val part" in said.err
+
+
+def test_runs_with_and_without_class_weights_are_compared_by_balanced_accuracy() -> None:
+    assert shared_criterion(["accuracy", "accuracy"]) == "accuracy"
+    assert shared_criterion(["accuracy", "balanced_accuracy"]) == "balanced_accuracy"
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(0, 10_000), st.integers(2, 6), st.integers(1, 40))
+def test_scores_are_those_of_the_evaluation(seed: int, classes: int, images: int) -> None:
+    rng = np.random.default_rng(seed)
+    probabilities = rng.dirichlet(np.ones(classes), images).astype(np.float32)
+    found = validated(Predictions(probabilities, rng.integers(0, classes, images), np.arange(images)))
+    for criterion in CRITERIA:
+        sign = -1 if criterion == "loss" else 1
+        assert score(found, criterion) == pytest.approx(sign * found[COLUMNS[criterion]], abs=1e-4)
+    worse = {**found, "val_loss": found["val_loss"] + 1}
+    assert all(score(worse, criterion) < score(found, criterion) for criterion in CRITERIA), "the loss breaks ties"

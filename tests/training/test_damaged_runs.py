@@ -1,0 +1,193 @@
+"""A run whose files were damaged: what can be recovered is, what is lost is said, and no wrong result is given."""
+
+import json
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from tests.damaging import RECIPE, make_run, train_tiny
+
+from vitrail.__main__ import main
+from vitrail.errors import CheckpointError, ConfigError, DataError
+from vitrail.training.state import Progress, Setting, State, save_state
+from vitrail.training.train import Run, train
+
+SETTING = Setting(threads=1, processes=1, precision="float32")
+STILL = [*RECIPE, "optimizer.lr=1e-30", "evaluations=4"]
+"""Nothing is learned, so that the first evaluation stays the best one, and its state is not among the last two."""
+
+
+def flip(file: Path, at: int = -5) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def log(place: Path) -> str:
+    return (place / "run" / "log.txt").read_text(encoding="utf-8")
+
+
+def states(place: Path) -> list[Path]:
+    return sorted((place / "run" / "state").glob("[0-9]*"))
+
+
+def state(place: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((states(place)[-1] / "state.json").read_text(encoding="utf-8"))
+    return found
+
+
+def train_still(place: Path) -> Run:
+    return train(place / "data", changes=STILL, folder=place / "run", device="cpu", workers=0, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def still(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("still")
+    make_run(place)
+    shutil.rmtree(place / "run")
+    train_still(place)
+    assert state(place)["best_step"] not in [int(found.name) for found in states(place)]
+    return place
+
+
+@pytest.mark.parametrize("harm", ["one bit", "cut", "config cut", "missing", "changed"])
+def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
+    make_run(tmp_path)
+    best = tmp_path / "run" / "best"
+    # Copied, because what is loaded is the file itself, mapped into memory.
+    whole = {name: tensor.clone() for name, tensor in load_file(best / "model.safetensors").items()}
+    result = train_tiny(tmp_path).metrics.top1
+    match harm:
+        case "one bit":
+            flip(best / "model.safetensors")
+        case "cut":
+            (best / "model.safetensors").write_bytes((best / "model.safetensors").read_bytes()[:1000])
+        case "config cut":
+            (best / "config.json").write_text('{"vitrail": ')
+        case "missing":
+            shutil.rmtree(best)
+        case _:
+            text = (best / "config.json").read_text(encoding="utf-8")
+            (best / "config.json").write_text(text.replace("0.5", "0.7"), encoding="utf-8")
+    run = train_tiny(tmp_path)
+    assert run.metrics.top1 == result
+    assert "nothing is lost" in log(tmp_path)
+    assert str(best) in log(tmp_path)
+    found = load_file(best / "model.safetensors")
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert (tmp_path / "run" / "damaged-best").is_dir() == (harm != "missing")
+    before = log(tmp_path).count("nothing is lost")
+    train_tiny(tmp_path)
+    assert log(tmp_path).count("nothing is lost") == before
+
+
+def test_best_that_is_lost_is_replaced_and_said(still: Path, tmp_path: Path) -> None:
+    shutil.copytree(still, tmp_path, dirs_exist_ok=True)
+    lost, last = state(tmp_path)["best_step"], state(tmp_path)["step"]
+    verdict = tmp_path / "run" / "verdict.json"
+    verdict.write_text("{}", encoding="utf-8")
+    flip(tmp_path / "run" / "best" / "model.safetensors")
+    run = train_still(tmp_path)
+    assert f"the best weights, those of step {lost}, are lost, and the" in log(tmp_path)
+    assert f"weights of step {last} take their place" in log(tmp_path)
+    assert state(tmp_path)["best_step"] == last
+    assert run.bundle.provenance["trained"]["step"] == last
+    assert json.loads(verdict.read_text(encoding="utf-8"))["top1"] == run.metrics.top1
+    said = log(tmp_path).count("are lost")
+    train_still(tmp_path)
+    assert log(tmp_path).count("are lost") == said
+
+
+def test_best_that_is_lost_on_the_way_is_replaced_before_the_run_goes_on(still: Path, tmp_path: Path) -> None:
+    shutil.copytree(still, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(states(tmp_path)[-1])
+    shutil.rmtree(tmp_path / "run" / "best")
+    here = state(tmp_path)["step"]
+    train_still(tmp_path)
+    assert f"weights of step {here} take their place" in log(tmp_path)
+
+
+def test_best_of_a_run_that_was_killed_before_it_saved_is_no_damage(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    shutil.rmtree(states(tmp_path)[-1])
+    config = tmp_path / "run" / "best" / "config.json"
+    content = json.loads(config.read_text(encoding="utf-8"))
+    content["vitrail"]["provenance"]["trained"]["step"] = 1 + int(states(tmp_path)[-1].name)
+    config.write_text(json.dumps(content), encoding="utf-8")
+    train_tiny(tmp_path)
+    going_on = log(tmp_path).rindex("going on from step")
+    assert "damaged-best" not in log(tmp_path)[: log(tmp_path).index("memory:", going_on)]
+
+
+@pytest.mark.parametrize("file", ["recipe.toml", "split.json", "origin.json"])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[" * 200_000, b"a = " + b"9" * 5_000, b"[]"])
+def test_a_damaged_file_of_a_run_is_named(file: str, content: bytes, tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "run" / file).write_bytes(content)
+    with pytest.raises((CheckpointError, ConfigError, DataError)) as found:
+        train_tiny(tmp_path)
+    assert file in str(found.value) or str(tmp_path / "run") in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_the_command_says_it_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path)
+    (tmp_path / "run" / "recipe.toml").write_bytes(b"batch = ")
+    changes = [word for change in RECIPE for word in ("--set", change)]
+    words = ["train", str(tmp_path / "data"), "--run", str(tmp_path / "run"), "--device", "cpu", *changes]
+    monkeypatch.setattr(sys, "argv", ["vitrail", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "recipe.toml is not TOML" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_replaced_image_is_refused(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    train_tiny(tmp_path)
+    image = sorted((tmp_path / "data").rglob("*.png"))[3]
+    Image.new("RGB", (9, 9), "red").save(image)
+    with pytest.raises(DataError, match=rf"{image} has changed since the run in .* began: the size is another"):
+        train_tiny(tmp_path)
+
+
+def test_an_image_written_again_is_said_once(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    train_tiny(tmp_path)
+    images = sorted((tmp_path / "data").rglob("*.png"))[:2]
+    said = log(tmp_path).count("been written or copied")
+    for image in images:
+        flip(image)
+    train_tiny(tmp_path)
+    assert "and 1 more images have been written or copied since the run began" in log(tmp_path)
+    train_tiny(tmp_path)
+    assert log(tmp_path).count("been written or copied") == said + 1
+
+
+def tiny_state(step: int) -> State:
+    model = torch.nn.Linear(2, 2)
+    return State(model, torch.optim.SGD(model.parameters(), 0.1), None, Progress(step=step))
+
+
+def test_a_first_state_that_cannot_be_saved(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / f".00000002.{os.getpid()}").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"could not be saved in .*; no state was saved before, so none is there"):
+        save_state(tmp_path / "state", tiny_state(2), SETTING)
+
+
+def test_a_state_follows_the_umask(tmp_path: Path) -> None:
+    save_state(tmp_path, tiny_state(1), SETTING)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.rglob("*.*")} == {0o666 & ~mask}

@@ -1,0 +1,59 @@
+"""What training finds in the data before it starts, and what its record says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import vitrail
+from vitrail.data.sources.opening import open_data
+from vitrail.training.train import _say_check, train
+from vitrail.training.watch import Screen
+
+CHANGES = [
+    "steps=1", "batch=4", "evaluations=1",
+    "model.image_size=[16, 16]", "model.patch_size=[8, 8]", "model.width=48", "model.depth=2", "model.heads=2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
+    for label in ("cat", "dog"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(8):
+            noise = np.random.default_rng([number, ord(label[0])]).integers(0, 256, (40, 40, 3), np.uint8)
+            Image.fromarray(noise).save(tmp_path / "photos" / label / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos: Path, tmp_path: Path) -> None:
+    shutil.copy(photos / "cat" / "0.png", photos / "dog" / "other.png")
+    shutil.copy(photos / "cat" / "1.png", photos / "cat" / "again.png")
+    shutil.copy(photos / "cat" / "2.png", photos / "cat" / "upload.php")
+    folder, parts = tmp_path / "run", open_data(photos)
+    folder.mkdir()
+    with Screen(folder, quiet=True) as screen:  # what `train` does before the first step
+        _say_check(screen, folder, parts, 16)
+    check = json.loads((folder / "check.json").read_text())
+    names = {copies["kind"]: [Path(one["name"]).name for one in copies["pictures"]] for copies in check["duplicates"]}
+    assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]
+    assert len(check["duplicates"]) == 2
+    assert (check["compared"], check["looked_at"], check["pictures"], check["decoded"]) == (18, 18, 18, False)
+    assert "damage behind the header of a file" in check["not_looked_for"]
+    log = (folder / "log.txt").read_text()
+    assert "18 pictures in 2 classes (headers of 18 read, contents of 18 compared); 1 file misnamed, 1 duplicate" in log
+    assert "1 duplicate with different labels (" in log
+    assert "upload.php: a JPEG" not in log  # it is a PNG
+    assert "upload.php: a PNG; rename it to upload.png" in log
+
+
+def test_training_refuses_data_with_every_fault_named(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "gone.png").symlink_to("nowhere.png")
+    (photos / "emu").mkdir()
+    with pytest.raises(vitrail.DataError, match=r"has 2 faults: \(1\) .*gone\.png is a link.*\(2\) the class folder"):
+        train(photos, recipe="scratch-small", changes=CHANGES, folder=tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
