@@ -69,7 +69,7 @@ def eval(
     seen = seen_by_run(chosen.source, record)
     result = f"{found.verdict}; evaluated on {SPLITS[chosen.part]}{seen.said(len(chosen.source))}"
     for warning in found.warnings:
-        typer.secho(f"WARNING: {warning}", err=True, bold=True, fg="yellow")
+        echo(f"WARNING: {warning}", err=True, bold=True)
     if as_json:
         echo(_compact_json({"part": chosen.part, **seen._asdict(), **found.as_dict(), "verdict": result}))
         return
