@@ -14,6 +14,7 @@ from PIL import Image
 from tests.reports.runs import CLASSES, TINY
 from tests.reports.test_report import Page
 
+from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import Predictions, measure
 from vitrail.reports.curves import _floor, loss_note
@@ -105,6 +106,14 @@ def test_a_mistake_is_shown_as_it_is_stored_and_not_only_as_the_model_saw_it(tmp
     run = train(
         tmp_path / "photos", changes=[*TINY, "epochs=1"], folder=tmp_path / "run", device="cpu", workers=0, quiet=True
     )
+    test = open_data(tmp_path / "photos", record=json.loads((run.folder / "split.json").read_text())).test
+    assert test is not None
+    true = int(test.labels[0])
+    verdict = json.loads((run.folder / "verdict.json").read_text())
+    verdict["worst"] = [
+        {"index": 0, "name": test.name(0), "true": str(true), "predicted": str(1 - true), "confidence": 0.9}
+    ]
+    (run.folder / "verdict.json").write_text(json.dumps(verdict))
     html = section(Page(report(run.folder)), "mistakes")
     sources = re.findall(r'<div class="whole"><img src="data:image/jpeg;base64,([^"]+)"', html)
     assert sources
