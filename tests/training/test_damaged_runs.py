@@ -169,7 +169,7 @@ def test_an_image_written_again_is_said_once(tmp_path: Path) -> None:
     for image in images:
         flip(image)
     train_tiny(tmp_path)
-    assert "and 1 more images have been written or copied since the run began" in log(tmp_path)
+    assert "and 1 more image have been written or copied again since the run began" in log(tmp_path)
     train_tiny(tmp_path)
     assert log(tmp_path).count("been written or copied") == said + 1
 
