@@ -95,7 +95,7 @@ def test_intervals_cover_the_truth(right: float, classes: int) -> None:
         wrong = (labels + rng.integers(1, classes, 120)) % classes
         matrix = confusion_matrix(labels, np.where(rng.random(120) < right, labels, wrong), classes)
         covered += [low <= right <= high for low, high in bootstrap_scores(matrix, resamples=200)]
-    # A plain bootstrap covers 0.99 in 0.72 of the runs. Of five images a class, macro-F1 is covered a little too seldom.
+    # A plain bootstrap covers 0.99 in 0.72 of the runs. Of five images a class, macro-F1 is covered too seldom.
     assert (covered / runs > (0.92 if classes == 4 else 0.88)).all()
 
 
