@@ -201,7 +201,7 @@ def test_another_recipe_in_the_same_folder(straight: Path) -> None:
     done = run(straight, "--set", "optimizer.lr=0.5")
     assert done.returncode == 2
     assert (
-        "holds a run with another recipe (optimizer.lr is 0.002 there and 0.5 here); choose another --run"
+        "holds a run with another recipe (optimizer.lr is 0.005 there and 0.5 here); choose another --run"
         in done.stderr
     )
 
