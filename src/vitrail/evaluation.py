@@ -32,9 +32,8 @@ from vitrail.metrics.classification import (
 )
 from vitrail.metrics.intervals import (
     Interval,
-    bootstrap_balanced_accuracy,
-    bootstrap_macro_f1,
     bootstrap_mean,
+    bootstrap_scores,
     wilson_interval,
 )
 from vitrail.models.checks import per_token
@@ -277,7 +276,7 @@ def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -
     losses, table = log_losses(probabilities, labels), reliability(probabilities, labels)
     right = int((predicted == labels).sum())
     among_five = int(top_k_right(probabilities, labels, 5).sum())
-    interval = wilson_interval(right, len(labels))
+    interval, scores = wilson_interval(right, len(labels)), bootstrap_scores(matrix)
     return Evaluation(
         pictures=len(labels),
         kind=kind,
@@ -289,9 +288,9 @@ def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -
         loss=float(losses.mean()),
         loss_interval=bootstrap_mean(losses),
         balanced_accuracy=balanced_accuracy(matrix),
-        balanced_accuracy_interval=bootstrap_balanced_accuracy(matrix),
+        balanced_accuracy_interval=scores.balanced_accuracy,
         macro_f1=macro_f1(matrix),
-        macro_f1_interval=bootstrap_macro_f1(matrix),
+        macro_f1_interval=scores.macro_f1,
         per_class=_class_scores(matrix, source.classes),
         confusion=matrix,
         ece=expected_calibration_error(table),

@@ -10,7 +10,7 @@ from vitrail.checkpoints.hub import parse
 from vitrail.metrics.baselines import PRETRAINED
 from vitrail.training.advice import FEW, before_training
 from vitrail.training.choices import Facts
-from vitrail.training.loop import _gap_warning
+from vitrail.training.records import gap_warning
 from vitrail.training.train import train
 
 TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=16", "model.stem=conv", "steps=1"]
@@ -39,11 +39,11 @@ def test_a_journal_in_which_training_and_validation_part_ways() -> None:
     steps = [{"step": step, "accuracy": step / 100} for step in range(1, 101)]
     for best, warned in ((50, False), (100, True)):
         validations = [{"step": 50, "val_top1": 0.45, "best": 50}, {"step": 100, "val_top1": 0.5, "best": best}]
-        said = _gap_warning([*steps, *validations])
+        said = gap_warning([*steps, *validations])
         assert bool(said) == warned, "what counts is the checkpoint that is kept"
     assert said[0].startswith("overfitting: 98.0% on the training images, as augmented, and 50.0% on the validation")
-    assert _gap_warning(steps) == []
-    assert _gap_warning(validations) == []
+    assert gap_warning(steps) == []
+    assert gap_warning(validations) == []
 
 
 def test_a_run_says_it_once_before_it_trains(tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ from tests.damaging import RECIPE, make_run, train_tiny
 
 from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, DataError
+from vitrail.runtime import Processes
+from vitrail.training.best import Best, put_aside
 from vitrail.training.state import Progress, Setting, State, save_state
+from vitrail.training.team import Team
 from vitrail.training.train import Run, train
 
 SETTING = Setting(threads=1, processes=1, precision="float32")
@@ -113,6 +116,31 @@ def test_best_that_is_lost_on_the_way_is_replaced_before_the_run_goes_on(still: 
     assert f"weights of step {here} take their place" in log(tmp_path)
 
 
+def test_a_lost_best_is_replaced_whatever_the_score_there_is(tmp_path: Path) -> None:
+    """By the loss a score can be anything below 0, so that no score stands for a run that has no best model yet."""
+    said: list[str] = []
+    state = tiny_state(4)
+    state.progress.best_step, state.progress.best_score = 2, -0.5
+    team = Team(Processes(), torch.device("cpu"))
+    best = Best(tmp_path, state, team, said.append, lambda *_: pytest.fail("there are no weights"))
+    assert best.check() == "lost"
+    assert said == [
+        f"{tmp_path / 'best'} is missing; the best weights, those of step 2, are lost, and the weights of step 4 take "
+        "their place"
+    ]
+    assert state.progress.best_step == 0
+    assert best.check() == "whole", "there is none to be lost any more"
+
+
+def test_nothing_that_was_put_aside_is_overwritten(tmp_path: Path) -> None:
+    for name in ("damaged-best", "damaged-best-2"):
+        (tmp_path / "best").mkdir()
+        (tmp_path / "best" / "file").write_text(name)
+        assert put_aside(tmp_path / "best") == tmp_path / name
+        assert (tmp_path / name / "file").read_text() == name
+    assert put_aside(tmp_path / "best") is None
+
+
 def test_best_of_a_run_that_was_killed_before_it_saved_is_no_damage(tmp_path: Path) -> None:
     make_run(tmp_path)
     shutil.rmtree(states(tmp_path)[-1])
@@ -169,7 +197,7 @@ def test_an_image_written_again_is_said_once(tmp_path: Path) -> None:
     for image in images:
         flip(image)
     train_tiny(tmp_path)
-    assert "and 1 more images have been written or copied since the run began" in log(tmp_path)
+    assert "and 1 more image have been written or copied again since the run began" in log(tmp_path)
     train_tiny(tmp_path)
     assert log(tmp_path).count("been written or copied") == said + 1
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.runtime import Processes
+from vitrail.runtime import Processes, faster_in_bf16
 from vitrail.training.muon import Muon, orthogonalised
 from vitrail.training.optimizers import Optimizer, can_leave_out, make_optimizer, set_learning_rate, step_unless
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
@@ -86,6 +86,13 @@ def test_singular_values_come_near_one(shape: tuple[int, ...]) -> None:
     assert float(values.min()) > 0.3
     assert float(values.max()) < 1.4
     assert not orthogonalised(torch.zeros(shape)).any()
+
+
+@pytest.mark.filterwarnings("error")  # also what the suite passes over: torch says that it has no bf16 here
+def test_a_cpu_computes_in_what_it_has() -> None:
+    cpu = torch.device("cpu")
+    made = orthogonalised(torch.randn(2, 8, 16))
+    assert made.dtype == (torch.bfloat16 if faster_in_bf16(cpu) else torch.float32)
 
 
 def test_a_bad_step_changes_nothing() -> None:

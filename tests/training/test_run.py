@@ -93,7 +93,7 @@ def test_what_a_run_leaves(straight: Path) -> None:
     assert len([row for row in rows if "val_top1" in row]) == 3
     bundle = vitrail.load(straight / "best")
     assert bundle.classes == tuple("0123456789")
-    assert read_recipe(straight / "recipe.toml").optimizer.lr == 2e-3
+    assert read_recipe(straight / "recipe.toml").optimizer.lr == 5e-3
 
 
 def test_a_finished_run_changes_nothing(straight: Path) -> None:
@@ -201,7 +201,7 @@ def test_another_recipe_in_the_same_folder(straight: Path) -> None:
     done = run(straight, "--set", "optimizer.lr=0.5")
     assert done.returncode == 2
     assert (
-        "holds a run with another recipe (optimizer.lr is 0.002 there and 0.5 here); choose another --run"
+        "holds a run with another recipe (optimizer.lr is 0.005 there and 0.5 here); choose another --run"
         in done.stderr
     )
 

@@ -91,6 +91,15 @@ def test_what_was_given_stays_as_it_was() -> None:
     assert (start.model.config, start.preprocess, start.classes, start.provenance) == (config, preprocess, OLD, {})
 
 
+def test_metrics_of_the_model_that_it_was_are_left_behind() -> None:
+    start = old_bundle()
+    start.provenance.update({"source": "elsewhere", "metrics": {"accuracy": "99.0%"}})
+    found = fit(start, Start(head="zero"))
+    assert found.provenance["source"] == "elsewhere"
+    assert "metrics" not in found.provenance
+    assert "metrics" in start.provenance
+
+
 def test_fields_that_need_no_other_weights_are_taken() -> None:
     found = fit(old_bundle(mlp_dropout=0.5), Start(), mlp_dropout=0.0, stochastic_depth=0.2, init="paper", pool="mean")
     config = found.model.config

@@ -16,7 +16,7 @@ HEAT = ((26, 22, 66), (82, 31, 122), (152, 42, 121), (214, 71, 92), (246, 124, 6
 LEAST_SIDE = 224
 """Smaller pictures, such as digits of 8×8 pixels, are enlarged to this to be seen."""
 GAP = 8
-LABEL, CAPTION = 26, 36
+LABEL, CAPTION, MOST_LETTERS = 26, 36, 400
 PAPER, INK = "#ffffff", "#22211f"
 
 
@@ -92,6 +92,8 @@ def captioned(sheet: Image.Image, text: str) -> Image.Image:
     words = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     if not words:
         return sheet
+    if len(words) > MOST_LETTERS:  # somebody's class name may be a book
+        words = f"{words[: MOST_LETTERS // 2]}{words[-MOST_LETTERS // 2 :]}"
     room = sheet.width - 2 * GAP
     sizes = (20, 17, 14, 12)
     font = next((font for size in sizes if (font := _font(size)).getlength(words) <= room), _font(sizes[-1]))

@@ -16,7 +16,7 @@ FAR_APART = 0.2
 """Training accuracy above validation accuracy by this share says that the model has learned its images by heart."""
 PRETRAINED = "timm:vit_small_patch16_224.augreg_in21k"
 """A pretrained model to start from: 22 million parameters, trained on 14 million photographs of 21,843 classes."""
-START_PRETRAINED = f"start from a pretrained model (--from {PRETRAINED})"
+START_PRETRAINED = f"if training began from scratch, start from a pretrained model (--from {PRETRAINED})"
 
 
 class Baselines(NamedTuple):

@@ -1,6 +1,5 @@
 """How far a number measured on a few pictures may be from the one that many would give."""
 
-from collections.abc import Callable
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -70,73 +69,76 @@ def bootstrap_mean(
     return _percentiles(np.concatenate(means), float(numbers.mean()), level)
 
 
-def bootstrap_macro_f1(
+class ScoreIntervals(NamedTuple):
+    """The intervals of the two scores in which every class counts alike."""
+
+    balanced_accuracy: Interval
+    macro_f1: Interval
+
+
+def bootstrap_scores(
     matrix: NDArray[np.int64], *, seed: int = 0, resamples: int = RESAMPLES, level: float = 0.95
-) -> Interval:
-    """Return the interval of macro-F1, from the confusion matrix."""
-    return _bootstrap_matrix(matrix, _macro_f1_of_each, macro_f1, seed, resamples, level)
-
-
-def bootstrap_balanced_accuracy(
-    matrix: NDArray[np.int64], *, seed: int = 0, resamples: int = RESAMPLES, level: float = 0.95
-) -> Interval:
-    """Return the interval of balanced accuracy, from the confusion matrix."""
-    return _bootstrap_matrix(matrix, _balanced_accuracy_of_each, balanced_accuracy, seed, resamples, level)
-
-
-def _bootstrap_matrix(
-    matrix: NDArray[np.int64],
-    score_of_each: Callable[["_Counts"], NDArray[np.float64]],
-    score: Callable[[NDArray[np.int64]], float],
-    seed: int,
-    resamples: int,
-    level: float,
-) -> Interval:
-    """Return the percentile interval of a score of the confusion matrix, by a smoothed bootstrap.
+) -> ScoreIntervals:
+    """Return percentile intervals of balanced accuracy and macro-F1, from the confusion matrix.
 
     Drawing images again is drawing the matrix's cells again, each as often as it has images; so the images themselves
     are not needed. A plain bootstrap never draws a mistake that did not happen: of a perfect result it would say that
-    it is certain. So a few images are added first, z²/2 right and as many wrong, as Agresti and Coull do for a share,
-    which is what the centre of Wilson's interval comes to. Where all are right, or none, the interval is nowhere
-    narrower than Wilson's interval of the accuracy.
+    it is certain. So it is done again with a few images added, z²/2 right and as many wrong, as Agresti and Coull do
+    for a share, which is what the centre of Wilson's interval comes to; the intervals reach over both. Where all are
+    right, or none, they are nowhere narrower than Wilson's interval of the accuracy.
     """
-    images = int(matrix.sum())
+    images, right = int(matrix.sum()), int(np.trace(matrix))
     _check(images, level)
-    true, predicted, weights = _smoothed_cells(matrix, level)
-    shares, generator = weights / weights.sum(), np.random.default_rng(seed)
-    at_once = max(1, _AT_ONCE // len(shares))
-    found = []
-    for done in range(0, resamples, at_once):
-        cells = generator.multinomial(images, shares, min(at_once, resamples - done))
-        found.append(score_of_each(_counts_of_each(cells, true, predicted, len(matrix))))
-    low, high = _percentiles(np.concatenate(found), score(matrix), level)
-    right = int(np.trace(matrix))
+    true, predicted, added = _smoothed_cells(matrix, level)
+    generator, at_once = np.random.default_rng(seed), max(1, _AT_ONCE // len(true))
+    drawn = []
+    for weights in (matrix[true, predicted].astype(np.float64), matrix[true, predicted] + added):
+        found = []
+        for done in range(0, resamples, at_once):
+            cells = generator.multinomial(images, weights / weights.sum(), min(at_once, resamples - done))
+            counts = _counts_of_each(cells, true, predicted, len(matrix))
+            found.append((_balanced_accuracy_of_each(counts), _macro_f1_of_each(counts)))
+        drawn.append(np.concatenate(found, axis=1))
     wilson = wilson_interval(right, images, level)
-    return Interval(min(low, wilson.low) if right == images else low, max(high, wilson.high) if right == 0 else high)
+    ends = []
+    for plain, smoothed, estimate in zip(*drawn, (balanced_accuracy(matrix), macro_f1(matrix)), strict=True):
+        low, high = _over_both(plain, smoothed, estimate, level)
+        ends.append(
+            Interval(min(low, wilson.low) if right == images else low, max(high, wilson.high) if right == 0 else high)
+        )
+    return ScoreIntervals(*ends)
+
+
+def _over_both(plain: NDArray[np.float64], smoothed: NDArray[np.float64], estimate: float, level: float) -> Interval:
+    """Return what two bootstraps span.
+
+    Of few images a class, macro-F1 comes out too low on average, and of images drawn again too low once more, by about
+    as much. So the end on that side is moved by what the plain bootstrap loses.
+    """
+    one, other = _percentiles(plain, estimate, level), _percentiles(smoothed, estimate, level)
+    lost = estimate - float(plain.mean())
+    low, high = min(one.low, one.low + lost, other.low), max(one.high, one.high + lost, other.high)
+    return Interval(max(0.0, low), min(1.0, high))
 
 
 def _smoothed_cells(
     matrix: NDArray[np.int64], level: float
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
-    """Return the cells that images can be drawn from, true and predicted class, and the weight of each.
+    """Return the cells that images can be drawn from, true and predicted class, and what is added to each.
 
     The added images are spread over the classes as the images are. A class's wrong ones are taken for the next class
     that has images: which one hardly matters, and a cell for every pair of a thousand classes would be a million.
     """
-    images = matrix.sum(axis=1)
+    images, classes = matrix.sum(axis=1), len(matrix)
     present = np.flatnonzero(images)
-    true, predicted = np.nonzero(matrix)
-    cells: list[tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]]
+    others = np.roll(present, -1) if len(present) > 1 else (present + 1) % classes
     added = _z(level) ** 2 / 2 * images[present] / images.sum()
-    others = np.roll(present, -1) if len(present) > 1 else (present + 1) % len(matrix)
-    cells = [(true, predicted, matrix[true, predicted].astype(np.float64)), (present, present, added)]
-    if len(matrix) > 1:  # else there is no class to take an image for by mistake
-        cells.append((present, others, added))
-    places = np.concatenate([rows * len(matrix) + columns for rows, columns, _ in cells])
-    found, which = np.unique(places, return_inverse=True)
-    weights = np.zeros(len(found))
-    np.add.at(weights, which, np.concatenate([weight for _, _, weight in cells]))
-    return found // len(matrix), found % len(matrix), weights
+    right, wrong = present * classes + present, present * classes + others
+    places = np.unique(np.concatenate([np.flatnonzero(matrix), right, wrong]))
+    weights = np.zeros(len(places))
+    for cells in (right, wrong):
+        weights[np.searchsorted(places, cells)] += added
+    return places // classes, places % classes, weights
 
 
 class _Counts(NamedTuple):

@@ -9,6 +9,7 @@ from vitrail.metrics.classification import most_confused
 from vitrail.reports.page import Section, absent, name, paragraph
 from vitrail.reports.record import Record, Verdict
 from vitrail.reports.words import loss_span, many, share, span
+from vitrail.training.folder import best_row
 
 NARROW = 0.03
 """An interval wider than this share of either side is worth a word."""
@@ -145,10 +146,9 @@ def _unfinished_title(run: Record) -> str:
 
 
 def _so_far(run: Record) -> str:
-    measured = {row["step"]: row for row in run.rows if "val_top1" in row}
-    if not measured:
+    best = best_row(run.rows)
+    if best is None:
         return paragraph("The val part has not been measured yet, either.")
-    best = measured[measured[max(measured)]["best"]]
     return paragraph(
         f"So far the best on the val part is {share(best['val_top1'])}, at step {best['step']:,}. The val part chooses "
         "the best moment, so this is not a verdict."

@@ -225,6 +225,12 @@ class Journal:
         return rows
 
 
+def best_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the validation of the checkpoint that is the best by the last one; None where the journal lacks it."""
+    validations = {row["step"]: row for row in rows if {"val_top1", "best"} <= row.keys()}
+    return validations.get(validations[max(validations)]["best"]) if validations else None
+
+
 def _is_row(found: object) -> bool:
     """Tell whether a line is one of the journal's: a step, and numbers that can be drawn."""
     if not isinstance(found, dict) or type(found.get("step")) is not int:

@@ -1,52 +1,45 @@
 """The run: from a settled recipe to a measured bundle, stopping and going on at any step without a trace."""
 
-import copy
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
-from vitrail.checkpoints.bundle import CONFIG, METRICS, Bundle
+from vitrail.checkpoints.bundle import METRICS, Bundle
 from vitrail.checkpoints.writing import recover
-from vitrail.data.batches import Batch, Evaluation, Training, evaluation_batches, training_batches
-from vitrail.data.resident import Kept, Resident
-from vitrail.data.sources.source import Source
+from vitrail.data.batches import Batch, Training, training_batches
+from vitrail.data.resident import Resident
 from vitrail.data.sources.splits import Parts
 from vitrail.data.stream import Share, Stream
-from vitrail.errors import ConfigError, DataError, Diverged
+from vitrail.errors import ConfigError, Diverged
 from vitrail.evaluation import Evaluation as Measured
-from vitrail.evaluation import Predictions, measure, predict_all
-from vitrail.io import file_digest
-from vitrail.metrics.baselines import warning_about_gap
+from vitrail.evaluation import measure
 from vitrail.models.vit import ViT
-from vitrail.runtime import Precision, derive_seed, seed_torch
+from vitrail.runtime import derive_seed, seed_torch
 from vitrail.training.averaging import Average
-from vitrail.training.best import ASIDE, BEST, best_fault, put_aside
+from vitrail.training.best import BEST, STATES, Best
 from vitrail.training.choices import Plan
 from vitrail.training.criterion import score, validated
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
 from vitrail.training.forward import forget_compiled, forward_of
-from vitrail.training.memory import Job, evaluation_batch, resident_pictures
+from vitrail.training.memory import Job, resident_pictures
 from vitrail.training.objectives import class_weights
 from vitrail.training.optimizers import freeze, make_optimizer
-from vitrail.training.records import Records, card_metrics
+from vitrail.training.predictions import predictor
+from vitrail.training.records import Records, card_metrics, gap_warning
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
 from vitrail.training.starting import Start, fitted
-from vitrail.training.state import Progress, Setting, State, load_state, save_state, weights_at
+from vitrail.training.state import Progress, Setting, State, load_state, save_state
 from vitrail.training.step import Stepped, Stepper, Taken, first_not_finite
-from vitrail.training.team import Team
+from vitrail.training.team import Where
 from vitrail.training.underway import Underway
-
-GAP_SHARE = 20
-"""Training accuracy is that of the last twentieth of the steps up to the best checkpoint."""
 
 
 class Watcher(Protocol):
@@ -60,16 +53,6 @@ class Watcher(Protocol):
 
     def measured(self, row: dict[str, Any]) -> None:
         """Say what the val part came to."""
-
-
-@dataclass(frozen=True)
-class Where:
-    """What a run computes on."""
-
-    device: torch.device
-    precision: Precision
-    workers: int
-    team: Team
 
 
 def train_run(
@@ -107,7 +90,7 @@ class _Run:
         if team.is_main:
             for name in (BEST, "last"):
                 recover(folder / name)
-        for note in load_state(folder / "state", self.state, self.setting, team):
+        for note in load_state(folder / STATES, self.state, self.setting, team):
             watcher.note(note)
         if self.state.progress.finished:
             watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
@@ -121,9 +104,8 @@ class _Run:
         self.replaced = False
         self.bad: set[str] = set(self.state.progress.bad_files or [])
         self.measured_by = parts.val or parts.train
-        self.kept: Kept | None = None
-        if plan.recipe.data.on_device:
-            self.kept = Kept(self._evaluation(self.measured_by), where.device, where.workers)
+        self.predictions = predictor(plan, where, self.measured_by)
+        self.best = Best(folder, self.state, team, watcher.note, self._bundle_of)
 
     def _first_state(self) -> State:
         recipe, device = self.plan.recipe, self.where.device
@@ -144,7 +126,8 @@ class _Run:
                 f"a batch of {plan.batch} cannot be cut into {parts} equal parts{pairs} (processes × micro_batches); "
                 f"use a batch that is a multiple of {2 * parts if plan.mixing.on else parts}"
             )
-        return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, self._share(), data.bad_files)
+        share = Share(self.team.processes.rank, self.team.processes.size)
+        return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, share, data.bad_files)
 
     def _stepper(self) -> Stepper:
         plan, where = self.plan, self.where
@@ -231,89 +214,31 @@ class _Run:
 
     def verdict(self, *, final: bool) -> tuple[Bundle, Measured]:
         """Measure the best model on the test part, once; without one, on the part it was chosen by."""
-        best = self._best()
+        self.check_best()
+        best = self.best.load()
         source = self.parts.test or self.parts.val or self.parts.train
-        answers = self._predict(best.model.to(self.where.device), source)
+        answers = self.predictions(best.model.to(self.where.device), source)
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
         if self.records is not None:
-            measured = replace(measured, warnings=(*measured.warnings, *_gap_warning(Journal.read(self.folder))))
+            measured = replace(measured, warnings=(*measured.warnings, *gap_warning(Journal.read(self.folder))))
         if final:
             best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
         if final and self.records is not None:
             self.records.held_out(answers, source)
-            self._write_card(best)
+            self.best.write_card(best)
             if self.replaced or not (self.folder / VERDICT).exists():
                 write_json(self.folder / VERDICT, measured.as_dict())
         return best, measured
 
-    def _write_card(self, best: Bundle) -> None:
-        """Add the metrics to the best model's card; a card that cannot be written is no reason to fail."""
-        with suppress(OSError):
-            best.write_card(self.folder / "best")
-
-    def _best(self) -> Bundle:
-        """Return the best model; only the main process need see the folder."""
-        from vitrail.checkpoints.load import load
-
-        self.check_best()
-        with self.team.together():
-            best = load(self.folder / BEST) if self.team.is_main else self._bundle_now()
-        weights = self.team.tensors_from_main(best.model.state_dict() if self.team.is_main else None)
-        provenance = self.team.from_main(best.provenance)
-        if not self.team.is_main:
-            best.model.load_state_dict(weights)
-            best = Bundle(best.model.eval(), best.preprocess, best.classes, provenance)
-        return best
-
     def check_best(self) -> None:
-        """See to it that best/ is the model that the state calls the best; where it is not, say so and recover.
-
-        Its weights are those of a state that is still there, or else they are lost, and those there are now, or their
-        average, take their place.
-        """
-        progress = self.state.progress
-        if not progress.best_step:
-            return
-        with self.team.together():
-            found = self._recovered_best() if self.team.is_main else None
-        fault, exact = self.team.from_main(found) or (None, True)
-        if fault is None:
-            return
-        lost = f"{fault}, so it was put aside as {ASIDE}/"
-        if exact:
-            self.watcher.note(
-                f"{lost}; the state still had the weights of step {progress.best_step:,}: nothing is lost"
-            )
+        """See to it that best/ is the model that the state calls the best; where it is lost, take what there is now."""
+        found = self.best.check()
+        if found == "lost":
+            self.replaced = True
+            self._measure()
+        if found != "whole":
             self._save()  # with the digest of what was written
-            return
-        what = "averaged weights" if self.state.average is not None else "weights"
-        self.watcher.note(
-            f"{lost}; the best weights, those of step {progress.best_step:,}, are lost, and the {what} of step "
-            f"{progress.step:,} take their place"
-        )
-        progress.best_score, self.replaced = -1.0, True
-        self._measure()
-        self._save()
-
-    def _recovered_best(self) -> tuple[str, bool] | None:
-        """Return None where best/ is whole; else what is wrong with it, and whether its very weights were found."""
-        progress, place = self.state.progress, self.folder / BEST
-        fault = best_fault(place, progress)
-        if fault is None:
-            return None
-        put_aside(place)
-        weights = weights_at(self.folder / "state", progress.best_step, averaged=self.state.average is not None)
-        if weights is None:
-            return fault, False
-        model = copy.deepcopy(self.state.model).cpu()
-        model.load_state_dict(weights)
-        self._save_best(self._bundle_of(model, progress.best_step))
-        return fault, True
-
-    def _save_best(self, bundle: Bundle) -> None:
-        bundle.save(self.folder / BEST, overwrite=True)
-        self.state.progress.best_digest = file_digest(self.folder / BEST / CONFIG)
 
     def _rate(self, step: int) -> float:
         return learning_rate(self.plan.recipe.schedule, step, self.plan.steps, self.plan.rate)
@@ -322,13 +247,13 @@ class _Run:
         """Measure the val part, keep the model if it is the best, and say whether the run should end early."""
         progress = self.state.progress
         with self._averaged():
-            answers = self._predict(self.state.model, self.measured_by)
+            answers = self.predictions(self.state.model, self.measured_by)
             found = validated(answers)
             reached = score(found, self.plan.recipe.settled_criterion())
             if not progress.best_step or reached > progress.best_score:
                 progress.best_score, progress.best_step, progress.since_best = reached, progress.step, 0
                 if self.team.is_main:
-                    self._save_best(self._bundle_now())
+                    self.best.save(self._bundle_now())
             else:
                 progress.since_best += 1
         row = {"step": progress.step, **found, "best": progress.best_step}
@@ -337,47 +262,10 @@ class _Run:
         self.watcher.measured({**row, "criterion": self.plan.recipe.settled_criterion()})
         return self._tired()
 
-    def _predict(self, model: nn.Module, source: Source) -> Predictions:
-        """Ask a model about every picture; each process asks about its share, and all get all answers."""
-        own = predict_all(
-            model,
-            self._every_picture(source),
-            self.plan.preprocess,
-            self.where.device,
-            self.where.precision,
-            name=source.name,
-        )
-        shares = self.team.gathered(own)
-        bad = tuple(row for share in shares for row in share.bad)
-        answered = [share for share in shares if len(share.labels)]
-        if not answered:
-            raise DataError(
-                f"none of the {len(bad)} pictures to measure by can be read; the first, {bad[0].name}: {bad[0].reason}"
-            )
-        return Predictions(
-            np.concatenate([share.probabilities for share in answered]),
-            np.concatenate([share.labels for share in answered]),
-            np.concatenate([share.indices for share in answered]),
-            bad,
-        )
-
-    def _every_picture(self, source: Source) -> Iterator[Batch]:
-        """Give this process's share of a part; where pictures live on the device, the part measured by stays there."""
-        if self.kept is not None and source is self.measured_by:
-            return self.kept.batches()
-        return evaluation_batches(self._evaluation(source), workers=self.where.workers, pin=self._on_cuda())
-
-    def _evaluation(self, source: Source) -> Evaluation:
-        pictures = self.plan.batch // (self.team.processes.size * self.plan.recipe.micro_batches)
-        return Evaluation(source, self.plan.preprocess, evaluation_batch(pictures), self._share(), bad_files="skip")
-
-    def _share(self) -> Share:
-        return Share(self.team.processes.rank, self.team.processes.size)
-
     def _save(self) -> None:
         if self.records is not None:
             self.records.flush()
-            save_state(self.folder / "state", self.state, self.setting)
+            save_state(self.folder / STATES, self.state, self.setting)
 
     def _share_bad(self) -> None:
         """Let every process know the files that any of them could not read."""
@@ -447,17 +335,6 @@ def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) ->
 def _evenly(steps: int, count: int) -> set[int]:
     """Return the steps after which the val part is measured; the last one is among them."""
     return {max(1, round(steps * (number + 1) / count)) for number in range(count)} | {steps}
-
-
-def _gap_warning(rows: list[dict[str, Any]]) -> list[str]:
-    """Say that training and validation accuracy are far apart at the best checkpoint, by the journal."""
-    validations = {row["step"]: row for row in rows if "val_top1" in row}
-    best = validations.get(validations[max(validations)]["best"]) if validations else None
-    if best is None:
-        return []
-    before = [row["accuracy"] for row in rows if "accuracy" in row and row["step"] <= best["step"]]
-    last = before[-max(1, len(before) // GAP_SHARE) :]
-    return warning_about_gap(sum(last) / len(last), best["val_top1"]) if last else []
 
 
 def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:

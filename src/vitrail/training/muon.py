@@ -5,11 +5,14 @@ scaled as in arXiv 2502.16982, by 0.2·√(longer side): then they are as long a
 weight decay fit both. Matrices of one shape are computed together, so that a GPU has fewer kernels to launch.
 """
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from vitrail.runtime import faster_in_bf16
 
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 """Of the singular values, p(s) = a·s + b·s³ + c·s⁵: so steep at 0 that five steps bring all but the smallest near 1."""
@@ -94,17 +97,23 @@ def _advance(momenta: list[Tensor], gradients: Tensor, momentum: float, bad: Ten
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Bring all singular values of each matrix (…, rows, columns) near 1, in bf16."""
+    """Bring all singular values of each matrix (…, rows, columns) near 1; in bf16, where that is quicker."""
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonalised(matrices.mT).mT
     a, b, c = POLYNOMIAL
-    x = matrices.to(torch.bfloat16)
+    x = matrices.to(_dtype(matrices.device))
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=TINY)
     x = x.view(-1, *x.shape[-2:])
     for _ in range(STEPS):
         squares = torch.bmm(x, x.mT)  # `@` would make five views around each, and a GPU may wait for this process
         x = torch.baddbmm(x, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), x, beta=a)
     return x.view(matrices.shape)
+
+
+@functools.cache
+def _dtype(device: torch.device) -> torch.dtype:
+    """Return what is computed in: bf16 is enough, but a CPU that does not have it takes 100 times as long."""
+    return torch.bfloat16 if faster_in_bf16(device) else torch.float32
 
 
 def _lying(matrix: Tensor) -> Tensor:

@@ -2,21 +2,24 @@
 
 import importlib.util
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
 from vitrail.evaluation import Evaluation, Predictions, percent
+from vitrail.metrics.baselines import warning_about_gap
 from vitrail.training.curves import draw_curves
 from vitrail.training.events import Events
-from vitrail.training.folder import CURVES, EVENTS, HELD_OUT, Journal
+from vitrail.training.folder import CURVES, EVENTS, HELD_OUT, Journal, best_row
 from vitrail.training.held_out import write_held_out
 from vitrail.training.pace import Pace
 
 DRAWN_EVERY = 60.0
 """Seconds between two drawings of the curves; more where drawing takes more than a fiftieth of it."""
+GAP_SHARE = 20
+"""Training accuracy is that of the last twentieth of the steps up to the best checkpoint."""
 NEEDS = {CURVES: "matplotlib", EVENTS: "tensorboard", HELD_OUT: "pyarrow"}
 
 
@@ -85,6 +88,16 @@ class Records:
         except (CheckpointError, ImportError, OSError) as error:
             self.left_out.add(file)
             self.note(f"{file} is left out from here on: {error}")
+
+
+def gap_warning(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Say that training and validation accuracy are far apart at the best checkpoint, by the journal."""
+    best = best_row(rows)
+    if best is None:
+        return []
+    before = [row["accuracy"] for row in rows if "accuracy" in row and row["step"] <= best["step"]]
+    last = before[-max(1, len(before) // GAP_SHARE) :]
+    return warning_about_gap(sum(last) / len(last), best["val_top1"]) if last else []
 
 
 def card_metrics(measured: Evaluation, *, tested: bool) -> dict[str, str]:

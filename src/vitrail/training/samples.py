@@ -4,7 +4,6 @@ They lie in the run folder and not in the bundle, so that a model can be passed 
 """
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from PIL import Image
 from vitrail.data.decode import open_picture
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, VitrailError
+from vitrail.io import read_json
 from vitrail.training.folder import write_json
 
 SAMPLES, INDEX = "samples", "samples.json"
@@ -65,9 +65,9 @@ def read_samples(folder: Path) -> list[Sample]:
     """Return the samples of a run; none where there are none, or where their list is damaged."""
     place = folder / SAMPLES
     try:
-        rows = json.loads((place / INDEX).read_text(encoding="utf-8"))
+        rows = read_json(place / INDEX)
         found = [Sample(str(row["label"]), place / Path(str(row["file"])).name) for row in rows]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError):
         return []
     return [sample for sample in found[:MOST] if sample.file.is_file() and not sample.file.is_symlink()]
 

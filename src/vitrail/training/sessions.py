@@ -1,6 +1,5 @@
 """What a run was computed on and how long it took: a line for each time that it was started or resumed."""
 
-import json
 import os
 import platform
 import time
@@ -13,6 +12,7 @@ import torch
 
 from vitrail._version import __version__
 from vitrail.errors import CheckpointError
+from vitrail.io import read_json
 from vitrail.training.folder import Journal, write_json
 
 SESSIONS = "sessions.json"
@@ -52,9 +52,9 @@ def timed_session(folder: Path, device: torch.device, ranks: int, precision: str
 def read_sessions(folder: Path) -> list[Session]:
     """Return the sessions of a run, the first first; none where their file is missing or damaged."""
     try:
-        rows: Any = json.loads((folder / SESSIONS).read_text(encoding="utf-8"))
+        rows: Any = read_json(folder / SESSIONS)
         return [Session(**{name: kind(row[name]) for name, kind in Session.__annotations__.items()}) for row in rows]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return []
 
 

@@ -47,8 +47,8 @@ def check_stamps(folder: Path, parts: Parts) -> str | None:
         return None
     save_index(folder / STAMPS, {"stamps": now})
     return (
-        f"the files of {_named(sources, touched)} been written or copied since the run began, with the same size; "
-        f"where their content is another, choose another --run"
+        f"{_named(sources, touched)} been written or copied again since the run began, with the same size; where the "
+        f"content is another, choose another --run"
     )
 
 
@@ -65,6 +65,6 @@ def _named(sources: list[Source], found: NDArray[Any]) -> str:
     for source in sources:
         if first < len(source):
             name = source.name(first)
-            return f"{name} has" if not more else f"{name} and {more:,} more images have"
+            return f"{name} has" if not more else f"{name} and {more:,} more {'image' if more == 1 else 'images'} have"
         first -= len(source)
     raise IndexError(found[0])

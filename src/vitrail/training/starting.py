@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vitrail.checkpoints.adapt import adapt
-from vitrail.checkpoints.bundle import Bundle
+from vitrail.checkpoints.bundle import METRICS, Bundle
 from vitrail.checkpoints.keys import Weights
 from vitrail.checkpoints.load import load
 from vitrail.checkpoints.strict import loaded_model
@@ -59,8 +59,10 @@ def fitted(start: Bundle, how: Start, config: ViTConfig, classes: tuple[str, ...
     """Return a copy of a model that exists, made into what was planned, in float32."""
     weights = {name: tensor.detach().clone() for name, tensor in start.model.state_dict().items()}
     weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    # The metrics are those of the model that it was, on other data.
+    provenance = {key: value for key, value in start.provenance.items() if key != METRICS}
     model = _with_fields(start.model.config, config, weights)
-    bundle = Bundle(model, start.preprocess, start.classes, dict(start.provenance))
+    bundle = Bundle(model, start.preprocess, start.classes, provenance)
     adapt(
         bundle,
         image_size=config.image_size,

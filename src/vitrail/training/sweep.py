@@ -22,12 +22,13 @@ from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
 from vitrail.terminal import printable
-from vitrail.training.criterion import TITLES, Criterion, score, shared_criterion
+from vitrail.training.criterion import COLUMNS, TITLES, Criterion, score, shared_criterion
 from vitrail.training.folder import (
     METRICS,
     RECIPE,
     SWEEP,
     Journal,
+    best_row,
     claimed,
     default_folder,
     keep_recipe,
@@ -227,9 +228,8 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
 
 def _best_row(folder: Path) -> dict[str, Any]:
     """Return what the journal of a finished candidate says of its best moment."""
-    rows = {row["step"]: row for row in Journal.read(folder) if {"val_top1", "val_loss", "best"} <= row.keys()}
-    best = rows.get(rows[max(rows)]["best"]) if rows else None
-    if best is None:
+    best = best_row(Journal.read(folder))
+    if best is None or not best.keys() >= set(COLUMNS.values()):
         raise CheckpointError(f"{folder / METRICS} is damaged; delete {folder}, and the same command trains it again")
     return best
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vitrail.errors import ConfigError, VitrailError
-from vitrail.runtime import Processes
+from vitrail.runtime import Precision, Processes
 
 T = TypeVar("T")
 LOST = ("gloo", "nccl", "connection", "peer", "socket", "timed out", "c10d", "tcpstore")
@@ -137,6 +138,16 @@ class Team(NamedTuple):
             )
             lost.everywhere = True
             raise lost from None
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a run computes on."""
+
+    device: torch.device
+    precision: Precision
+    workers: int
+    team: Team
 
 
 def _measured(model: nn.Module) -> Iterable[Tensor]:

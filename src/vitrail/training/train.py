@@ -36,7 +36,7 @@ from vitrail.training.folder import (
     read_in_run,
     write_json,
 )
-from vitrail.training.loop import Where, train_run
+from vitrail.training.loop import train_run
 from vitrail.training.memory import Job, resident_pictures
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.room import room
@@ -44,7 +44,7 @@ from vitrail.training.samples import keep_samples
 from vitrail.training.sessions import timed_session
 from vitrail.training.stamps import check_stamps
 from vitrail.training.starting import opened_start
-from vitrail.training.team import Team
+from vitrail.training.team import Team, Where
 from vitrail.training.watch import Screen, Silence
 
 

@@ -56,7 +56,8 @@ class Screen:
 
     def warning(self, text: str) -> None:
         """Say loudly, on a line of its own, what must not be overlooked."""
-        self._say(f"WARNING: {text}", Text(f"WARNING: {text}", "bold yellow"), wrap=False)
+        text = printable(f"WARNING: {text}")
+        self._say(text, Text(text, "bold yellow"), wrap=False)
 
     def verdict(self, text: str) -> None:
         """Say how good the model is; nothing comes after it."""

@@ -1,0 +1,69 @@
+"""What a model predicts for a whole split while it trains: every process takes its share, and all get everything."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from vitrail.data.batches import Batch, Evaluation, evaluation_batches
+from vitrail.data.resident import Kept
+from vitrail.data.sources.source import Source
+from vitrail.data.stream import Share
+from vitrail.errors import DataError
+from vitrail.evaluation import Predictions, predict_all
+from vitrail.training.choices import Plan
+from vitrail.training.memory import evaluation_batch
+from vitrail.training.team import Where
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """Asks a model about every image of a split."""
+
+    plan: Plan
+    where: Where
+    kept: tuple[Source, Kept] | None
+    """The split that stays on the device, where images live there."""
+
+    def __call__(self, model: nn.Module, source: Source) -> Predictions:
+        """Return the predictions for a whole split, in every process."""
+        where = self.where
+        own = predict_all(
+            model, self._batches(source), self.plan.preprocess, where.device, where.precision, name=source.name
+        )
+        shares = where.team.gathered(own)
+        bad = tuple(row for share in shares for row in share.bad)
+        answered = [share for share in shares if len(share.labels)]
+        if not answered:
+            raise DataError(
+                f"none of the {len(bad)} pictures to measure by can be read; the first, {bad[0].name}: {bad[0].reason}"
+            )
+        return Predictions(
+            np.concatenate([share.probabilities for share in answered]),
+            np.concatenate([share.labels for share in answered]),
+            np.concatenate([share.indices for share in answered]),
+            bad,
+        )
+
+    def _batches(self, source: Source) -> Iterator[Batch]:
+        """Give this process's share of a split."""
+        if self.kept is not None and source is self.kept[0]:
+            return self.kept[1].batches()
+        pin = self.where.device.type == "cuda"
+        return evaluation_batches(share_of(source, self.plan, self.where), workers=self.where.workers, pin=pin)
+
+
+def predictor(plan: Plan, where: Where, often: Source) -> Predictor:
+    """Return what predicts splits; the one that is asked about `often` stays on the device, where images live there."""
+    on_device = plan.recipe.data.on_device
+    kept = (often, Kept(share_of(often, plan, where), where.device, where.workers)) if on_device else None
+    return Predictor(plan, where, kept)
+
+
+def share_of(source: Source, plan: Plan, where: Where) -> Evaluation:
+    """Return the share of a split that is this process's to evaluate."""
+    processes = where.team.processes
+    pictures = plan.batch // (processes.size * plan.recipe.micro_batches)
+    share = Share(processes.rank, processes.size)
+    return Evaluation(source, plan.preprocess, evaluation_batch(pictures), share, bad_files="skip")
