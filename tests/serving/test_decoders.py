@@ -114,7 +114,7 @@ def test_others_have_their_turn_between_the_headers_of_a_request(monkeypatch: py
 
     def watched(*given: object) -> object:
         seen.append(rounds)
-        return check_upload(*given)  # type: ignore[arg-type]
+        return check_upload(*given)
 
     monkeypatch.setattr(vitrail.serving.decoders, "check_upload", watched)
 
