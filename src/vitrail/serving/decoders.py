@@ -32,6 +32,8 @@ START_TIME = 60.0
 """Seconds that a new process may take to import what it needs; a tenth of a second on an idle machine."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """For the processes: nothing in them computes with more, but NumPy would have a thread and 40 MB for every core."""
+LONGEST_REFUSAL = 65_536
+"""Bytes in which a decoder says what is wrong with an image."""
 LARGE = 16_000_000
 """Pixels times scans from which an image is large work: about a third of a second."""
 
@@ -197,8 +199,10 @@ class Decoders:
         # Never a pickle: what comes back has been made by a program that a hostile file may have taken over.
         fine, height, width, size = MADE.unpack(await decoder.results.readexactly(MADE.size))
         if not fine:
-            said = json.loads(await decoder.results.readexactly(size))
+            said = json.loads(await decoder.results.readexactly(min(size, LONGEST_REFUSAL)))
             return Refusal(int(said["status"]), str(said["sentence"]))
+        if (height, width, size) != (*job.preprocess.size, job.preprocess.channels):
+            raise _Ended("the picture cannot be used: its decoder has failed")
         content = await decoder.results.readexactly(height * width * size)
         return np.frombuffer(content, np.uint8).reshape(height, width, size)
 
