@@ -50,6 +50,16 @@ def tiff_of_pages(pages: int) -> bytes:
     return made
 
 
+def tiff_of_tags(pages: int, tags: int) -> bytes:
+    """Write a TIFF whose pages have many tags, all of which say that it is packed as JPEG."""
+    size = 2 + 12 * tags + 4
+    made = b"II*\0" + struct.pack("<I", 8)
+    for page in range(pages):
+        after = 8 + size * (page + 1) if page + 1 < pages else 0
+        made += struct.pack("<H", tags) + struct.pack("<HHII", 259, 3, 1, 7) * tags + struct.pack("<I", after)
+    return made
+
+
 def tiff_of_tiles(tiles: int, tile: int = 16) -> bytes:
     """Write the header of a TIFF that claims so many tiles."""
     tags = ((256, 1, 64), (257, 1, 64), (322, 1, tile), (323, 1, tile), (324, tiles, 8), (325, tiles, 8))

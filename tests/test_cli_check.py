@@ -234,3 +234,15 @@ def test_ctrl_c_leaves_no_traceback_and_no_process(data: Path, tmp_path: Path, w
     assert err.replace("looking\n", "") == ""
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_every_fault_is_named_also_where_no_image_can_be_read(run: Run, data: Path) -> None:
+    (data / "empty").mkdir()
+    os.symlink("nowhere", data / "cat" / "link.jpg")
+    for path in data.glob("*/[0-9].jpg"):
+        path.write_text(f"not an image {path}")
+    done = run(data, "--workers", 0)
+    assert done.code == 2
+    assert "is a link to nowhere, which is not there" in done.err
+    assert "empty has no pictures" in done.err
+    assert "none of the 20 pictures can be read" in done.err

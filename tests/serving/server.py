@@ -72,7 +72,7 @@ def server(
         watch.cancel()
         if process.poll() is None:
             process.terminate()
-        process.wait(30)
+        process.wait(60)  # twice the grace that is left to requests by default
         reader.join()
         process.stdout.close()
         process.stderr.close()

@@ -15,7 +15,7 @@ from typing import Self
 
 import httpx
 import pytest
-from tests.hostile_images import jpeg_of_scans, png_of_zeros
+from tests.hostile_images import jpeg_of_scans, png_chunk, png_of_zeros
 from tests.serving.server import Running, picture, save_tiny, server
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(bundle: Path) -> Iterator[Running]:
-    with server(str(bundle), patience=600) as running:
+    with server(str(bundle), "--grace", "3", patience=600) as running:
         yield running
 
 
@@ -159,6 +159,20 @@ def test_large_images_in_one_form_and_slow_ones_that_are_allowed(running: Runnin
         most = memory(running.process.pid)
     assert max(taken) < within, taken
     assert most < before + 1500, (before, most)  # one decoder has pixels and coefficients of one image
+
+
+def test_headers_that_take_long_to_read(running: Running) -> None:
+    many = png_of_zeros(8, png_chunk(b"teSt") * 4000)  # as many as are allowed
+    within = limit(running.url)
+
+    def form(over: threading.Event) -> None:
+        while not over.is_set():
+            with suppress(httpx.HTTPError):
+                httpx.post(f"{running.url}/v1/predict", files=[("picture", many)] * 64, timeout=15)
+
+    with attacked(form, form):
+        taken = good(running.url)
+    assert max(taken) < within, taken
 
 
 # ── bytes ──

@@ -12,11 +12,12 @@ from tests.hostile_images import jpeg_of_scans, png_of_zeros
 from tests.serving.server import picture, save_tiny
 from tests.serving.test_service import PNG, asked, settings_for
 
+import vitrail.serving.decoders
 from vitrail import Preprocess
 from vitrail.data import structure
-from vitrail.serving import decoder_process
 from vitrail.serving.app import Service
 from vitrail.serving.decoders import Decoders
+from vitrail.serving.decoding import check_upload
 from vitrail.serving.refusal import Refusal
 from vitrail.serving.settings import Settings, name_models
 from vitrail.serving.turns import Turns
@@ -62,36 +63,85 @@ def test_what_takes_too_long_is_ended_and_others_go_on(monkeypatch: pytest.Monke
         process = decoders._idle[0].process
         os.kill(process.pid, 19)  # stopped, it takes for ever
         with pytest.raises(Refusal, match="more than 1 s to decode") as refused:
-            await decoders.decode(picture(), PREPROCESS, "a", 1)
+            await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())
         assert refused.value.status == 422
         assert process.returncode is not None
-        assert (await decoders.decode(picture(), PREPROCESS, "a", 2)).shape == (16, 16, 3)
+        assert (await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
         with pytest.raises(Refusal, match="more than 100 scans"):
-            await decoders.decode(hostile, PREPROCESS, "a", 3)
+            await decoders.decode(hostile, PREPROCESS, "a", asyncio.Lock())
 
     with_decoders(ask, decoders=1, decode_time=1)
 
 
 def test_a_decoder_that_crashes_is_replaced() -> None:
     async def ask(decoders: Decoders) -> None:
-        os.kill(decoders._idle[0].process.pid, 9)
+        process = decoders._idle[0].process
+        asyncio.get_running_loop().call_later(0.1, os.kill, process.pid, 9)
+        os.kill(process.pid, 19)
         with pytest.raises(Refusal, match="its decoder has failed"):
-            await decoders.decode(picture(), PREPROCESS, "a", 1)
-        assert (await decoders.decode(picture(), PREPROCESS, "a", 2)).shape == (16, 16, 3)
+            await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())
+        assert (await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
 
     with_decoders(ask, decoders=1)
+
+
+def test_a_decoder_that_was_ended_while_idle_fails_no_image() -> None:
+    async def ask(decoders: Decoders) -> None:
+        process = decoders._idle[0].process
+        process.kill()
+        while process.returncode is None:
+            await asyncio.sleep(0.01)
+        assert (await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+
+    with_decoders(ask, decoders=1)
+
+
+def test_what_lies_where_the_service_was_started_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "struct", "numpy", "vitrail"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+
+    async def ask(decoders: Decoders) -> None:
+        assert (await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+
+    with_decoders(ask, decoders=1)
+
+
+def test_others_have_their_turn_between_the_headers_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, seen = 0, []
+
+    def watched(*given: object) -> object:
+        seen.append(rounds)
+        return check_upload(*given)
+
+    monkeypatch.setattr(vitrail.serving.decoders, "check_upload", watched)
+
+    async def ask(decoders: Decoders) -> None:
+        nonlocal rounds
+        one = asyncio.Lock()
+        work = asyncio.gather(*(decoders.decode(picture(), PREPROCESS, "a", one) for _ in range(8)))
+        while not work.done():
+            rounds += 1
+            await asyncio.sleep(0)
+
+    with_decoders(ask, decoders=1)
+    assert len(set(seen)) == 8
 
 
 def test_large_images_leave_a_decoder_free() -> None:
     large, small = png_of_zeros(4100), picture()
 
     async def ask(decoders: Decoders) -> None:
-        await asyncio.gather(*(decoders.decode(small, PREPROCESS, "w", n) for n in range(2)))
+        await asyncio.gather(*(decoders.decode(small, PREPROCESS, "w", asyncio.Lock()) for n in range(2)))
         begun = time.monotonic()
-        many = [asyncio.create_task(decoders.decode(large, PREPROCESS, "greedy", 1)) for _ in range(5)]
-        await asyncio.sleep(0)
+        one = asyncio.Lock()
+        many = [asyncio.create_task(decoders.decode(large, PREPROCESS, "greedy", one)) for _ in range(5)]
+        while not decoders._large_at_work:
+            await asyncio.sleep(0)
         assert decoders._large_at_work.total() == 1
-        await asyncio.gather(*(decoders.decode(small, PREPROCESS, "greedy", 2) for _ in range(3)))
+        await asyncio.gather(*(decoders.decode(small, PREPROCESS, "greedy", asyncio.Lock()) for _ in range(3)))
         quick = time.monotonic() - begun
         await asyncio.gather(*many)
         assert quick < (time.monotonic() - begun) / 3  # not behind five of them, nor behind two
@@ -99,12 +149,17 @@ def test_large_images_leave_a_decoder_free() -> None:
     with_decoders(ask, decoders=2)
 
 
-def test_memory_of_a_decoder_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[tuple[int, int]] = []
+def test_memory_of_a_decoder_is_bounded_beside_what_the_program_takes() -> None:
     resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append((kind, pair[0])))
-    decoder_process._limit_memory(50_000_000)
-    assert (resource.RLIMIT_AS, 512 * 2**20 + 24 * 50_000_000) in limits
+
+    async def ask(decoders: Decoders) -> None:
+        process = decoders._idle[0].process
+        before = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())
+        limit, _ = resource.prlimit(process.pid, resource.RLIMIT_AS)
+        assert abs(limit - before - 512 * 2**20 - 24 * 1_000_000) < 32 * 2**20
+
+    with_decoders(ask, decoders=1, pixel_limit=1)
 
 
 def test_one_request_of_many_images_leaves_seats(bundle: Path) -> None:
@@ -129,8 +184,8 @@ def test_readiness_is_honest_about_images_that_wait(bundle: Path) -> None:
         await decoders.start()
         os.kill(decoders._idle[0].process.pid, 19)
         both = [asyncio.create_task(client.post("/v1/predict", content=picture(), headers=PNG)) for _ in range(2)]
-        await asyncio.sleep(1.6)
-        answer = await client.get("/readyz")
+        while (answer := await client.get("/readyz")).status_code == 200 and not all(one.done() for one in both):
+            await asyncio.sleep(0.02)
         assert answer.status_code == 503
         assert "have been waiting" in answer.json()["error"]
         assert answer.headers["retry-after"] == "1"

@@ -1,5 +1,6 @@
 """For which hosts a service answers, and from which pages: a page elsewhere cannot reach it by another name."""
 
+import socket
 from pathlib import Path
 
 import httpx
@@ -40,10 +41,11 @@ def test_by_default_only_localhost_and_the_bound_address_are_answered_for() -> N
         "[x]",
     ):
         assert not answers(hosts, host)
-    everywhere = Hosts("0.0.0.0", ("vitrail.example",))
-    for host in ("10.1.2.3:8000", "[fe80::1]", "vitrail.example", "localhost"):
-        assert answers(everywhere, host)
-    assert not answers(everywhere, "evil.example")
+    for bound in ("0.0.0.0", "::", "0", "::0"):
+        everywhere = Hosts(bound, ("vitrail.example",))
+        for host in ("10.1.2.3:8000", "[fe80::1]", "vitrail.example", "localhost", socket.gethostname()):
+            assert answers(everywhere, host)
+        assert not answers(everywhere, "evil.example")
     assert answers(Hosts("127.0.0.1", ("*",)), "evil.example")
 
 

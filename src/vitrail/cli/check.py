@@ -47,7 +47,7 @@ def check(
     from vitrail.data.batches import default_workers
     from vitrail.data.checking.check import check_data, open_to_check
     from vitrail.data.checking.measure import available_cores, measure_speed
-    from vitrail.errors import DataError
+    from vitrail.data.sources.faults import settle
 
     if sheet is not None:
         _check_target(sheet)
@@ -61,9 +61,8 @@ def check(
         report = check_data(parts, size=size, workers=workers, on_progress=on_decoded, faults=faults)
     if not report.usable:
         first = report.unreadable[0]
-        raise DataError(
-            f"none of the {report.pictures:,} pictures can be read; the first, {first.picture.name}: {first.reason}"
-        )
+        none = f"none of the {report.pictures:,} pictures can be read; the first, {first.picture.name}: {first.reason}"
+        settle([*faults, none], data, None, said=len(faults) + 1)
     if sheet is not None:
         from vitrail.data.checking.sheet import contact_sheet, save_sheet
 

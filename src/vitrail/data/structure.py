@@ -6,7 +6,7 @@ A small file can ask for hours of work inside every limit of bytes and pixels: a
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from vitrail.errors import DataError
@@ -17,14 +17,14 @@ JPEG_SEGMENTS = 4096
 """Most segments around the scans; 16 MB of colour profile and notes take 250."""
 JPEG_STRAY = 65_536
 """Most bytes between segments that belong to none; Pillow reads them one by one."""
-PNG_CHUNKS = 65_536
-"""Most chunks of a PNG; encoders write one for every 8 kB or more."""
+PNG_CHUNKS, PNG_CHUNK = 4096, 2048
+"""Most chunks of a PNG, beside one for every so many bytes; encoders write one for every 8 kB or more."""
 GIF_BLOCKS = 4096
 """Most blocks before a GIF's first frame, 1 MB of comments. Later frames are never read."""
 FRAMES = 10_000
 """Most frames of an animated WebP or PNG: five minutes of film. The first one is used."""
-TIFF_PAGES = 1000
-"""Most pages of a TIFF, which may be channels."""
+TIFF_PAGES, TIFF_TAGS = 1000, 65_536
+"""Most pages of a TIFF, which may be channels, and most tags of all pages; a page has about 20."""
 TILES = 100_000
 """Most tiles or strips of a page: 100,000 × 64 × 64 pixels are twice the largest image that is taken."""
 TILE_PIXELS = 2**26
@@ -121,13 +121,14 @@ def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
 
 def _png(content: bytes) -> Outline:
     width, height = struct.unpack_from(">II", content, 16)
+    most = PNG_CHUNKS + len(content) // PNG_CHUNK
     place, chunks = 8, 0
     while place + 8 <= len(content):
         length, kind = struct.unpack_from(">I4s", content, place)
         if kind == b"acTL" and length >= 4:
             _check(struct.unpack_from(">I", content, place + 8)[0], FRAMES, "PNG", "frames")
         chunks += 1
-        _check(chunks, PNG_CHUNKS, "PNG", "chunks")
+        _check(chunks, most, "PNG", "chunks")
         place += 12 + length
     return Outline(width, height)
 
@@ -179,29 +180,43 @@ def _bmp(content: bytes) -> Outline:
 
 _WIDTH, _HEIGHT, _COMPRESSION, _STRIPS, _TILE_WIDTH, _TILE_HEIGHT, _TILE_PLACES = 256, 257, 259, 273, 322, 323, 324
 _JPEG_IN_TIFF = (6, 7)
+BY_CHANCE = 2**15
+"""In so many bytes of noise, half of the times, there are two that look like the start of a scan."""
 _NUMBERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
+
+
+class _Page(NamedTuple):
+    """A page of a TIFF."""
+
+    outline: Outline
+    tags: int
+    tiles: int
+    compression: int
+    after: int
+    """Where the next page begins."""
 
 
 def _tiff(content: bytes) -> Outline | None:
     order = "<" if content[:2] == b"II" else ">"
     big = struct.unpack_from(f"{order}H", content, 2)[0] == 43
     (place,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, 8 if big else 4)
-    pages: list[Outline] = []
+    pages: list[_Page] = []
     seen: set[int] = set()
+    tags = 0
     while place and place not in seen and place < len(content):
         seen.add(place)
         _check(len(seen), TIFF_PAGES, "TIFF", "pages")
-        page, place = _tiff_page(content, place, order, big=big)
-        pages.append(page)
-    return pages[0] if pages else None
+        pages.append(_tiff_page(content, place, order, TIFF_TAGS - tags, big=big))
+        tags, place = tags + pages[-1].tags, pages[-1].after
+    _check_tiff_scans(content, pages)
+    return pages[0].outline if pages else None
 
 
-def _tiff_page(content: bytes, place: int, order: str, *, big: bool) -> tuple[Outline, int]:
-    """Read one page; return it, and where the next one begins."""
+def _tiff_page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) -> _Page:
     count_format, tag_format, size = ("Q", "HHQ", 20) if big else ("H", "HHI", 12)
     (count,) = struct.unpack_from(order + count_format, content, place)
     place += struct.calcsize(count_format)
-    _check(count, JPEG_SEGMENTS, "TIFF", "tags of a page")
+    _check(count, most_tags, "TIFF", "tags", limit=TIFF_TAGS)
     found: dict[int, int] = {}
     tiles = 1
     for entry in range(place, place + count * size, size):
@@ -212,10 +227,19 @@ def _tiff_page(content: bytes, place: int, order: str, *, big: bool) -> tuple[Ou
             (found[tag],) = struct.unpack_from(order + _NUMBERS[kind], content, entry + size - (8 if big else 4))
     _check(tiles, TILES, "TIFF", "tiles")
     _check(found.get(_TILE_WIDTH, 0) * found.get(_TILE_HEIGHT, 0), TILE_PIXELS, "TIFF", "pixels in one tile")
-    if found.get(_COMPRESSION) in _JPEG_IN_TIFF:
-        _check(content.count(b"\xff\xda"), JPEG_SCANS + tiles, "TIFF", "scans")  # every tile is a JPEG of one scan
     (after,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, place + count * size)
-    return Outline(found.get(_WIDTH, 0), found.get(_HEIGHT, 0)), after
+    whole = Outline(found.get(_WIDTH, 0), found.get(_HEIGHT, 0))
+    return _Page(whole, count, tiles, found.get(_COMPRESSION, 1), after)
+
+
+def _check_tiff_scans(content: bytes, pages: Sequence[_Page]) -> None:
+    packed = [page.compression in _JPEG_IN_TIFF for page in pages]
+    if not any(packed):
+        return
+    most = JPEG_SCANS + sum(page.tiles for page in pages)  # every tile is a JPEG of one scan
+    if not all(packed):  # in pixels that are packed otherwise, or not at all, anything may look like a scan
+        most += len(content) // BY_CHANCE
+    _check(content.count(b"\xff\xda"), most, "TIFF", "scans")
 
 
 def _jpeg_2000(content: bytes) -> Outline | None:
@@ -228,11 +252,12 @@ def _jpeg_2000(content: bytes) -> Outline | None:
     return Outline(max(0, right - left), max(0, bottom - top))
 
 
-def _check(found: int, most: int, kind: str, what: str) -> None:
+def _check(found: int, most: int, kind: str, what: str, limit: int | None = None) -> None:
+    """Refuse more than `most`, which is what is left of the `limit` that the message names."""
     if found > most:
         raise DataError(
-            f"a {kind} of more than {most:,} {what}, which would take very long to decode; save it again with another "
-            f"program"
+            f"a {kind} of more than {most if limit is None else limit:,} {what}, which would take very long to decode; "
+            f"save it again with another program"
         )
 
 

@@ -32,7 +32,7 @@ class Answerer:
         question.check(served, len(pictures))
         seats = served.batcher.reserve(len(pictures))
         # No failure of one picture ends the others; what ends all (the deadline, the client) cancels them.
-        client, turn = client_key("" if request.client is None else request.client.host), object()
+        client, turn = client_key("" if request.client is None else request.client.host), asyncio.Lock()
         work = asyncio.gather(
             *(
                 self._one(served, question, self.decoders.decode(picture, served.bundle.preprocess, client, turn), seat)

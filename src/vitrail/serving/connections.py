@@ -27,9 +27,12 @@ def client_key(host: str) -> str:
     if ":" not in host:
         return host
     try:
-        return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+        address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:
         return host
+    if address.ipv4_mapped is not None:  # as a service bound to :: sees the clients of IPv4
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 class Connection(Protocol):

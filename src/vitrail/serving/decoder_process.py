@@ -18,7 +18,8 @@ MADE = struct.Struct(">BIII")
 READY = b"R"
 """Said once, when everything is imported: from then on it is the image that takes the time."""
 ROOM, ROOM_PER_PIXEL = 512 * 2**20, 24
-"""Bytes of address space: for the program, and for every pixel that an image may have, in all the copies made of it."""
+"""Bytes of address space beside what the program has at its start: for every image, and for every pixel that one may
+have, in all the copies made of it."""
 NICE = 5
 """Requests are read and models compute before images are decoded, where there are too few cores for all."""
 
@@ -33,12 +34,13 @@ def main() -> None:
 
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICE)
+    at_start = _address_space()
     _write(results, READY)
     while head := tasks.read(HEAD.size):
         words, size = HEAD.unpack(head)
         asked = json.loads(tasks.read(words))
         content = tasks.read(size)
-        _limit_memory(asked["pixels"])
+        _limit_memory(at_start + ROOM + ROOM_PER_PIXEL * asked["pixels"])
         try:
             made = decode_upload(content, Preprocess(**asked["preprocess"]), asked["formats"], asked["pixels"])
         except Refusal as refusal:
@@ -55,12 +57,20 @@ def _write(results: BinaryIO, *parts: bytes) -> None:
     results.flush()
 
 
-def _limit_memory(pixels: int) -> None:
+def _address_space() -> int:
+    """Return how many bytes the program has: more where a library makes room for every core."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return 2**30
+
+
+def _limit_memory(most: int) -> None:
     try:
         import resource
     except ImportError:  # Windows has none
         return
-    most = ROOM + ROOM_PER_PIXEL * pixels
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard == resource.RLIM_INFINITY or hard > most:
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))

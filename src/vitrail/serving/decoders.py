@@ -6,7 +6,9 @@ turns.
 """
 
 import asyncio
+import contextlib
 import json
+import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import Counter
@@ -28,6 +30,10 @@ from vitrail.serving.turns import Turns
 
 START_TIME = 60.0
 """Seconds that a new process may take to import what it needs; a tenth of a second on an idle machine."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""For the processes: nothing in them computes with more, but NumPy would have a thread and 40 MB for every core."""
+LONGEST_REFUSAL = 65_536
+"""Bytes in which a decoder says what is wrong with an image."""
 LARGE = 16_000_000
 """Pixels times scans from which an image is large work: about a third of a second."""
 
@@ -80,9 +86,15 @@ class Decoders:
         """Return for how many seconds the oldest small image has been waiting."""
         return monotonic() - min((job.arrived for job in self._small if not job.result.done()), default=monotonic())
 
-    async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: Hashable) -> Pixels:
-        """Return what an engine takes, or raise a `Refusal`; what its header rules out waits for nothing."""
-        found = check_upload(content, self._settings.formats, self._settings.pixels)
+    async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: asyncio.Lock) -> Pixels:
+        """Return what an engine takes, or raise a `Refusal`; what its header rules out waits for no decoder.
+
+        `request` is a lock that the images of one request share: their headers are read one at a time, with a round
+        of the event loop between them, for a hostile one can take milliseconds.
+        """
+        async with request:
+            found = check_upload(content, self._settings.formats, self._settings.pixels)
+            await asyncio.sleep(0)
         job = _Job(
             content,
             preprocess,
@@ -132,7 +144,7 @@ class Decoders:
     async def _work(self, client: Hashable, job: _Job) -> None:
         decoder: _Decoder | None = None
         try:
-            decoder = self._idle.pop() if self._idle else await _started()
+            decoder = self._living() or await _started()
             made = await self._decoded_in_time(decoder, job)
             if isinstance(made, Refusal):
                 raise made
@@ -158,6 +170,15 @@ class Decoders:
                 del self._large_at_work[client]
             self._dispatch()
 
+    def _living(self) -> _Decoder | None:
+        """Take an idle decoder, and forget those that somebody has ended: the system does where memory runs out."""
+        while self._idle:
+            decoder = self._idle.pop()
+            if decoder.process.returncode is None:
+                return decoder
+            decoder.tasks.close()
+        return None
+
     async def _decoded_in_time(self, decoder: _Decoder, job: _Job) -> Pixels | Refusal:
         seconds = self._settings.decode_time
         try:
@@ -178,8 +199,10 @@ class Decoders:
         # Never a pickle: what comes back has been made by a program that a hostile file may have taken over.
         fine, height, width, size = MADE.unpack(await decoder.results.readexactly(MADE.size))
         if not fine:
-            said = json.loads(await decoder.results.readexactly(size))
+            said = json.loads(await decoder.results.readexactly(min(size, LONGEST_REFUSAL)))
             return Refusal(int(said["status"]), str(said["sentence"]))
+        if (height, width, size) != (*job.preprocess.size, job.preprocess.channels):
+            raise _Ended("the picture cannot be used: its decoder has failed")
         content = await decoder.results.readexactly(height * width * size)
         return np.frombuffer(content, np.uint8).reshape(height, width, size)
 
@@ -191,11 +214,12 @@ def _fail(job: _Job, error: BaseException) -> None:
 
 async def _started() -> _Decoder:
     # A session of its own: Ctrl-C in a terminal ends the service in order, and it ends its decoders.
-    command = (sys.executable, "-m", "vitrail.serving.decoder_process")
+    # -P: whatever lies in the folder where the service was started is not imported.
+    command = (sys.executable, "-P", "-m", "vitrail.serving.decoder_process")
     decoder: _Decoder | None = None
     try:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env={**os.environ, **ONE_THREAD}
         )
         decoder = _Decoder(
             process, cast(asyncio.StreamWriter, process.stdin), cast(asyncio.StreamReader, process.stdout)
@@ -218,4 +242,6 @@ async def _ended(decoder: _Decoder | None) -> None:
     if decoder.process.returncode is None:
         decoder.process.kill()
     decoder.tasks.close()
+    with contextlib.suppress(OSError):
+        await decoder.results.read()  # the end of a process is not seen before the end of what it wrote
     await decoder.process.wait()

@@ -23,7 +23,7 @@ class Hosts:
         named = {name.lower().rstrip(".") for name in (*LOCAL, bound, *allowed)}
         self._every = ANY in named
         # Bound to all addresses, it answers for each of them; a name that somebody else can define is no address.
-        self._every_address = bound in ("0.0.0.0", "::", "")
+        self._every_address = _is_everywhere(bound)
         if self._every_address:
             named.add(socket.gethostname().lower())
         self._named = frozenset(named)
@@ -45,6 +45,14 @@ def same_origin(origin: str, host: str | None) -> bool:
     """Say whether a page is the service's own: the same host and port; TLS may end at a proxy before it."""
     scheme, _, place = origin.partition("://")
     return scheme in ("http", "https") and host is not None and place.lower() == host.strip().lower()
+
+
+def _is_everywhere(bound: str) -> bool:
+    """Say whether an address stands for all of the machine; 0 and 0:0:0:0:0:0:0:0 are other ways to write it."""
+    try:
+        return bound in ("", "0") or ipaddress.ip_address(bound).is_unspecified
+    except ValueError:
+        return False
 
 
 def _is_address(name: str) -> bool:

@@ -120,6 +120,16 @@ def test_a_decoder_that_breaks_is_a_finding(root: Path, monkeypatch: pytest.Monk
     assert report.unreadable[0].reason == "the decoder failed with ZeroDivisionError: division by zero"
 
 
+def test_a_lack_of_memory_is_not_remembered_as_a_fault_of_the_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(survey, "open_picture", fail)
+        assert {bad.reason for bad in checked(root).unreadable} == {"there is too little memory to decode it"}
+    assert not checked(root).unreadable
+
+
 def test_duplicates_by_kind(root: Path) -> None:
     shutil.copy(root / "train/cat/0.jpg", root / "train/cat/again.jpg")
     shutil.copy(root / "train/cat/1.jpg", root / "val/cat/leak.jpg")

@@ -263,6 +263,8 @@ def _look(
             flat = _is_flat(picture.pixels(kind.channels))
     except DataError as error:
         reason = str(error)
+    except MemoryError:  # no fault of the file, so that it is not remembered
+        return (UNREAD, 0, 0, size, content, False, b"", b""), "there is too little memory to decode it"
     except Exception as error:  # a check goes on, whatever a damaged file does to a decoder
         reason = " ".join(f"the decoder failed with {type(error).__name__}: {error}".split())[:200]
     state = FINE if reason is None else DAMAGED
