@@ -119,6 +119,10 @@ def test_assumptions_go_to_stderr(tmp_path: Path) -> None:
         ("haeds=3", "no option 'haeds'; did you mean 'heads'"),
         ("heads", "'heads' is no field with a value"),
         ("preprocess.mean=0.4,0.5,0.6", None),
+        ("preprocess.mean=.4,.5,.6", None),
+        ("pool=none", None),
+        ("head_dim=none", None),
+        ("norm_eps=none", "norm_eps is 'none': input should be a valid number"),
     ],
 )
 def test_overrides_on_the_command_line(override: str, message: str | None, tmp_path: Path) -> None:
@@ -127,7 +131,8 @@ def test_overrides_on_the_command_line(override: str, message: str | None, tmp_p
     if message is None:
         assert done.exit_code == 0, (done.output, done.exception)
         assert "patches of 8×8" in done.output
-        assert override.startswith("patch") or "mean (0.4, 0.5, 0.6)" in done.output
+        assert not override.startswith("preprocess") or "mean (0.4, 0.5, 0.6)" in done.output
+        assert override != "pool=none" or "pool none" in done.output
     else:
         assert message in str(done.exception) + done.output.replace("\n", " ")
         assert isinstance(done.exception, vitrail.ConfigError | SystemExit)
