@@ -102,6 +102,29 @@ def test_a_bundle_assumes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
+# ── positions ──
+
+
+@pytest.mark.parametrize("position", ["none", "sincos_2d", "rope_2d"])
+def test_positions_without_a_table_are_refused_until_they_are_said(position: str, tmp_path: Path) -> None:
+    model = scramble(tiny(position=position).model)
+    file = saved(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"no table of positions.*say it with --override position=sincos_2d"):
+        load(file, heads=2)
+    told = load(file, heads=2, overrides={"position": position, "image_size": 32})
+    assert_same_logits(told, model)
+
+
+def test_a_file_without_a_table_of_positions_is_noted_by_convert(tmp_path: Path) -> None:
+    table = "".join(
+        f'[[keys]]\ntheirs = "{name}"\nours = "{name}"\n' for name in tiny(position="none").model.state_dict()
+    )
+    (tmp_path / "mine.toml").write_text(f"[config]\nheads = 2\n{table}")
+    convert(tiny(position="none"), tmp_path / "vit.pth", to="own", keys=tmp_path / "mine.toml")
+    with pytest.raises(CheckpointError, match="--override position="):
+        load(tmp_path / "vit.pth", keys=tmp_path / "mine.toml")
+
+
 # ── timm's bare files ──
 
 
@@ -266,6 +289,15 @@ def test_a_transformers_folder_assumes_only_what_it_leaves_out(tmp_path: Path) -
     peer = module.ViTForImageClassification(module.ViTConfig(**sizes, image_size=32, patch_size=8))
     peer.save_pretrained(tmp_path)
     assert {field.partition(".")[0] for field in assumed(load(tmp_path))} == {"preprocess"}
+    module.ViTModel(peer.config).save_pretrained(tmp_path)  # its config tells which activation the pooler has
+    assert {field.partition(".")[0] for field in assumed(load(tmp_path))} == {"preprocess"}
+
+
+def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
+    timm = import_peer("timm")
+    options = {**SMALL, "global_pool": "avg", "reg_tokens": 2}
+    timm.models.save_for_hf(timm.create_model("vit_base_patch16_224", **options), tmp_path, model_args=options)
+    assert assumed(load(tmp_path)) == {}
 
 
 # ── overrides ──
@@ -287,6 +319,18 @@ def test_overrides_that_cannot_be(said: dict[str, Any], words: str, tmp_path: Pa
     file = saved(tiny().model, tmp_path)
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(file, overrides={"heads": 2, **said})
+
+
+def test_overrides_that_a_bundle_says_too(tmp_path: Path) -> None:
+    grey = tiny(channels=1)
+    with pytest.raises(CheckpointError, match=r"prepares images of 32×32 pixels in 3 channels .* before you save it"):
+        grey.save(tmp_path / "b")  # it could not be opened again
+    grey.preprocess = grey.preprocess.with_channels(1)
+    grey.save(tmp_path / "b")
+    same = {"heads": 2, "pool": "cls", "preprocess.mean": 0.5}
+    assert load(tmp_path / "b", overrides=same).preprocess.mean == (0.5,)
+    with pytest.raises(CheckpointError, match=r"a bundle, which says preprocess\.mean=\(0\.5,\) itself"):
+        load(tmp_path / "b", overrides={"preprocess.mean": 0.4})
 
 
 def test_one_number_is_a_square_patch(tmp_path: Path) -> None:

@@ -113,6 +113,11 @@ def cannot_be_guessed(config: ViTConfig, shapes: Shapes, told: Mapping[str, Any]
             f"{config.depth} blocks, MLP {config.mlp_hidden}); say it with --override heads=N (heads=N in Python), "
             f"where N divides {inner}"
         )
+    if "pos_embed" not in shapes and "position" not in told and config.position == "none":
+        missing["position"] = (
+            "it has no table of positions, so they are computed (sines, rotary) or it has none, which no tensor tells; "
+            "say it with --override position=sincos_2d (or rope_2d, or none)"
+        )
     if family != "timm":
         return missing | _strides(config, shapes, told)
     if config.norm_before_blocks and "activation" not in told:

@@ -21,7 +21,7 @@ from vitrail.checkpoints.timm_config import timm_config
 from vitrail.checkpoints.writing import whole_folder, write_safetensors
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
-from vitrail.io import file_digest
+from vitrail.io import file_digest, whole
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.schema import LONGEST_SHOWN
@@ -84,6 +84,8 @@ class Bundle:
 
     def write(self, folder: Path) -> None:
         """Write the bundle's files into a folder that is there. `save` is the safe way."""
+        if misfit := _misfit(self.preprocess, self.model.config):  # it could not be opened again
+            raise CheckpointError(f"the bundle {misfit}; make them agree before you save it")
         weights = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
         write_safetensors(folder / WEIGHTS, weights, {"format": "pt"})
         config = self._config(file_digest(folder / WEIGHTS))
@@ -92,10 +94,8 @@ class Bundle:
 
     def write_card(self, folder: Path) -> None:
         """Write the model card anew, where more is known of the model than when its weights were written."""
-        target = folder / CARD
-        temporary = target.with_name(f".{CARD}.part")
-        temporary.write_text(self._card(), encoding="utf-8")
-        temporary.replace(target)
+        with whole(folder / CARD) as temporary:
+            temporary.write_text(self._card(), encoding="utf-8")
 
     def _config(self, digest: str) -> dict[str, Any]:
         ours = {
@@ -158,6 +158,14 @@ def _short(found: object) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
+def _misfit(preprocess: Preprocess, config: ViTConfig) -> str | None:
+    """Say where the preprocessing makes other images than the model takes; None where it does not."""
+    if (preprocess.size, preprocess.channels) == (config.image_size, config.channels):
+        return None
+    made, taken = _sides(preprocess.size, preprocess.channels), _sides(config.image_size, config.channels)
+    return f"prepares images of {made} for a model that takes {taken}"
+
+
 def _sides(size: tuple[int, int], channels: int) -> str:
     return f"{size[0]}×{size[1]} pixels in {channels} channels"
 
@@ -206,11 +214,8 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
     check_numbers(weights, folder / WEIGHTS)
     model, started_fresh = loaded_model(config, in_dtype(weights, dtype), fresh=fresh)
     preprocess = Preprocess.from_json(json.dumps(ours["preprocess"]))
-    if (preprocess.size, preprocess.channels) != (config.image_size, config.channels):
-        raise CheckpointError(
-            f"{folder / CONFIG} prepares images of {_sides(preprocess.size, preprocess.channels)} for a model that "
-            f"takes {_sides(config.image_size, config.channels)}; was it edited?"
-        )
+    if misfit := _misfit(preprocess, config):
+        raise CheckpointError(f"{folder / CONFIG} {misfit}; was it edited?")
     names = ours["classes"]
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         found = _short(names)

@@ -242,6 +242,7 @@ def _not_in_a_file(bundle: Bundle, written: Path, *, own: bool) -> list[str]:
     for name in (
         "heads",
         "image_size",
+        "position",
         "activation",
         "norm_eps",
         "pool",

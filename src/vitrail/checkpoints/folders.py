@@ -16,7 +16,7 @@ _TRANSFORMERS_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers")
 _TRANSFORMERS_DEFAULTS: Hints = {"heads": 12, "activation": "gelu"}
 
 
-FROM_A_CONFIG = frozenset({"activation", "norm_eps", "pool", "norm_order"})
+FROM_A_CONFIG = frozenset({"activation", "norm_eps", "pool", "pool_over", "pre_logits", "norm_order"})
 """What a config tells also where it leaves it out: its library's default is meant."""
 
 

@@ -28,7 +28,7 @@ from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.infer import Shapes, infer_config
 from vitrail.checkpoints.keys import Weights
 from vitrail.checkpoints.numbers import Dtype, check_dtype, in_dtype, named
-from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images, of_model
+from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images, of_model, spread
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError
@@ -155,11 +155,14 @@ def _open_bundle(folder: Path, said: Hints, keys: str | Path | None, fresh: Sequ
     bundle = read_bundle(folder, fresh=fresh, dtype=dtype)
     if keys is not None:
         raise CheckpointError(f"{folder} is a bundle, whose names are known; open it without a key table")
-    for field, value in said.items():
-        config = bundle.preprocess if field.startswith(IMAGES) else bundle.model.config
-        own = getattr(config, field.removeprefix(IMAGES))
-        if getattr(config.replace(**{field.removeprefix(IMAGES): value}), field.removeprefix(IMAGES)) != own:
-            raise CheckpointError(f"{folder} is a bundle, which says {field}={own!r} itself; open it without {field}=")
+    images = spread(of_images(said), bundle.preprocess.channels)
+    for config, before, fields in ((bundle.model.config, "", of_model(said)), (bundle.preprocess, IMAGES, images)):
+        for field, value in fields.items():
+            own = getattr(config, field)
+            if value != own:
+                raise CheckpointError(
+                    f"{folder} is a bundle, which says {before}{field}={own!r} itself; open it without {before}{field}="
+                )
     bundle.origin = folder
     return bundle
 
@@ -263,10 +266,7 @@ def _preprocess(known: Known, family: Family, config: ViTConfig, said: Hints) ->
         mean, std = ((sum(n) / len(n),) * config.channels for n in (fitted.mean, fitted.std))
         fitted = fitted.replace(channels=config.channels, mean=mean, std=std)
     noted = known.preprocess is not None and fitted != found
-    for name in ("mean", "std"):  # one number was said for all
-        if name in said and len(set(said[name])) == 1:
-            said = {**said, name: said[name][:1] * config.channels}
-    fitted = fitted.replace(**said)
+    fitted = fitted.replace(**spread(said, config.channels))
     if fitted.size != config.image_size or fitted.channels != config.channels:
         raise ConfigError("preprocess.size and preprocess.channels are the model's; change those of the model")
     height, width = found.size

@@ -1,6 +1,7 @@
 """Fields that a person says of a model because its file does not: checked one by one, before anything is opened."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -33,6 +34,14 @@ def of_images(fields: Mapping[str, Any]) -> Hints:
     return {name.removeprefix(IMAGES): value for name, value in fields.items() if name.startswith(IMAGES)}
 
 
+def spread(fields: Hints, channels: int) -> Hints:
+    """Return fields of the preprocessing in which one number that was said for all channels stands once for each."""
+    return {
+        name: value[:1] * channels if name in ("mean", "std") and len(set(value)) == 1 else value
+        for name, value in fields.items()
+    }
+
+
 def _checked(name: str, value: Any) -> Any:
     kind: type[Frozen] = Preprocess if name.startswith(IMAGES) else ViTConfig
     field = name.removeprefix(IMAGES)
@@ -47,6 +56,11 @@ def _checked(name: str, value: Any) -> Any:
     if field in ("mean", "std") and isinstance(value, int | float):
         value = (float(value),) * 3  # one number stands for every channel
     try:
+        if (
+            isinstance(value, str) and value == "none"
+        ):  # the name of a value in some fields, and in the others that there is none
+            with suppress(ValidationError):
+                return adapter.validate_python(None)
         return adapter.validate_python(value)
     except ValidationError as fault:
         message = fault.errors()[0]["msg"]

@@ -61,6 +61,8 @@ def hints_from_timm(config: dict[str, Any]) -> Hints:
         hints["activation"] = known_activation(arguments["act_layer"])
     if arguments.get("norm_layer") is not None:
         hints["norm_eps"] = 1e-6  # its LayerNorm by that name
+    if arguments.get("pos_embed") in ("none", ""):
+        hints["position"] = "none"
     pool = arguments.get("global_pool", config.get("global_pool"))
     if pool is not None:
         if pool not in _POOLS:

@@ -44,9 +44,10 @@ def _value(text: str) -> Any:
     if size := re.fullmatch(r"(\d{1,7})[x×](\d{1,7})", text):
         return int(size[1]), int(size[2])
     if text.lower() in ("none", "true", "false"):
-        return {"none": None, "true": True, "false": False}[text.lower()]
-    if re.fullmatch(r"[-\d.eE]+(,[-\d.eE]+)+", text):
-        text = f"[{text}]"
+        return {"none": "none", "true": True, "false": False}[text.lower()]
+    if re.fullmatch(r"[-\d.eE]+(,[-\d.eE]+)*", text):
+        text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text)  # JSON has no .5
+        text = f"[{text}]" if "," in text else text
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # not JSON, a number of too many digits, lists in lists without end

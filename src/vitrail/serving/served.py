@@ -13,7 +13,7 @@ from vitrail.acceleration.cuda.graphs import SIZES
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import open_checkpoint
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import VitrailError
 from vitrail.explanations.wanted import METHODS
@@ -43,7 +43,9 @@ class Served:
     def __init__(self, named: NamedSource, settings: Settings, counters: Counters) -> None:
         self.name = named.name
         self.device = choose_device(settings.device)
-        self.bundle: Bundle = load(named.source, overrides=settings.overrides, keys=settings.keys)
+        self.bundle: Bundle = open_checkpoint(named.source, overrides=settings.overrides, keys=settings.keys)
+        for assumption in self.bundle.assumptions:  # in the service's own log, whose lines are JSON and name the model
+            _log.warning("assumed", extra={"fields": {"model": named.name, "what": str(assumption)}})
         model = self.bundle.model.to(self.device).eval()
         _own_weights(model)
         self.engine: Engine | None = None
