@@ -5,14 +5,11 @@ scaled as in arXiv 2502.16982, by 0.2·√(longer side): then they are as long a
 weight decay fit both. Matrices of one shape are computed together, so that a GPU has fewer kernels to launch.
 """
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from vitrail.runtime import faster_in_bf16
 
 POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 """Of the singular values, p(s) = a·s + b·s³ + c·s⁵: so steep at 0 that five steps bring all but the smallest near 1."""
@@ -97,7 +94,7 @@ def _advance(momenta: list[Tensor], gradients: Tensor, momentum: float, bad: Ten
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Bring all singular values of each matrix (…, rows, columns) near 1; in bf16, where that is quicker."""
+    """Bring all singular values of each matrix (…, rows, columns) near 1; on a GPU in bf16."""
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonalised(matrices.mT).mT
     a, b, c = POLYNOMIAL
@@ -110,10 +107,9 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     return x.view(matrices.shape)
 
 
-@functools.cache
 def _dtype(device: torch.device) -> torch.dtype:
-    """Return what is computed in: bf16 is enough, but a CPU that does not have it takes 100 times as long."""
-    return torch.bfloat16 if faster_in_bf16(device) else torch.float32
+    """Return what is computed in: bf16 is enough and quicker on a GPU; CPUs without it emulate it, 100 times slower."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _lying(matrix: Tensor) -> Tensor:
