@@ -178,4 +178,5 @@ def test_a_key_table_opens_a_home_made_vit_in_commands(
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, (done.output, done.exception)
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert [line.partition("=")[0] for line in said] == ["assumed: preprocess.std", "assumed: preprocess.resize"]
+    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in said]
+    assert fields == ["norm_order", "class_token", "preprocess.std", "preprocess.resize"]

@@ -159,6 +159,8 @@ heads = 4
 norm_eps = 1e-5
 activation = "gelu"
 pool = "cls"
+norm_order = "pre"
+class_token = "first"
 patch_size = 8
 
 [preprocess]
@@ -223,11 +225,14 @@ def test_a_head_that_is_not_ours_is_said(tmp_path: Path) -> None:
 def test_what_a_table_leaves_out_is_said(tmp_path: Path) -> None:
     torch.save(scramble(HomeMade()).state_dict(), tmp_path / "mnist.pth")
     lines = home_made_table().splitlines()
-    left_out = ("norm_eps", "activation", "pool", "mean", "std", "resize")
+    left_out = ("norm_eps", "activation", "pool", "norm_order", "class_token", "mean", "std", "resize")
     (tmp_path / "map.toml").write_text("\n".join(line for line in lines if not line.startswith(left_out)))
     bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
     fields = {said.field for said in bundle.assumptions}
-    assert fields == {"activation", "norm_eps", "pool", "preprocess.mean", "preprocess.std", "preprocess.resize"}
+    images = {"preprocess.mean", "preprocess.std", "preprocess.resize"}
+    assert fields == {"activation", "norm_eps", "pool", "norm_order", "class_token", *images}
+    mean = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml", overrides={"pool": "mean"})
+    assert ("pool_over", "patches") in [(said.field, said.value) for said in mean.assumptions]
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,8 @@ def _open_question(field: str, config: ViTConfig) -> bool:
         return config.pool != "map" and not config.distillation_token
     if field == "pool_over":
         return config.pool in ("mean", "map") and config.special_tokens > 0
+    if field == "class_token":
+        return config.class_token != "none"
     if field == "pre_logits":
         return config.representation is not None
     return not (field == "rope_theta" and config.position != "rope_2d")

@@ -1,7 +1,7 @@
 """The bundle: a model as one folder, with everything it needs to be used: weights, architecture, preprocessing, names.
 
 model.safetensors   the weights, under our names (timm's)
-config.json         under "vitrail": format_version, vit, preprocess, classes, provenance, weights_sha256;
+config.json         under "vitrail": format_version, weights_sha256, vit, preprocess, classes, provenance;
                     beside it, where timm can express the model, what timm needs to open the folder
 README.md           a model card
 """
@@ -100,11 +100,11 @@ class Bundle:
     def _config(self, digest: str) -> dict[str, Any]:
         ours = {
             "format_version": FORMAT_VERSION,
+            WEIGHTS_DIGEST: digest,  # not the last, so that what is left is JSON when somebody removes the line
             "vit": json.loads(self.model.config.resolved().to_json()),
             "preprocess": json.loads(self.preprocess.to_json()),
             "classes": None if self.classes is None else list(self.classes),
             "provenance": {"written_by": f"vitrail {__version__}", **self.provenance},
-            WEIGHTS_DIGEST: digest,
         }
         return {"vitrail": ours, **timm_config(self.model.config, self.preprocess, self.classes)}
 

@@ -133,6 +133,9 @@ _ASSUMES = {
     "activation": "the key table's [config] does not say it",
     "norm_eps": "the key table's [config] does not say it; torch's own LayerNorm has 1e-5",
     "pool": "the key table's [config] does not say it",
+    "pool_over": "the key table's [config] does not say it; others average the class token too",
+    "norm_order": "the key table's [config] does not say it",
+    "class_token": "the key table's [config] does not say it",
     "pre_logits": "ours is a linear layer and tanh",
 }
 
