@@ -46,13 +46,13 @@ def file_name(path: str, most: int = 56) -> str:
     >>> file_name("/home/someone/photos/of/many/kinds/cat/IMG_1118.JPG", 24)
     '…/kinds/cat/IMG_1118.JPG'
     >>> file_name("photos/a-name-that-is-far-too-long-to-be-shown.jpg", 25)
-    '…/a-name-that…be-shown.jpg'
+    '…/a-name-that…e-shown.jpg'
     """
     if len(path) <= most:
         return path
     folders, _, name = path.rpartition("/")
     if not folders or len(name) > most - 2:
-        return f"{'…/' if folders else ''}{cut(name, most)}"
+        return f"…/{cut(name, most - 2)}" if folders else cut(name, most)
     kept = name
     for folder in reversed(folders.split("/")):
         if not folder or len(kept) + len(folder) + 3 > most:
@@ -72,6 +72,7 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"
+    minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60} min"
 
 
