@@ -98,7 +98,7 @@ class Evaluation:
     """By bootstrap."""
     balanced_accuracy: float
     balanced_accuracy_interval: Interval
-    """By a smoothed bootstrap, as that of macro-F1."""
+    """By bootstrap, as that of macro-F1."""
     macro_f1: float
     macro_f1_interval: Interval
     per_class: tuple[ClassScore, ...]
