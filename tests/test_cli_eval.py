@@ -1,6 +1,7 @@
 """`vitrail eval`, run as a person runs it."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
     lines = done.out.splitlines()
     assert "% on 20 pictures, 95% interval " in lines[0]
     assert "; always 'cat' gives 50.0%, chance 50.0%; " in lines[0]
-    assert lines[0].endswith("; evaluated on all images.")
+    assert lines[0].endswith("; evaluated on all images; whether the model was trained on them is not known.")
     assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be told apart"
     assert "; weakest class " in lines[0]
     for words in ("top-1", "macro-F1", "calibration error", "% sure on average", "Confusions", "Classes, the weakest"):
@@ -90,7 +91,7 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     assert (found["part"], found["pictures"], found["top5"]) == ("all", 20, None)
     assert np.array(found["confusion"]).sum() == 20
     assert found["bad"][0]["name"].endswith("text.png")
-    assert found["verdict"].endswith("; 1 more could not be read; evaluated on all images")
+    assert "; 1 more could not be read; evaluated on all images; whether" in found["verdict"]
     assert found["warnings"] == [line.removeprefix("WARNING: ") for line in done.err.splitlines()]
     assert found["warnings"]
     text = run(bundle, data).out
@@ -133,7 +134,26 @@ def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
         path.rename(path.with_name(f"other-{path.name}"))
     for path in (data / "dog").iterdir():
         path.rename(path.with_name(f"other-{path.name}"))
-    assert run(bundle, data).out.splitlines()[0].endswith("; evaluated on all images.")
+    caveat = "; evaluated on all images; whether the model was trained on them is not known."
+    assert run(bundle, data).out.splitlines()[0].endswith(caveat)
+
+
+def test_a_new_image_is_not_called_trained_on(run: Run, bundle: Path, data: Path) -> None:
+    (bundle.parent / "split.json").write_text(json.dumps(open_data(data, seed=3, val=0.2, test=0.3).split))
+    old = next((data / "cat").iterdir())
+    (data / "cat" / f"new{old.suffix}").write_bytes(old.read_bytes())
+    found = json.loads(run(bundle, data, "--part", "all", "--json").out)
+    assert (found["selected_on"], found["trained_on"]) == (4, 10)
+
+
+def test_without_its_split_a_model_is_not_evaluated_on_what_it_was_trained_on(
+    run: Run, bundle: Path, data: Path
+) -> None:
+    split = json.dumps(open_data(data, seed=3, val=0.2, test=0.3).split)
+    (bundle.parent / "split.json").write_text(split[: len(split) // 2])
+    done = run(bundle, data)
+    assert (done.code, done.out) == (2, "")
+    assert re.search(r"split\.json is not JSON .*, so nobody knows which images .*; restore the file", done.err)
 
 
 def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_what_is_advised_exists() -> None:
         (["--batch-size", "64"], "--set batch=64"),
         (["--image-size", "224"], "--set model.image_size=224"),
         (["--compile"], "--set compile=…"),
-        (["--colour", "red"], "(see vitrail --help)"),
+        (["--colour", "red"], "(see vitrail train --help)"),
     ],
 )
 def test_an_option_of_the_recipe_is_set_in_the_recipe(
@@ -93,3 +93,9 @@ def test_the_papers_model_of_any_size() -> None:
     assert PAPER.items() <= dict(variant_config("S/16")).items()
     with pytest.raises(ConfigError, match=r"model\.paper is 1"):
         choose(read_recipe("scratch-small", ["model.paper=1"]), facts, None)
+
+
+@pytest.mark.parametrize("changes", ["epochs=1", {"epochs": 1}])
+def test_changes_are_a_list(changes: object) -> None:
+    with pytest.raises(ConfigError, match=r"write a list of texts: changes=\['optimizer.lr=3e-4'\]"):
+        read_recipe("scratch-small", changes)

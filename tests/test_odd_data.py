@@ -14,7 +14,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.choosing import choose_pictures
 from vitrail.data.sources.opening import open_data, open_source
-from vitrail.errors import DataError, InputError
+from vitrail.errors import CheckpointError, DataError, InputError
 from vitrail.evaluation import evaluate_bundle
 from vitrail.inference.classifier import Classifier
 
@@ -88,3 +88,19 @@ def test_a_path_where_a_source_is_asked_for() -> None:
 def test_a_classifier_says_what_an_image_may_be(odd: str) -> None:
     with pytest.raises(InputError, match="expected a path, the bytes of a file"):
         Classifier(tiny()).predict(cast("str", ODD[odd]))
+
+
+@pytest.mark.parametrize("source", [None, tiny().model, 3])
+def test_what_is_not_a_checkpoint(source: object) -> None:
+    with pytest.raises(CheckpointError, match="load opens a folder, a weight file or a name on a hub, but was given a"):
+        vitrail.load(source)
+
+
+def test_a_model_that_cannot_be_converted_says_what_to_do(tmp_path: Path) -> None:
+    stem = {"stem": "conv_stem", "conv_stem": [{"channels": 24}, {"channels": 48}, {"channels": 48}]}
+    config = tiny().model.config.replace(**stem)
+    fresh = Bundle(vitrail.ViT(config), tiny().preprocess, ("a", "b", "c"), {"source": "trained from scratch"})
+    with pytest.raises(
+        CheckpointError, match=r"conv_stem.*; vitrail export writes ONNX, and models trained with --set"
+    ):
+        vitrail.convert(fresh, tmp_path / "x", to="timm")

@@ -28,8 +28,8 @@ def _run() -> int:
     except usage_error as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help already
             return 2
-        said = error.format_message()  # type: ignore[attr-defined]
-        print(printable(f"vitrail: {said}{_recipe_hint(error) or ' (see vitrail --help)'}"), file=sys.stderr)
+        said = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        print(printable(f"vitrail: {said}{_recipe_hint(error) or _help_hint(error)}"), file=sys.stderr)
     except typer.Abort:
         return 130
     except VitrailError as error:
@@ -58,7 +58,13 @@ def _recipe_hint(error: Exception) -> str:
     given = next((word for word in words if word.startswith(f"{option.partition('=')[0]}=")), "").partition("=")[2]
     place = words.index(option) + 1 if option in words else len(words)
     after = words[place] if place < len(words) and not words[place].startswith("--") else "…"
-    return f" It is set in the recipe: --set {full}={value or given or after}"
+    return f". It is set in the recipe: --set {full}={value or given or after}"
+
+
+def _help_hint(error: Exception) -> str:
+    """Name the help of the command that was called."""
+    context = getattr(error, "ctx", None)
+    return f" (see {getattr(context, 'command_path', 'vitrail')} --help)"
 
 
 if __name__ == "__main__":

@@ -167,7 +167,9 @@ def _way(bundle: Bundle, path: Path, to: Target, own: Family | None) -> _Way:
     family = own or next((family for family in FAMILIES if family.name == to), None)
     folder = family is None or to in _IN_TRANSFORMERS or (to == "timm" and path.suffix not in SUFFIXES)
     if found := family.obstacles(config) if family is not None else []:
-        raise CheckpointError(f"{to} cannot express {'; '.join(found)}")
+        way = "; vitrail export writes ONNX, and models trained with --set model.paper=true can be converted"
+        ours = bundle.provenance.get("source") == "trained from scratch"
+        raise CheckpointError(f"{to} cannot express {'; '.join(found)}{way if ours else ''}")
     _check_suffix(path, to, folder)
     if family is None:
         return _Way(None, True, {}, [])

@@ -1,6 +1,7 @@
 """Opening any ViT checkpoint: what it is, how it is built, its weights, and how its pictures are prepared."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,11 @@ def load(
     The other arguments adapt the model after it was loaded: a new head, another size, other channels. What was found
     and done is in the bundle's `coverage`, and logged.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise CheckpointError(
+            f"load opens a folder, a weight file or a name on a hub, but was given a {type(source).__name__}; a model "
+            f"of your own becomes a bundle by vitrail.Bundle(model, preprocess, classes)"
+        )
     bundle = open_checkpoint(
         source, heads=heads, overrides=overrides, keys=keys, fresh=fresh, dtype=dtype, wanted_size=image_size
     )

@@ -45,7 +45,7 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
-    from vitrail.data.sources.choosing import choose_pictures, recorded_split, seen_by_run
+    from vitrail.data.sources.choosing import Seen, choose_pictures, recorded_split, seen_by_run
     from vitrail.evaluation import evaluate_bundle
     from vitrail.runtime import autocast, choose_device
 
@@ -68,6 +68,8 @@ def eval(
         )
     seen = seen_by_run(chosen.source, record)
     result = f"{found.verdict}; evaluated on {SPLITS[chosen.part]}{seen.said(len(chosen.source))}"
+    if chosen.part == "all" and seen == Seen():
+        result += "; whether the model was trained on them is not known"
     for warning in found.warnings:
         echo(f"WARNING: {warning}", err=True, bold=True)
     if as_json:

@@ -159,6 +159,8 @@ def read_recipe(
     `values` are changes that are values already: {"optimizer.lr": 3e-4}.
     """
     table = json.loads(name.to_json()) if isinstance(name, Recipe) else _table(name)
+    if isinstance(changes, (str, Mapping)):
+        raise ConfigError(f"changes is {changes!r}; write a list of texts: changes=['optimizer.lr=3e-4']")
     for change in changes:
         path, equals, text = change.partition("=")
         if not equals or not path.strip():

@@ -69,7 +69,7 @@ FAMILY = Family(
     assumes={
         "activation": "timm's default; a file does not tell quick_gelu, gelu_tanh or relu",
         "norm_eps": "timm's default; CLIP's models have 1e-5",
-        "pool": "timm's default for such tensors; a file does not tell token, avg or max",
+        "pool": "timm's default for such tensors; timm's avg is mean here, its max is not supported",
         "pool_over": "timm's default",
     },
     needs={

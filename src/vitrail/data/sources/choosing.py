@@ -135,7 +135,12 @@ def seen_by_run(source: Source, record: Mapping[str, Any] | None) -> Seen:
         return Seen()
     # The names of the training images are not recorded; where all others are there, the rest are those.
     whole = bool(val | test) and (val | test) <= keys
-    return Seen(len(keys & val), len(keys - val - test) if whole else 0)
+    return Seen(len(keys & val), min(len(keys - val - test), _trained_on(record)) if whole else 0)
+
+
+def _trained_on(record: Mapping[str, Any]) -> int:
+    counts = record["counts"].get("train") if isinstance(record["counts"], Mapping) else None
+    return sum(counts.values()) if isinstance(counts, Mapping) else 0
 
 
 def _keys_of(source: Source) -> list[str]:
@@ -148,10 +153,16 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
     """Return the split of the run that a bundle lies in, so that no picture it was trained on is taken for a test."""
     if bundle is None:
         return None
+    place = bundle.absolute().parent / "split.json"
     try:
-        record = read_json(bundle.absolute().parent / "split.json")
-    except (OSError, ContentError):
+        record = read_json(place)
+    except OSError:
         return None
+    except ContentError as error:
+        raise DataError(
+            f"{place} {error}, so nobody knows which images the model was trained on; restore the file, or copy "
+            f"{bundle.name} out of its run"
+        ) from None
     return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
 
 
