@@ -71,3 +71,9 @@ def test_a_colour_is_as_strong_as_its_share_right_or_wrong(scheme: str) -> None:
 def test_the_stylesheet_has_the_colours_of_the_scale() -> None:
     for scheme in SCHEMES:
         assert fills(scheme)["miss3"] == colour(scheme, "miss", 3)
+
+
+def test_the_words_of_the_legend_are_inside_the_drawing() -> None:
+    drawn = heat_map([[1.0, 0.0], [0.5, 0.5]], title="t", rows=["0", "1"], columns=["0", "1"])
+    (right,) = re.findall(r'<text[^>]* x="([\d.]+)"[^>]*>wrong<', drawn)
+    assert float(right) > 5 * 6.6  # five letters end there

@@ -9,7 +9,7 @@ WRITTEN = 24
 """Up to so many rows and columns each cell has its number written in it."""
 NAMED = 60
 """Up to so many rows and columns each has its name beside it; more are counted."""
-LEGEND, LEGEND_WIDTH = 48, 280
+LEGEND, LEGEND_WIDTH, LEGEND_WORD = 48, 280, 40
 """The size of the scale below a square table."""
 MOST_NOTES = 400
 """So many cells of a large map say their numbers when they are pointed at: the strongest."""
@@ -54,9 +54,10 @@ def heat_map(
         body += text_at(MARGIN + 10, top, y_label, style="quiet", anchor="end", turned=True)
     right = left + side * len(columns) + MARGIN
     if len(rows) == len(columns):
-        body += _legend(left, bottom + 14)
+        beside = max(left, MARGIN + 7 + LEGEND_WORD)  # names of one letter leave less room than the legend's words need
+        body += _legend(beside, bottom + 14)
         bottom += LEGEND + 10
-        right = max(right, left + LEGEND_WIDTH)
+        right = max(right, beside + LEGEND_WIDTH)
     said = f"{len(rows):,} rows by {len(columns):,} columns"
     return drawing(
         body, title=title, description=said, width=max(right, 300), height=bottom + MARGIN, standalone=standalone
