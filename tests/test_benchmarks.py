@@ -64,6 +64,7 @@ def _recompile_limit() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_recompile_limit")
 def test_loss_curves_can_be_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -86,6 +87,7 @@ def test_loss_curves_can_be_compared(
     assert re.search(r"step    1  plain 2\.\d+  other batches [+-]\d\.\d+ ± \d", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_recompile_limit")
 def test_one_start_can_be_taken_many_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

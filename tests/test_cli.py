@@ -59,7 +59,7 @@ def test_models_as_json() -> None:
 def test_one_model_in_detail() -> None:
     done = run("models", "Ti/16")
     assert done.returncode == 0, done.stderr
-    for words in ("1 × 3 × 224 × 224", "1 × 196 × 768", "1 × 197 × 192", "1 × 3 × 197 × 197", "1 × 1000"):
+    for words in ("1 × 3 × 224 × 224", "1 × 192 × 14 × 14", "1 × 197 × 192", "1 × 3 × 197 × 197", "1 × 1000"):
         assert words in done.stdout
     report = json.loads(run("models", "Ti/16", "--json").stdout)
     assert report["config"]["width"] == 192

@@ -92,6 +92,7 @@ def inspect(source: str, endpoint: str, cache: Path, **more: str) -> subprocess.
     return subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=120)
 
 
+@pytest.mark.slow
 def test_fetch_then_offline_then_unreachable(endpoint: str, tmp_path: Path) -> None:
     done = inspect("hf:org/vit", endpoint, tmp_path)
     assert done.returncode == 0, done.stderr

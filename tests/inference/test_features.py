@@ -223,7 +223,9 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
         assert relative_error(found, expected) <= 1e-6, wanted
 
 
-@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["float32", *(pytest.param(low, marks=pytest.mark.slow) for low in ("bf16", "fp16"))]
+)
 def test_on_a_cpu_features_are_those_of_the_model_bit_for_bit(precision: Precision) -> None:
     model, x = bundle().model.eval(), normalised(pictures())
     for wanted in ASKED:

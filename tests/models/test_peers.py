@@ -135,7 +135,7 @@ def test_timm_distilled() -> None:
     ("name", "paper", "fields"),
     [
         ("vit_tiny_r_s16_p8_224", "R+Ti/16", {}),
-        ("vit_small_r26_s32_224", "R26+S/32", {}),
+        pytest.param("vit_small_r26_s32_224", "R26+S/32", {}, marks=pytest.mark.slow),
         pytest.param("vit_base_r50_s16_224", "R50+B/16", {"depth": 2}, marks=pytest.mark.slow),
     ],
 )

@@ -115,6 +115,7 @@ def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> 
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_embeddings_are_computed_in_the_precision_that_is_named(tmp_path: Path) -> None:
     bundle, content = vitrail.load(save_tiny(tmp_path / "m")), picture()
     with server(str(tmp_path / "m"), "--precision", "bf16") as running:

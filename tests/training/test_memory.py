@@ -337,6 +337,7 @@ def limited(room: int, folder: Path, *changes: str) -> subprocess.CompletedProce
 on_linux = pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="no limit of memory on this machine")
 
 
+@pytest.mark.slow
 @on_linux
 def test_too_large_a_batch_is_one_clear_sentence(tmp_path: Path) -> None:
     done = limited(600 * MB, tmp_path / "run", "batch=512")

@@ -95,6 +95,7 @@ def by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_processes_learn_as_one(by_one: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "two", 2, "steps=200")
     assert done.returncode == 0, done.stderr
