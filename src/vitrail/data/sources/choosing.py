@@ -210,7 +210,10 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):
         more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"
-        raise DataError(f"{source.name(int(unknown[0]))}{more} no class, so no answer to it can be called right")
+        raise DataError(
+            f"{source.name(int(unknown[0]))}{more} no class, so a prediction cannot be called right or "
+            "wrong; put images into class folders or name labels in a manifest, or use vitrail predict"
+        )
     if names is None or by_number:
         if len(source.classes) != outputs:
             raise DataError(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.listing import shown
-from vitrail.data.sources.source import Labels
+from vitrail.data.sources.source import SUFFIXES, Labels
 from vitrail.data.sources.splits import PARTS
 from vitrail.errors import DataError
 
@@ -52,6 +52,12 @@ def choose_columns(
 
     picture, label = first(pictures), first(LABEL_COLUMNS)
     columns = ", ".join(repr(column) for column in found[:20]) or "none"
+    if picture is None and any(
+        column.strip().lower().rpartition(".")[2] in SUFFIXES for column in found if "." in column
+    ):
+        raise DataError(f"{shown(place)} begins with a file, not with a header; add a first line such as path,label")
+    if picture is None and len(found) == 1 and "|" in found[0]:
+        raise DataError(f"{shown(place)} divides its fields by '|'; divide them by commas, semicolons or tabs")
     if picture is None:
         raise DataError(
             f"{shown(place)} has no column for the pictures; name one of its columns ({columns}) "

@@ -218,9 +218,10 @@ def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -
             if not fields:
                 continue  # an empty line
             if len(fields) != len(header):
+                found = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
                 raise DataError(
-                    f"{shown(place)}, line {reader.line_num} has {len(fields)} fields, "
-                    f"but the header has {len(header)}; put fields with {name} in quotes"
+                    f"{shown(place)}, line {reader.line_num} has {found}, but the header has {len(header)}; put fields "
+                    f"with {name} in quotes"
                 )
             yield Row(reader.line_num, *(None if at is None else fields[at] for at in places))
 
