@@ -230,7 +230,7 @@ async def _started() -> _Decoder:
         await _ended(decoder)
         told.warn("no decoder can be started")
         raise Refusal(503, "no decoder can be started; try again soon", retry_after=5, reason="decode") from None
-    except BaseException:
+    except BaseException:  # also a request that is cancelled: no process is left behind
         await _ended(decoder)
         raise
     return decoder
