@@ -41,7 +41,7 @@ format: $(VENV)/.installed-all ## format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: $(VENV)/.installed-all ## the tests, under eight minutes on two cores
+test: $(VENV)/.installed-all ## the tests
 	@scripts/install-chromium || test -z "$$CI"
 	$(BIN)/pytest -q -n $(WORKERS) -m "not slow and not gpu"
 
