@@ -13,7 +13,7 @@ from PIL import Image
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions
-from vitrail.training.criterion import COLUMNS, Criterion, score, shared_criterion, validated
+from vitrail.training.criterion import COLUMNS, Criterion, as_good, score, shared_criterion, validated
 from vitrail.training.grid import combine
 from vitrail.training.recipe import read_recipe
 from vitrail.training.sweep import sweep
@@ -47,10 +47,23 @@ def test_the_best_checkpoint_is_best_by_the_criterion(criterion: Criterion, unev
     run = train(uneven, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     rows = rows_of(run.folder)
     assert len(rows) == 8
-    values = [row[COLUMNS[criterion]] for row in rows]
+    scores = {row["step"]: score(row, criterion) for row in rows}
+    images = 26  # three tenths of 60, 16 and 12
+    latest = max(step for step, reached in scores.items() if as_good(reached, max(scores.values()), "accuracy", images))
     best = next(row for row in rows if row["step"] == rows[-1]["best"])
-    assert best[COLUMNS[criterion]] == (min(values) if criterion == "loss" else max(values))
+    lowest_loss = max(scores, key=lambda step: scores[step])
+    assert best["step"] == (lowest_loss if criterion == "loss" else latest)
     assert run.bundle.provenance["trained"]["step"] == best["step"]
+
+
+def test_few_validation_images_cannot_tell_checkpoints_apart() -> None:
+    """37 images, one of each class: 4 right and 2 right are the same within a standard error, 20 and 14 are not."""
+    assert as_good(2.5 / 37, 4 / 37, "accuracy", 37)
+    assert not as_good(14 / 37, 20 / 37, "accuracy", 37)
+    assert not as_good(0.937, 0.94, "accuracy", 10_000)
+    assert as_good(0.938, 0.94, "accuracy", 10_000)
+    assert as_good(17 / 18, 1.0, "accuracy", 18), "18 of 18 is not certain"
+    assert not as_good(-0.51, -0.5, "loss", 10)
 
 
 def test_it_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:

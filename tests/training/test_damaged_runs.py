@@ -22,7 +22,7 @@ from vitrail.training.team import Team
 from vitrail.training.train import Run, train
 
 SETTING = Setting(threads=1, processes=1, precision="float32")
-STILL = [*RECIPE, "optimizer.lr=1e-30", "evaluations=4"]
+STILL = [*RECIPE, "optimizer.lr=1e-30", "criterion=loss", "evaluations=4"]
 """Nothing is learned, so that the first evaluation stays the best one, and its state is not among the last two."""
 
 
@@ -120,7 +120,7 @@ def test_a_lost_best_is_replaced_whatever_the_score_there_is(tmp_path: Path) -> 
     """By the loss a score can be anything below 0, so that no score stands for a run that has no best model yet."""
     said: list[str] = []
     state = tiny_state(4)
-    state.progress.best_step, state.progress.best_score = 2, -0.5
+    state.progress.best_step, state.progress.highest = 2, -0.5
     team = Team(Processes(), torch.device("cpu"))
     best = Best(tmp_path, state, team, said.append, lambda *_: pytest.fail("there are no weights"))
     assert best.check() == "lost"

@@ -1,5 +1,6 @@
 """The criterion: the number of the validation split that picks the best checkpoint, and the best run of a sweep."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -48,6 +49,19 @@ def score(row: Mapping[str, Any], criterion: Criterion) -> float:
     """Return how good a row of the journal is: the larger the better, the loss deciding between equals."""
     loss = float(row["val_loss"])
     return -loss if criterion == "loss" else float(row[COLUMNS[criterion]]) - TIE * loss
+
+
+def as_good(reached: float, highest: float, criterion: Criterion, images: int) -> bool:
+    """Tell whether a score is as good as the highest: lower by at most its standard error on that many images.
+
+    Few validation images cannot tell two checkpoints apart that differ by less, and then the one that was trained for
+    longer is the better bet. Only the lowest loss is good enough: it does grow when a run is too long.
+    """
+    if criterion == "loss":
+        return reached > highest
+    # Two hits and two misses more (Agresti and Coull), so that all right, or all wrong, is not taken for certain.
+    rate = (min(max(highest, 0.0), 1.0) * images + 2) / (images + 4)
+    return reached >= highest - math.sqrt(rate * (1 - rate) / images)
 
 
 def shared_criterion(criteria: Iterable[Criterion]) -> Criterion:

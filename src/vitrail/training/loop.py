@@ -24,7 +24,7 @@ from vitrail.runtime import derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.best import BEST, STATES, Best
 from vitrail.training.choices import Plan
-from vitrail.training.criterion import score, validated
+from vitrail.training.criterion import as_good, score, validated
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
 from vitrail.training.forward import forget_compiled, forward_of
@@ -210,7 +210,7 @@ class _Run:
 
     def _tired(self) -> bool:
         """Say whether the val part has not become better for as long as patience lasts."""
-        return 0 < self.plan.recipe.patience <= self.state.progress.since_best
+        return 0 < self.plan.recipe.patience <= self.state.progress.since_highest
 
     def verdict(self, *, final: bool) -> tuple[Bundle, Measured]:
         """Measure the best model on the test part, once; without one, on the part it was chosen by."""
@@ -249,17 +249,21 @@ class _Run:
         with self._averaged():
             answers = self.predictions(self.state.model, self.measured_by)
             found = validated(answers)
-            reached = score(found, self.plan.recipe.settled_criterion())
-            if not progress.best_step or reached > progress.best_score:
-                progress.best_score, progress.best_step, progress.since_best = reached, progress.step, 0
+            criterion = self.plan.recipe.settled_criterion()
+            reached = score(found, criterion)
+            first, highest = not progress.best_step, progress.highest
+            if first or reached > highest:
+                progress.highest, progress.since_highest = reached, 0
+            else:
+                progress.since_highest += 1
+            if first or as_good(reached, highest, criterion, len(answers.labels)):
+                progress.best_step = progress.step
                 if self.team.is_main:
                     self.best.save(self._bundle_now())
-            else:
-                progress.since_best += 1
         row = {"step": progress.step, **found, "best": progress.best_step}
         if self.records is not None:
             self.records.measured(row)
-        self.watcher.measured({**row, "criterion": self.plan.recipe.settled_criterion()})
+        self.watcher.measured({**row, "criterion": criterion, "highest": not progress.since_highest})
         return self._tired()
 
     def _save(self) -> None:

@@ -36,11 +36,12 @@ class Progress:
 
     step: int = 0
     best_step: int = 0
-    best_score: float = -1.0
     best_digest: str = ""
     """Of the config.json of best/, which has the digest of the weights beside it."""
-    since_best: int = 0
-    """Measurements of the val part since the best one."""
+    highest: float = -1.0
+    """The highest score on the validation split. best/ may be a later checkpoint that is as good."""
+    since_highest: int = 0
+    """Validations since that one."""
     bad_files: list[str] | None = None
     finished: bool = False
 

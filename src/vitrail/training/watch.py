@@ -80,7 +80,11 @@ class Screen:
 
     def measured(self, row: dict[str, Any]) -> None:
         """Say what the validation split came to."""
-        star = "  (best so far)" if row["best"] == row["step"] else ""
+        star = ""
+        if row["best"] == row["step"]:
+            star = (
+                "  (best so far)" if row["highest"] else "  (kept: as good as the best so far, and trained for longer)"
+            )
         criterion: Criterion = row["criterion"]
         by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
         said = f"{row['val_top1']:.1%} on the val part{by}, loss {row['val_loss']:.3f}"
