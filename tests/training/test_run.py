@@ -370,7 +370,6 @@ def test_a_run_that_no_longer_improves_ends_early(tmp_path: Path) -> None:
     changes = [*TINY, "optimizer.lr=1e-12", "evaluations=10", "patience=2", "averaging.kind=none"]
     done = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert len(journal(tmp_path / "run")) < 34
-    assert done.bundle.provenance["trained"]["step"] < len(journal(tmp_path / "run"))
     again = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert again.metrics.top1 == done.metrics.top1
 
