@@ -62,6 +62,7 @@ drawings: $(VENV)/.installed ## draw the pictures of the documentation again
 
 golden: $(VENV)/.installed-all ## write the golden files anew; look at the diff before committing it
 	$(BIN)/python tests/golden/regenerate.py
+	$(BIN)/python tests/golden/curves.py > tests/golden/curves.tmp && mv tests/golden/curves.tmp tests/golden/curves.json
 
 bench: $(VENV)/.installed-all ## compare the model's speed with timm's on this machine
 	$(BIN)/python benchmarks/model.py
