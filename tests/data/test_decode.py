@@ -240,7 +240,7 @@ def test_orientation_behind_other_segments(before: bytes) -> None:
 def test_arrays_of_other_things(array: Array) -> None:
     file = io.BytesIO()
     np.save(file, array)
-    with pytest.raises(DataError, match="is no picture"):
+    with pytest.raises(DataError, match="is not an image"):
         decode(file.getvalue())
 
 
@@ -268,14 +268,14 @@ def test_numpy_files_and_arrays() -> None:
         decode(array)
 
 
-# ── what is no picture ──
+# ── what is not an image ──
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"", "the file is empty"),
-        (b"hello, I am a text file", r"no picture: the file begins with b'hello, I'"),
+        (b"hello, I am a text file", r"it is not an image: the file begins with b'hello, I'"),
         (simplejpeg.encode_jpeg(scene())[:-400], "a damaged JPEG: image file is truncated"),
         (simplejpeg.encode_jpeg(scene())[:30], "a damaged JPEG: its header cannot be read"),
         (saved(Image.fromarray(scene()), "PNG")[:-300], "a damaged PNG: "),

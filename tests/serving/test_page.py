@@ -284,7 +284,7 @@ def test_two_models_are_compared(seen: Visit) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "kind", "says"),
     [
-        (b"no picture at all", "notes.txt", "text/plain", "“notes.txt” is no picture"),
+        (b"no picture at all", "notes.txt", "text/plain", "“notes.txt” is not an image"),
         (b"no picture either", "notes.png", "image/png", "picture"),
         (picture_file()[:90], "half.png", "image/png", "picture"),
         (b"\0" * int(LIMIT * 2**20 + 1), "large.png", "image/png", "0.25 MB"),

@@ -80,7 +80,7 @@ class _Array:
 
     def __init__(self, array: Pixels) -> None:
         if array.ndim not in (2, 3) or array.size == 0:
-            raise DataError(f"an array with axes {array.shape} is no picture; it needs (height, width[, channels])")
+            raise DataError(f"an array with axes {array.shape} is not an image; it needs (height, width[, channels])")
         self.array = array if array.ndim == 3 else array[:, :, None]
         self.height, self.width = self.array.shape[:2]
         _check_size(self.width, self.height)
@@ -179,7 +179,7 @@ class _Other(_Opened):
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, RuntimeError):
             if kind is not None:
                 raise DataError(f"a damaged {kind}: its header cannot be read") from None
-            raise DataError(f"no picture: the file begins with {content[:8]!r}") from None
+            raise DataError(f"it is not an image: the file begins with {content[:8]!r}") from None
         super().__init__(picture)
 
 
@@ -216,7 +216,7 @@ def _frames(picture: Image.Image, channels: int) -> Pixels:
         picture.seek(page)
         layers.append(_to_bytes(np.asarray(picture)))
     if any(layer.shape != layers[0].shape or layer.ndim != 2 for layer in layers):
-        raise DataError(f"the {pages} pages are not grey pictures of one size, so they are no channels")
+        raise DataError(f"the {pages} pages are not grey images of one size, so they are not channels")
     return np.stack(layers, axis=2)
 
 
@@ -236,7 +236,7 @@ def _to_bytes(array: Pixels) -> Pixels:
         return (array * 255).round().astype(np.uint8)
     raise DataError(
         f"its {array.dtype} numbers go from {low:g} to {high:g}; whole numbers 0…255 or 0…65535, or fractions 0…1, "
-        f"are pictures"
+        f"are images"
     )
 
 
@@ -254,10 +254,10 @@ def _numpy(content: bytes) -> Pixels:
     except Exception as error:  # a damaged header can fail in any way
         raise DataError(f"a damaged NumPy file: {_reason(error)}") from None
     if dtype.kind not in "biuf" or len(shape) not in (2, 3):
-        raise DataError(f"an array of {dtype} with axes {shape} is no picture")
+        raise DataError(f"an array of {dtype} with axes {shape} is not an image")
     _check_size(shape[1], shape[0])
     if math.prod(shape) > 64 * PIXEL_LIMIT:
-        raise DataError(f"an array with axes {shape} is larger than any picture")
+        raise DataError(f"an array with axes {shape} is larger than any image")
     try:
         return np.asarray(np.load(io.BytesIO(content), allow_pickle=False))
     except (ValueError, OSError, EOFError) as error:

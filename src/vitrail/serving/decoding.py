@@ -40,7 +40,7 @@ def check_upload(content: bytes, formats: Collection[str], most_pixels: int) -> 
         raise Refusal(400, "the picture is empty: 0 bytes")
     kind = kind_of(content)
     if kind not in formats:
-        what = "this is no picture" if kind is None else f"{kind} pictures are not taken here"
+        what = "this is not an image" if kind is None else f"{kind} images are not taken here"
         raise Refusal(415, f"{what}; send one of {', '.join(formats)}")
     try:
         found = outline(content)
