@@ -95,7 +95,8 @@ class Service:
     async def _asked(self, request: Request, kind: type[Kind], task: str) -> Response:
         self.shelf.check_room(request.query_params.get("model"))  # before anything is read
         with self._uploads.reading() as upload:
-            asked = await read_request(request, upload, self.settings)
+            async with self.life.arriving_body():
+                asked = await read_request(request, upload, self.settings)
             options = read_options(kind, asked.fields)
             with self.shelf.use(options.model) as served:
                 question = options.question()

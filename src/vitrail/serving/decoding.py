@@ -7,9 +7,10 @@ its own (see `decoders`), so nothing here may import torch.
 from collections.abc import Collection
 
 from vitrail.data.decode import Picture, TooManyPixels, open_picture
+from vitrail.data.limits import Outline
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels
-from vitrail.data.structure import Outline, outline
+from vitrail.data.structure import outline
 from vitrail.errors import DataError, InputError
 from vitrail.serving.refusal import Refusal
 
