@@ -175,6 +175,25 @@ def test_headers_that_take_long_to_read(running: Running) -> None:
     assert max(taken) < within, taken
 
 
+def test_explanations_without_end(running: Running) -> None:
+    outcomes: Counter[int] = Counter()
+    httpx.post(f"{running.url}/v1/explain", files={"picture": TINY}, timeout=60)  # the first one imports a second long
+    within = limit(running.url)
+
+    def explain(over: threading.Event) -> None:
+        with httpx.Client(base_url=running.url, timeout=60) as client:
+            while not over.is_set():
+                answer = client.post("/v1/explain", files=[("picture", TINY)] * 16)
+                outcomes[answer.status_code] += 1
+
+    with attacked(*[explain] * 8):
+        taken = good(running.url)
+        assert httpx.get(f"{running.url}/readyz").status_code == 200
+    assert max(taken) < within, taken
+    assert set(outcomes) <= {200, 503}, outcomes
+    assert outcomes[503] > 0  # 128 images in 64 seats
+
+
 # ── bytes ──
 
 
