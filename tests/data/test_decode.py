@@ -294,6 +294,35 @@ def test_what_cannot_be_decoded_is_said(content: bytes, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b"qoif" + struct.pack(">IIBB", 4, 4, 3, 0) + b"\xcf" + bytes(7) + b"\1", "QOI"),
+        (b"8BPS\0\1" + bytes(20), "PSD"),
+        (saved(Image.fromarray(scene()), "ICO"), "ICO"),
+        (saved(Image.fromarray(scene()), "SGI"), "SGI"),
+    ],
+)
+def test_rare_formats_are_refused_by_name(content: bytes, name: str) -> None:
+    with pytest.raises(DataError, match=f"^{name}, which is not read here; save it as PNG or JPEG$"):
+        decode(content)
+
+
+@pytest.mark.parametrize("kind", ["PPM", "TGA", "PCX", "JPEG2000", "DIB"])
+def test_other_formats_are_read(kind: str) -> None:
+    assert decode(saved(Image.fromarray(scene()), kind)).shape == scene().shape
+
+
+def test_a_later_page_has_a_size_of_its_own() -> None:
+    made = b"II*\0" + struct.pack("<I", 8)
+    for side, after in ((1, 122), (60_000, 0)):
+        tags = (256, side), (257, side), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, side), (279, 1)
+        made += struct.pack("<H", 9) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+        made += struct.pack("<I", after)
+    with pytest.raises(DataError, match=r"60,000×60,000.*is the limit; make it smaller"):
+        decode(made, channels=2)
+
+
 def test_a_jpeg_that_claims_to_be_huge() -> None:
     content = bytearray(simplejpeg.encode_jpeg(scene()))
     frame = content.index(b"\xff\xc0") + 5
