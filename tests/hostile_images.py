@@ -65,3 +65,56 @@ def tiff_of_tiles(tiles: int, tile: int = 16) -> bytes:
     tags = ((256, 1, 64), (257, 1, 64), (322, 1, tile), (323, 1, tile), (324, tiles, 8), (325, tiles, 8))
     body = b"".join(struct.pack("<HHII", tag, 4, count, value) for tag, count, value in tags)
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + body + bytes(4)
+
+
+def tiff_of_shared_tiles(tiles: int, tall: int, packed: bytes, compression: int = 8, wide: int = 16) -> bytes:
+    """Write a TIFF of one row of tiles that are all the same bytes, and may be far taller than the image."""
+    tags = [
+        (256, 1, tiles * wide), (257, 1, 1), (258, 1, 8), (259, 1, compression), (262, 1, 1), (277, 1, 1),
+        (322, 1, wide), (323, 1, tall),
+    ]  # fmt: skip
+    arrays = 8 + 2 + 12 * (len(tags) + 2) + 4
+    tags += [(324, tiles, arrays), (325, tiles, arrays + 4 * tiles)]
+    body = b"".join(struct.pack("<HHII", tag, 4, count, value) for tag, count, value in tags)
+    places = struct.pack("<I", arrays + 8 * tiles) * tiles + struct.pack("<I", len(packed)) * tiles
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + body + bytes(4) + places + packed
+
+
+def _segment(marker: int, content: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
+def jpeg_of_refinements(scans: int, side: int, *, arithmetic: bool = False) -> bytes:
+    """Write a grey JPEG whose scans look at every coefficient: in runs of 32,767 blocks, each a code of 15 bits.
+
+    With arithmetic coding they hold nothing, but every block begins anew.
+    """
+    one_code = bytes([1]) + bytes(15)
+    head = _segment(0xDB, b"\0" + b"\1" * 64)
+    head += _segment(0xCA if arithmetic else 0xC2, struct.pack(">BHHBBBB", 8, side, side, 1, 1, 0x11, 0))
+    head += _segment(0xC4, b"\0" + one_code + b"\0") + _segment(0xC4, b"\x10" + one_code + b"\xe0")
+    if arithmetic:
+        head += _segment(0xDD, struct.pack(">H", 1))
+    first = _segment(0xDA, b"\1\1\0\0\0\0") + bytes(4)
+    runs = "0" + "1" * 14
+    blocks = (-(-side // 8)) ** 2
+    bits = runs * -(-blocks // 32_767)
+    bits += "1" * (-len(bits) % 8)
+    coded = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+    again = _segment(0xDA, b"\1\1\0\1\x3f\x10") + (bytes(4) if arithmetic else coded)
+    return b"\xff\xd8" + head + first + again * (scans - 1) + b"\xff\xd9"
+
+
+def bmp_of_runs(side: int, rows: bytes = b"\1\0\0\0") -> bytes:
+    """Write a run-length encoded BMP, each of whose lines is one pixel and an end."""
+    body = rows * side
+    head = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(body), 0, 0, 0, 0)
+    return b"BM" + struct.pack("<IHHI", 1078 + len(body), 0, 0, 1078) + head + bytes(1024) + body
+
+
+def jpeg_2000_header(side: int, channels: int, layers: int = 1, block: int = 4, precincts: bytes = b"") -> bytes:
+    """Write the main header of a JPEG 2000: code-blocks have sides of 2 to the power of `block` + 2."""
+    size = struct.pack(">HIIIIIIIIH", 0, side, side, 0, 0, side, side, 0, 0, channels) + b"\7\1\1" * channels
+    levels = max(0, len(precincts) - 1)
+    coding = struct.pack(">BBHBBBBBB", bool(precincts), 0, layers, 0, levels, block, block, 0, 1) + precincts
+    return b"\xff\x4f" + _segment(0x51, size) + _segment(0x52, coding)

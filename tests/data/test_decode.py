@@ -240,7 +240,7 @@ def test_orientation_behind_other_segments(before: bytes) -> None:
 def test_arrays_of_other_things(array: Array) -> None:
     file = io.BytesIO()
     np.save(file, array)
-    with pytest.raises(DataError, match="is no picture"):
+    with pytest.raises(DataError, match="is not an image"):
         decode(file.getvalue())
 
 
@@ -268,14 +268,14 @@ def test_numpy_files_and_arrays() -> None:
         decode(array)
 
 
-# ── what is no picture ──
+# ── what is not an image ──
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"", "the file is empty"),
-        (b"hello, I am a text file", r"no picture: the file begins with b'hello, I'"),
+        (b"hello, I am a text file", r"it is not an image: the file begins with b'hello, I'"),
         (simplejpeg.encode_jpeg(scene())[:-400], "a damaged JPEG: image file is truncated"),
         (simplejpeg.encode_jpeg(scene())[:30], "a damaged JPEG: its header cannot be read"),
         (saved(Image.fromarray(scene()), "PNG")[:-300], "a damaged PNG: "),
@@ -292,6 +292,35 @@ def test_what_cannot_be_decoded_is_said(content: bytes, words: str) -> None:
     with pytest.raises(DataError, match=words) as caught:
         decode(content)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b"qoif" + struct.pack(">IIBB", 4, 4, 3, 0) + b"\xcf" + bytes(7) + b"\1", "QOI"),
+        (b"8BPS\0\1" + bytes(20), "PSD"),
+        (saved(Image.fromarray(scene()), "ICO"), "ICO"),
+        (saved(Image.fromarray(scene()), "SGI"), "SGI"),
+    ],
+)
+def test_rare_formats_are_refused_by_name(content: bytes, name: str) -> None:
+    with pytest.raises(DataError, match=f"^{name}, which is not read here; save it as PNG or JPEG$"):
+        decode(content)
+
+
+@pytest.mark.parametrize("kind", ["PPM", "TGA", "PCX", "JPEG2000", "DIB"])
+def test_other_formats_are_read(kind: str) -> None:
+    assert decode(saved(Image.fromarray(scene()), kind)).shape == scene().shape
+
+
+def test_a_later_page_has_a_size_of_its_own() -> None:
+    made = b"II*\0" + struct.pack("<I", 8)
+    for side, after in ((1, 122), (60_000, 0)):
+        tags = (256, side), (257, side), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, side), (279, 1)
+        made += struct.pack("<H", 9) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+        made += struct.pack("<I", after)
+    with pytest.raises(DataError, match=r"60,000×60,000.*is the limit; make it smaller"):
+        decode(made, channels=2)
 
 
 def test_a_jpeg_that_claims_to_be_huge() -> None:

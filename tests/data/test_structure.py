@@ -4,6 +4,7 @@ import contextlib
 import io
 import struct
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tests.hostile_images import jpeg_of_scans, png_chunk, png_of_zeros, tiff_of_pages, tiff_of_tags, tiff_of_tiles
+from tests.hostile_images import (
+    bmp_of_runs,
+    jpeg_2000_header,
+    jpeg_of_refinements,
+    jpeg_of_scans,
+    png_chunk,
+    png_of_zeros,
+    tiff_of_pages,
+    tiff_of_shared_tiles,
+    tiff_of_tags,
+    tiff_of_tiles,
+)
 
 from vitrail import Bundle, Classifier, Preprocess, ViTConfig, create
-from vitrail.data import structure
+from vitrail.data import limits
 from vitrail.data.augmentation.augment import preset
 from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.checking.survey import survey
@@ -34,6 +46,8 @@ def saved(kind: str, size: tuple[int, int] = (37, 23), **options: object) -> byt
     return file.getvalue()
 
 
+LARGE = 13_377
+"""The side of the largest square image that is taken."""
 HOSTILE = {
     "scans": (jpeg_of_scans(5000), "JPEG of more than 100 scans"),
     "scans of a sequential one": (jpeg_of_scans(5000, progressive=False), "JPEG of more than 100 scans"),
@@ -66,6 +80,29 @@ HOSTILE = {
         b"\xff\x4f\xff\x51" + struct.pack(">HHIIIIIIIIH", 47, 0, 7000, 7000, 0, 0, 1, 1, 0, 0, 3) + bytes(99),
         "JPEG 2000 of more than 100,000 tiles",
     ),
+    "scans of many pixels": (jpeg_of_refinements(100, LARGE), "JPEG of more than 2,147,483,648 pixels times scans"),
+    "arithmetic scans": (jpeg_of_refinements(13, LARGE, arithmetic=True), "JPEG of more than 2,147,483,648 pix"),
+    "tiles that share bytes": (
+        tiff_of_shared_tiles(100_000, 2**22, b"x"),
+        "TIFF of more than 268,435,456 pixels in its tiles",
+    ),
+    "tiles that are the same JPEG": (
+        tiff_of_shared_tiles(100, 2**17, jpeg_of_scans(90), compression=7),
+        "TIFF of more than 2,147,483,648 pixels times scans",
+    ),
+    "tiles that the size makes": (tiff_of_tiles(1, 16).replace(b"\x40\0\0\0", b"\0\0\1\0"), "more than 100,000 tiles"),
+    "runs of a BMP": (bmp_of_runs(LARGE), "BMP of more than 4,194,304 pixels that is run-length encoded"),
+    "runs of nothing": (bmp_of_runs(8, b"\1\0" * 100_000), "BMP of more than 65,664 bytes"),
+    "numbers as text": (b"P2 4000 4000 255\n" + b"0 " * 16_000_000, "PNM of more than 8,000,000 bytes of text"),
+    "samples of JPEG 2000": (jpeg_2000_header(LARGE, 3), "JPEG 2000 of more than 134,217,728 pixels times channels"),
+    "layers": (jpeg_2000_header(64, 257, 65_535), "JPEG 2000 of more than 4,194,304 packets"),
+    "precincts": (jpeg_2000_header(10_980, 1, precincts=b"\x11" * 6), "JPEG 2000 of more than 4,194,304 packets"),
+    "code-blocks": (jpeg_2000_header(10_980, 1, block=0), "JPEG 2000 of more than 262,144 code-blocks"),
+    "code-blocks of one tile": (
+        jpeg_2000_header(10_980, 1) + b"\xff\x90" + struct.pack(">HHIBB", 10, 0, 99, 0, 1)
+        + jpeg_2000_header(10_980, 1, block=0)[-14:],
+        "JPEG 2000 of more than 262,144 code-blocks",
+    ),
 }  # fmt: skip
 
 
@@ -76,6 +113,48 @@ def test_absurd_work_is_refused_in_no_time(name: str) -> None:
     with pytest.raises(DataError, match=sentence):
         open_picture(content)
     assert time.process_time() - start < 1  # the fake JPEG took 6 s, the scans minutes
+
+
+def test_the_slowest_files_that_pass_are_bounded_by_their_counts() -> None:
+    # Each takes seconds, which docs/howto/data.md lists; one more of what it has is refused.
+    assert outline(jpeg_of_refinements(12, LARGE)) == (LARGE, LARGE, 12)
+    assert outline(jpeg_of_refinements(12, LARGE, arithmetic=True)) == (LARGE, LARGE, 12)
+    assert outline(jpeg_of_scans(43)) == (7000, 7000, 43)
+    assert outline(tiff_of_shared_tiles(4, 2**22, b"x")) == (64, 1, 1)
+    assert outline(bmp_of_runs(2048)) == (2048, 2048, 1)
+    assert outline(jpeg_2000_header(6688, 3)) == (6688, 6688, 1)
+    for content in (
+        jpeg_of_refinements(13, LARGE),
+        jpeg_of_scans(44),
+        tiff_of_shared_tiles(5, 2**22, b"x"),
+        bmp_of_runs(2049),
+        jpeg_2000_header(6689, 3),
+    ):
+        with pytest.raises(DataError, match="which would take very long to decode"):
+            outline(content)
+
+
+def test_hostile_files_of_an_ordinary_size_decode() -> None:
+    """So that what is refused above is refused for its counts, not because it is broken."""
+    for content, shape in (
+        (jpeg_of_refinements(20, 64), (64, 64, 3)),
+        (jpeg_of_refinements(20, 64, arithmetic=True), (64, 64, 3)),
+        (tiff_of_shared_tiles(20, 2**10, zlib.compress(bytes(2**14))), (1, 320, 3)),
+        (bmp_of_runs(64), (64, 64, 3)),
+        (b"P2 4 4 255\n" + b"0 " * 16, (4, 4, 3)),
+    ):
+        assert decode(content).shape == shape
+
+
+def test_tiles_of_one_scan_each_are_one_pass() -> None:
+    tile, tiles = saved("JPEG", (16, 16)), 1000
+    shared = tiff_of_shared_tiles(tiles, 2**12, tile * tiles, compression=7)
+    with pytest.raises(DataError, match="pixels times scans"):  # each tile may have all scans
+        outline(shared)
+    places = len(shared) - len(tile) * tiles - 8 * tiles
+    start = places + 8 * tiles
+    own = struct.pack(f"<{tiles}I", *range(start, len(shared), len(tile))) + struct.pack("<I", len(tile)) * tiles
+    assert outline(shared[:places] + own + shared[start:]) == (16 * tiles, 1, 1)
 
 
 def test_ordinary_files_pass_and_say_their_size() -> None:
@@ -92,11 +171,11 @@ def test_ordinary_files_pass_and_say_their_size() -> None:
 
 def test_scans_of_embedded_and_appended_images_do_not_count() -> None:
     preview = saved("JPEG", progressive=True) * 20
-    assert preview.count(b"\xff\xda") > structure.JPEG_SCANS
+    assert preview.count(b"\xff\xda") > limits.JPEG_SCANS
     plain = saved("JPEG")
     segment = b"\xff\xe2" + struct.pack(">H", 2 + len(preview)) + preview
     for content in (plain[:2] + segment + plain[2:], plain + preview):
-        assert outline(content) == (37, 23, 1) or outline(content).passes <= structure.JPEG_SCANS
+        assert outline(content) == (37, 23, 1) or outline(content).passes <= limits.JPEG_SCANS
         assert decode(content).shape == (23, 37, 3)
 
 
@@ -112,7 +191,7 @@ def test_scans_of_many_pages_are_not_those_of_one() -> None:
     pages = [Image.effect_noise((64, 64), 100) for _ in range(150)]
     file = io.BytesIO()
     pages[0].save(file, "TIFF", compression="jpeg", save_all=True, append_images=pages[1:])
-    assert file.getvalue().count(b"\xff\xda") > structure.JPEG_SCANS
+    assert file.getvalue().count(b"\xff\xda") > limits.JPEG_SCANS
     assert decode(file.getvalue(), 1).shape == (64, 64, 1)
 
 

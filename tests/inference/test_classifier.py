@@ -103,7 +103,7 @@ def test_bad_pictures_are_errors_or_answers(classifier: Classifier, tmp_path: Pa
     good, *_ = tiny_pictures(tmp_path, 1)
     (tmp_path / "text.jpg").write_text("no picture")
     bad = tmp_path / "text.jpg"
-    with pytest.raises(DataError, match=r"text\.jpg: no picture: the file begins with"):
+    with pytest.raises(DataError, match=r"text\.jpg: it is not an image: the file begins with"):
         classifier([good, bad])
     with pytest.raises(DataError, match=r"^picture 1: the file is empty"):
         classifier([good.read_bytes(), b""])
@@ -113,7 +113,7 @@ def test_bad_pictures_are_errors_or_answers(classifier: Classifier, tmp_path: Pa
     assert repr(first) == f"Answer(error: {first.error})"
     assert second == classifier(good)
     assert third.error == "it cannot be read: No such file or directory"
-    with pytest.raises(DataError, match="there is no answer: no picture"):
+    with pytest.raises(DataError, match="there is no answer: it is not an image"):
         _ = first.name
     with pytest.raises(ConfigError, match="choose 'raise' or 'keep'"):
         classifier(good, errors="ignore")  # type: ignore[call-overload]
@@ -141,7 +141,7 @@ def test_what_is_no_picture(classifier: Classifier, given: Any, words: str) -> N
     [
         (np.zeros((5, 5, 2), np.uint8), "a picture of 2 channels, where 3 are wanted"),
         (torch.full((3, 5, 5), -1.0), "go from -1 to -1; whole numbers"),
-        (np.zeros(5, np.uint8), "is no picture; it needs"),
+        (np.zeros(5, np.uint8), "is not an image; it needs"),
     ],
 )
 def test_arrays_that_are_no_pictures(classifier: Classifier, given: Any, words: str) -> None:

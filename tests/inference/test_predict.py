@@ -150,7 +150,7 @@ def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
         (("bundle", "https://example.org/cat.jpg"), "is a URL, and nothing is fetched from there; download it first"),
         (("bundle", "empty"), "no pictures were found; a picture's name ends in avif, bmp, gif, "),
         (("bundle", "-"), "no pictures were found"),
-        (("bundle", "text.jpg"), "the only picture, text.jpg, cannot be read: no picture: "),
+        (("bundle", "text.jpg"), "the only picture, text.jpg, cannot be read: it is not an image: "),
         (("bundle", "p", "-o", "there.csv"), "there.csv exists already; choose another name, or replace it with --ov"),
         (("bundle", "p", "-o", "p"), "p does not say what to write"),
         (("bundle", "p", "-o", "p", "--format", "csv"), "p is a folder; give the name of a file to write"),
@@ -193,7 +193,9 @@ def test_only_bad_pictures_are_rows_and_an_error(run: Run) -> None:
         Path("bad", name).write_text("no picture")
     done = run("bundle", "bad")
     assert (done.code, len(done.rows)) == (2, 2)
-    assert done.err.startswith("vitrail: none of the 2 pictures can be read; the first, bad/a.jpg: no picture: ")
+    assert done.err.startswith(
+        "vitrail: none of the 2 pictures can be read; the first, bad/a.jpg: it is not an image: "
+    )
 
 
 @pytest.mark.slow

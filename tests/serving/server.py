@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -100,6 +101,21 @@ def picture(kind: str = "PNG", size: tuple[int, int] = (40, 30), seed: int = 0) 
 def sent(client: httpx.Client, content: bytes, path: str = "/v1/predict") -> httpx.Response:
     """Send a picture as the body."""
     return client.post(path, content=content, headers={"content-type": "image/png"})
+
+
+def connect(running: Running, said: bytes = b"") -> socket.socket:
+    """Connect, and say something in which HOST stands for the server's own."""
+    host, port = running.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=20)
+    if said:
+        connection.sendall(said.replace(b"HOST", f"{host}:{port}".encode()))
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Return what comes until the server closes."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
 def wait_until(condition: object, seconds: float = 10) -> None:

@@ -142,7 +142,7 @@ def test_small_jpegs_with_thousands_of_scans(running: Running) -> None:
 
 
 def test_large_images_in_one_form_and_slow_ones_that_are_allowed(running: Running) -> None:
-    large, slow = png_of_zeros(7000), jpeg_of_scans(100)  # 49 million pixels each; 0.6 s and 2 s of one core
+    large, slow = png_of_zeros(7000), jpeg_of_scans(43)  # 49 million pixels each, and as many scans as pass
     within, before, most = limit(running.url), memory(running.process.pid), 0
 
     def form(_: threading.Event) -> None:
@@ -173,6 +173,25 @@ def test_headers_that_take_long_to_read(running: Running) -> None:
     with attacked(form, form):
         taken = good(running.url)
     assert max(taken) < within, taken
+
+
+def test_explanations_without_end(running: Running) -> None:
+    outcomes: Counter[int] = Counter()
+    httpx.post(f"{running.url}/v1/explain", files={"picture": TINY}, timeout=60)  # the first one imports a second long
+    within = limit(running.url)
+
+    def explain(over: threading.Event) -> None:
+        with httpx.Client(base_url=running.url, timeout=60) as client:
+            while not over.is_set():
+                answer = client.post("/v1/explain", files=[("picture", TINY)] * 16)
+                outcomes[answer.status_code] += 1
+
+    with attacked(*[explain] * 8):
+        taken = good(running.url)
+        assert httpx.get(f"{running.url}/readyz").status_code == 200
+    assert max(taken) < within, taken
+    assert set(outcomes) <= {200, 503}, outcomes
+    assert outcomes[503] > 0  # 128 images in 64 seats
 
 
 # ── bytes ──
@@ -245,7 +264,7 @@ def test_ten_thousand_tiny_requests_and_memory_over_twenty_thousand(bundle: Path
 
 
 def test_hangups_and_the_end_under_load_and_attack(bundle: Path) -> None:
-    slow = jpeg_of_scans(100)
+    slow = jpeg_of_scans(43)
     with server(str(bundle), "--no-log-requests", "--grace", "5", patience=200) as running:
 
         def attack(over: threading.Event) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from tests.serving.server import Running, picture, save_tiny, sent, server, wait_until
+from tests.serving.server import Running, connect, picture, read_all, save_tiny, sent, server, wait_until
 
 from vitrail.serving import connections
 from vitrail.serving.connections import Connections, NotTooOften, Told, client_key
@@ -22,19 +22,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     options = ("--head-time", "1", "--connections", "12", "--client-connections", "8", "--upload-time", "3")
     with server(str(bundle), *options, patience=300) as running:
         yield running
-
-
-def connect(running: Running, said: bytes = b"") -> socket.socket:
-    host, port = running.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=20)
-    if said:
-        connection.sendall(said.replace(b"HOST", f"{host}:{port}".encode()))
-    return connection
-
-
-def read_all(connection: socket.socket) -> bytes:
-    with connection:
-        return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
 class Fake:

@@ -57,6 +57,7 @@ def test_clients_take_turns_and_so_do_their_requests() -> None:
 
 def test_what_takes_too_long_is_ended_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = jpeg_of_scans(5000)
+    monkeypatch.setattr(structure, "JPEG_WORK", 2**40)
     monkeypatch.setattr(structure, "JPEG_SCANS", 10_000)  # here alone: the process that decodes would refuse it, too
 
     async def ask(decoders: Decoders) -> None:

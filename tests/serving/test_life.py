@@ -1,6 +1,7 @@
 """From the start to the end of a server, under load: nothing that was accepted is lost."""
 
 import asyncio
+import contextlib
 import io
 import json
 import shutil
@@ -8,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +20,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.serving.server import Running, picture, save_tiny, sent, server, wait_until
+from tests.serving.server import Running, connect, picture, read_all, save_tiny, sent, server, wait_until
 
 import vitrail
 from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, Diverged
 from vitrail.runtime import autocast
+from vitrail.serving.life import Life
+from vitrail.serving.refusal import Refusal
 from vitrail.serving.run import serve
 from vitrail.serving.settings import Settings, name_models
 
@@ -130,6 +135,100 @@ def test_embeddings_are_computed_in_the_precision_that_is_named(tmp_path: Path) 
             rounded = bundle.model.features(pixels).pooled[0].float().numpy()
     # What a batch is, and how many threads there are, may change the order of sums.
     assert np.abs(found - rounded).max() < 0.2 * np.abs(found - exact).max()
+
+
+HEAD = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_what_still_arrives_is_refused_before_what_is_whole() -> None:
+    async def run() -> list[str]:
+        life, said = Life(), list[str]()
+        life.stage = "ready"
+
+        async def request(name: str, *, arrives: bool) -> None:
+            try:
+                async with life.accepted_request():
+                    async with life.arriving_body():
+                        await asyncio.sleep(0 if arrives else 60)
+                    await asyncio.sleep(60)
+            except Refusal as refusal:
+                said.append(f"{name}: {refusal.status} {refusal.sentence}")
+
+        tasks = [asyncio.create_task(request(name, arrives=name == "whole")) for name in ("whole", "part")]
+        await asyncio.sleep(0.01)
+        life.stage = "stopping"
+        life.refuse_arriving()
+        assert not await life.idle(0.05)
+        said.append(f"{life.accepted} left")
+        life.refuse_unanswered()
+        assert await life.idle(5)
+        await asyncio.gather(*tasks)
+        await request("late", arrives=True)
+        return said
+
+    assert asyncio.run(run()) == [
+        "part: 503 the service is stopping and takes no new work",
+        "1 left",
+        "whole: 503 the service has stopped before there was a result",
+        "late: 503 the service is stopping and takes no new work",
+    ]
+
+
+@pytest.mark.slow
+def test_bodies_that_never_end_do_not_delay_the_end(tmp_path: Path) -> None:
+    with server(str(save_tiny(tmp_path / "m")), "--grace", "20") as running:
+        over = threading.Event()
+
+        def flood() -> None:
+            with connect(running, HEAD) as connection, contextlib.suppress(ConnectionError):
+                connection.settimeout(0.5)
+                while not over.is_set():
+                    with contextlib.suppress(TimeoutError):  # the server takes its time
+                        connection.send(b"1\r\nx\r\n" * 1000)
+
+        floods = [threading.Thread(target=flood) for _ in range(3)]
+        for thread in floods:
+            thread.start()
+        silent, half = connect(running, HEAD), connect(running, b"GET /healthz HTTP/1.1\r\nHost: HO")
+        wait_until(lambda: uploading(running) == 4)
+        begun = time.monotonic()
+        stop(running)
+        try:
+            assert running.process.wait(15) == 0
+            assert time.monotonic() - begun < 5  # the whole grace, and 5 s more
+        finally:
+            over.set()
+        answer = read_all(silent)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"the service is stopping" in answer
+        assert read_all(half) == b""
+        for thread in floods:
+            thread.join()
+    assert not [line for line in running.log if "Traceback" in line or '"level": "error"' in line]
+
+
+@pytest.mark.slow
+def test_the_grace_is_for_whole_requests_and_ends(tmp_path: Path) -> None:
+    # Images gather for 2.5 s: the grace is long enough for that, or not.
+    whole = HEAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(picture())) + picture()
+    for grace, status in ((20, b"200"), (0.5, b"503")):
+        with server(str(save_tiny(tmp_path / "m")), "--grace", str(grace), "--wait", "2500") as running:
+            connection = connect(running, whole)
+            wait_until(lambda running=running: 'vitrail_queue_pictures{model="m"} 1.0' in metrics(running))
+            stop(running)
+            assert running.process.wait(15) == 0
+            assert read_all(connection).split(b" ", 2)[1] == status
+        assert not [line for line in running.log if "Traceback" in line or '"level": "error"' in line]
+
+
+def metrics(running: Running) -> str:
+    return httpx.get(f"{running.url}/metrics").text
+
+
+def uploading(running: Running) -> int:
+    """Return how many requests are under way, beside the one that asks."""
+    (line,) = (line for line in metrics(running).splitlines() if line.startswith("vitrail_requests_in_flight "))
+    return int(float(line.split()[1])) - 1
 
 
 def damage(bundle: Path) -> None:

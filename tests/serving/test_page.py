@@ -284,12 +284,12 @@ def test_two_models_are_compared(seen: Visit) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "kind", "says"),
     [
-        (b"no picture at all", "notes.txt", "text/plain", "“notes.txt” is no picture"),
-        (b"no picture either", "notes.png", "image/png", "picture"),
+        (b"no picture at all", "notes.txt", "text/plain", "“notes.txt” is not an image"),
+        (b"no picture either", "notes.png", "image/png", "is not an image"),
         (picture_file()[:90], "half.png", "image/png", "picture"),
         (b"\0" * int(LIMIT * 2**20 + 1), "large.png", "image/png", "0.25 MB"),
         (b"", "empty.png", "image/png", "“empty.png” is empty"),
-        (b"who knows", "thing", "", "picture"),
+        (b"who knows", "thing", "", "“thing” is not an image"),
     ],
     ids=["text", "text-as-png", "truncated", "large", "empty", "typeless"],
 )

@@ -13,8 +13,9 @@ import pytest
 from tests.serving.server import picture, save_tiny
 
 from vitrail.data.sources.source import Pixels
+from vitrail.explanations.wanted import Wanted
 from vitrail.serving.app import Service
-from vitrail.serving.batching import Batcher
+from vitrail.serving.batching import BATCHES, Batcher
 from vitrail.serving.counters import Counters
 from vitrail.serving.questions import Explain, Predict
 from vitrail.serving.refusal import Refusal
@@ -302,8 +303,6 @@ def test_only_equal_questions_are_computed_together() -> None:
 
 
 def test_explanations_are_computed_one_by_one() -> None:
-    from vitrail.explanations.wanted import Wanted
-
     async def run() -> None:
         sizes: list[int] = []
 
@@ -323,3 +322,68 @@ def test_explanations_are_computed_one_by_one() -> None:
         await batcher.close()
 
     asyncio.run(run())
+
+
+def order_of(before: Sequence[Any], waiting: Sequence[Any], batch: int) -> list[tuple[str, int]]:
+    """Ask questions, more of them while the first is computed; return what was computed, in order."""
+
+    async def run() -> list[tuple[str, int]]:
+        computed, gate = list[tuple[str, int]](), threading.Event()
+
+        def compute(question: Any, pictures: Sequence[Pixels]) -> Sequence[Pixels]:
+            computed.append((type(question).__name__, len(pictures)))
+            assert gate.wait(20)
+            return pictures
+
+        batcher = Batcher("m", compute, batch=batch, wait=0, queue=100, counters=Counters())
+        batcher.start()
+
+        def ask(question: Any) -> asyncio.Task[Any]:
+            (seat,) = batcher.reserve(1, alone=question.alone)
+            return asyncio.create_task(batcher.ask(question, np.zeros((1, 1, 3), np.uint8), seat))
+
+        tasks = [ask(question) for question in before]
+        await until(lambda: len(computed) == 1)
+        tasks += [ask(question) for question in waiting]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*tasks)
+        assert batcher.taken == 0
+        await batcher.close()
+        return computed
+
+    return asyncio.run(run())
+
+
+def test_predictions_are_computed_before_the_next_explanation() -> None:
+    explain, predict = Explain(Wanted("rollout")), Predict(1)
+    order = order_of([explain] * 10, [explain] * 5 + [predict] * 6, batch=4)
+    assert order == [("Explain", 1), ("Predict", 4), ("Predict", 2), *[("Explain", 1)] * 14]
+
+
+def test_an_explanation_has_its_turn_among_many_predictions() -> None:
+    explain, predict = Explain(Wanted("rollout")), Predict(1)
+    order = [kind for kind, _ in order_of([predict], [explain] * 2 + [predict] * 20, batch=1)]
+    assert order == ["Predict"] * (1 + BATCHES) + ["Explain"] + ["Predict"] * BATCHES + ["Explain"] + ["Predict"] * 4
+
+
+def test_many_explanations_are_refused_and_predictions_are_not(bundle: Path) -> None:
+    async def ask(service: Service, client: httpx.AsyncClient) -> None:
+        gate = gated(service)
+
+        def send(path: str) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(client.post(path, content=picture(), headers=PNG))
+
+        first = send("/v1/explain")
+        await until(lambda: gate.sizes == [1])
+        more = [send("/v1/explain") for _ in range(2)]  # of eight seats, two are for explanations
+        await until(lambda: taken(service) == 2)
+        refused = await send("/v1/explain")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "too many explanations are waiting" in refused.json()["error"]
+        predicted = [send("/v1/predict") for _ in range(8)]
+        await until(lambda: taken(service) == 10)
+        gate.open.set()
+        assert {(await task).status_code for task in (first, *more, *predicted)} == {200}
+
+    asked(settings_for(bundle, queue=8), ask)

@@ -188,8 +188,11 @@ def test_a_bad_picture_is_named_in_the_verdict(tmp_path: Path) -> None:
     changes = ["epochs=2", "batch=8", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1"]
     done = train(tmp_path / "data", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert f"left out of training: {shown.name(3)}" in done.verdict
-    assert f"{shown.name(3)} cannot be read and was left out: no picture" in (tmp_path / "run" / "log.txt").read_text()
-    with pytest.raises(DataError, match="no picture"):
+    assert (
+        f"{shown.name(3)} cannot be read and was left out: it is not an image"
+        in (tmp_path / "run" / "log.txt").read_text()
+    )
+    with pytest.raises(DataError, match="it is not an image"):
         train(tmp_path / "data", changes=[*changes, "data.bad_files=refuse"], folder=tmp_path / "other", device="cpu",
               workers=0, quiet=True)  # fmt: skip
 

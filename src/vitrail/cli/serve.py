@@ -105,7 +105,8 @@ def serve(
         str, typer.Option(help="Web origins whose pages may call the service (CORS).", envvar=f"{_ENV}ORIGINS")
     ] = "",
     grace: Annotated[
-        float, typer.Option(help="Seconds that SIGTERM leaves to what was accepted.", envvar=f"{_ENV}GRACE")
+        float,
+        typer.Option(help="Seconds that SIGTERM leaves to requests that have arrived whole.", envvar=f"{_ENV}GRACE"),
     ] = 30.0,
     log_requests: Annotated[
         bool, typer.Option(help="Write a line for every request.", envvar=f"{_ENV}LOG_REQUESTS")

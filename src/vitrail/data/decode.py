@@ -11,20 +11,23 @@ from typing import Protocol
 
 import numpy as np
 import simplejpeg
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
+from vitrail.data.limits import PIXEL_LIMIT
 from vitrail.data.orientation import quiet, seen_size, turn_of, turn_of_jpeg, turned
-from vitrail.data.sniffing import HEAD, sniff, why_not_read
+from vitrail.data.sniffing import HEAD, reads_heic, sniff, why_not_read
 from vitrail.data.sources.source import Pixels
 from vitrail.data.structure import outline
 from vitrail.errors import DataError
 
-PIXEL_LIMIT = 178_956_970
-"""Most pixels of a picture: half a gigabyte as RGB. A small file can claim any size, so this is checked first."""
 BACKGROUND = 255
 """What is seen through transparent pixels: white."""
 SLOW_SCALE = 5
 """JPEGs are decoded at 1/8 … 5/8 of their size, or whole: the scales between take longer than the whole picture."""
+
+
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "JPEG2000", "PPM", "TGA", "PCX", "SUN", "EPS")
+"""What Pillow may open, beside HEIC and AVIF. Others are rare, and some are decoded in Python, a byte at a time."""
 
 
 class TooManyPixels(DataError):  # noqa: N818 - named for what is wrong
@@ -80,7 +83,7 @@ class _Array:
 
     def __init__(self, array: Pixels) -> None:
         if array.ndim not in (2, 3) or array.size == 0:
-            raise DataError(f"an array with axes {array.shape} is no picture; it needs (height, width[, channels])")
+            raise DataError(f"an array with axes {array.shape} is not an image; it needs (height, width[, channels])")
         self.array = array if array.ndim == 3 else array[:, :, None]
         self.height, self.width = self.array.shape[:2]
         _check_size(self.width, self.height)
@@ -168,7 +171,7 @@ class _Other(_Opened):
             raise DataError(missing)
         try:
             with quiet():
-                picture = Image.open(io.BytesIO(content))
+                picture = Image.open(io.BytesIO(content), formats=_formats())
                 turn_of(picture)
             if picture.format == "EPS":  # a program, which Pillow would run with Ghostscript
                 raise DataError("PostScript, which is not decoded here; save it as PNG or JPEG")
@@ -179,8 +182,20 @@ class _Other(_Opened):
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, RuntimeError):
             if kind is not None:
                 raise DataError(f"a damaged {kind}: its header cannot be read") from None
-            raise DataError(f"no picture: the file begins with {content[:8]!r}") from None
+            raise _not_an_image(content) from None
         super().__init__(picture)
+
+
+def _formats() -> list[str]:
+    return [*FORMATS, *(("AVIF",) if features.check("avif") else ()), *(("HEIF",) if reads_heic() else ())]
+
+
+def _not_an_image(content: bytes) -> DataError:
+    Image.init()
+    for name, (_, accept) in Image.OPEN.items():
+        if name not in FORMATS and accept is not None and accept(content[:16]) is True:
+            return DataError(f"{name}, which is not read here; save it as PNG or JPEG")
+    return DataError(f"it is not an image: the file begins with {content[:8]!r}")
 
 
 def _as_mode(picture: Image.Image, mode: str) -> Pixels:
@@ -214,9 +229,10 @@ def _frames(picture: Image.Image, channels: int) -> Pixels:
     layers = []
     for page in range(pages):
         picture.seek(page)
+        _check_size(*picture.size)  # each page has its own
         layers.append(_to_bytes(np.asarray(picture)))
     if any(layer.shape != layers[0].shape or layer.ndim != 2 for layer in layers):
-        raise DataError(f"the {pages} pages are not grey pictures of one size, so they are no channels")
+        raise DataError(f"the {pages} pages are not grey images of one size, so they are not channels")
     return np.stack(layers, axis=2)
 
 
@@ -236,7 +252,7 @@ def _to_bytes(array: Pixels) -> Pixels:
         return (array * 255).round().astype(np.uint8)
     raise DataError(
         f"its {array.dtype} numbers go from {low:g} to {high:g}; whole numbers 0…255 or 0…65535, or fractions 0…1, "
-        f"are pictures"
+        f"are images"
     )
 
 
@@ -254,10 +270,10 @@ def _numpy(content: bytes) -> Pixels:
     except Exception as error:  # a damaged header can fail in any way
         raise DataError(f"a damaged NumPy file: {_reason(error)}") from None
     if dtype.kind not in "biuf" or len(shape) not in (2, 3):
-        raise DataError(f"an array of {dtype} with axes {shape} is no picture")
+        raise DataError(f"an array of {dtype} with axes {shape} is not an image")
     _check_size(shape[1], shape[0])
     if math.prod(shape) > 64 * PIXEL_LIMIT:
-        raise DataError(f"an array with axes {shape} is larger than any picture")
+        raise DataError(f"an array with axes {shape} is larger than any image")
     try:
         return np.asarray(np.load(io.BytesIO(content), allow_pickle=False))
     except (ValueError, OSError, EOFError) as error:

@@ -9,7 +9,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from vitrail.data.decode import PIXEL_LIMIT, open_picture
+from vitrail.data.decode import open_picture
+from vitrail.data.limits import PIXEL_LIMIT
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.listing import shown
 from vitrail.data.sources.shards import read_at

@@ -6,29 +6,29 @@ A small file can ask for hours of work inside every limit of bytes and pixels: a
 
 import re
 import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
+from vitrail.data.limits import (
+    BMP_RUN_PIXELS,
+    FRAMES,
+    GIF_BLOCKS,
+    J2K_BLOCKS,
+    J2K_PACKETS,
+    J2K_SAMPLES,
+    JPEG_SCANS,
+    JPEG_SEGMENTS,
+    JPEG_STRAY,
+    JPEG_WORK,
+    PIXEL_LIMIT,
+    PLAIN_BYTES,
+    PNG_CHUNK,
+    PNG_CHUNKS,
+    TILES,
+    Outline,
+    check_count,
+)
+from vitrail.data.tiff_structure import tiff_outline
 from vitrail.errors import DataError
-
-JPEG_SCANS = 100
-"""Most scans of a JPEG. Encoders write about 10, and the finest script of mozjpeg 20."""
-JPEG_SEGMENTS = 4096
-"""Most segments around the scans; 16 MB of colour profile and notes take 250."""
-JPEG_STRAY = 65_536
-"""Most bytes between segments that belong to none; Pillow reads them one by one."""
-PNG_CHUNKS, PNG_CHUNK = 4096, 2048
-"""Most chunks of a PNG, beside one for every so many bytes; encoders write one for every 8 kB or more."""
-GIF_BLOCKS = 4096
-"""Most blocks before a GIF's first frame, 1 MB of comments. Later frames are never read."""
-FRAMES = 10_000
-"""Most frames of an animated WebP or PNG: five minutes of film. The first one is used."""
-TIFF_PAGES, TIFF_TAGS = 1000, 65_536
-"""Most pages of a TIFF, which may be channels, and most tags of all pages; a page has about 20."""
-TILES = 100_000
-"""Most tiles or strips of a page: 100,000 × 64 × 64 pixels are twice the largest image that is taken."""
-TILE_PIXELS = 2**26
-"""Most pixels of one tile, for which libtiff makes room whatever the image's own size is."""
 
 _MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
@@ -36,20 +36,7 @@ _ALONE = frozenset((0x01, *range(0xD0, 0xDA)))
 """Markers without a length: restarts, start and end of the image."""
 _FRAME_HEADERS = frozenset((*range(0xC0, 0xD0),)) - {0xC4, 0xC8, 0xCC}
 _SEQUENTIAL = (0xC0, 0xC1)
-
-
-class Outline(NamedTuple):
-    """What the header of an image file says."""
-
-    width: int
-    height: int
-    passes: int = 1
-    """How often a decoder walks over all pixels, at most."""
-
-    @property
-    def work(self) -> int:
-        """Pixels that a decoder touches."""
-        return self.width * self.height * self.passes
+_BMP_RUNS, _BMP_HEADER = (1, 2), 65_536
 
 
 def outline(content: bytes) -> Outline | None:
@@ -84,7 +71,7 @@ def _jpeg(content: bytes) -> Outline | None:
             break
         place = start + 2
         segments += 1
-        _check(segments, JPEG_SEGMENTS, "JPEG", "segments")
+        check_count(segments, JPEG_SEGMENTS, "JPEG", "segments")
         if marker == 0xD9:
             return None
         if marker not in _ALONE:
@@ -94,7 +81,12 @@ def _jpeg(content: bytes) -> Outline | None:
                 components = content[start + 9] if marker in _SEQUENTIAL else 0
             place += struct.unpack_from(">H", content, place)[0]
     scans = 1 if components and content[start + 4] == components else _jpeg_scans(content, start, segments)
-    return None if size is None else Outline(*size, passes=scans)
+    if size is None:
+        return None
+    whole = Outline(*size, passes=scans)
+    if whole.width * whole.height <= PIXEL_LIMIT:  # others are refused for their size
+        check_count(whole.work, JPEG_WORK, "JPEG", "pixels times scans")
+    return whole
 
 
 def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
@@ -109,8 +101,8 @@ def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
             break
         scans += marker == 0xDA
         segments += marker != 0xDA
-        _check(scans, JPEG_SCANS, "JPEG", "scans")
-        _check(segments, JPEG_SEGMENTS, "JPEG", "segments")
+        check_count(scans, JPEG_SCANS, "JPEG", "scans")
+        check_count(segments, JPEG_SEGMENTS, "JPEG", "segments")
         if marker not in _ALONE:
             place += struct.unpack_from(">H", content, place)[0]
     return scans
@@ -126,9 +118,9 @@ def _png(content: bytes) -> Outline:
     while place + 8 <= len(content):
         length, kind = struct.unpack_from(">I4s", content, place)
         if kind == b"acTL" and length >= 4:
-            _check(struct.unpack_from(">I", content, place + 8)[0], FRAMES, "PNG", "frames")
+            check_count(struct.unpack_from(">I", content, place + 8)[0], FRAMES, "PNG", "frames")
         chunks += 1
-        _check(chunks, most, "PNG", "chunks")
+        check_count(chunks, most, "PNG", "chunks")
         place += 12 + length
     return Outline(width, height)
 
@@ -145,9 +137,9 @@ def _gif(content: bytes) -> Outline:
             while length := content[place]:
                 place += 1 + length
                 blocks += 1
-                _check(blocks, GIF_BLOCKS, "GIF", "blocks before its first frame")
+                check_count(blocks, GIF_BLOCKS, "GIF", "blocks before its first frame")
             place += 1
-        _check(blocks, GIF_BLOCKS, "GIF", "blocks before its first frame")
+        check_count(blocks, GIF_BLOCKS, "GIF", "blocks before its first frame")
     return Outline(width, height)
 
 
@@ -158,7 +150,7 @@ def _webp(content: bytes) -> Outline | None:
     while place + 8 <= len(content):
         kind, length = struct.unpack_from("<4sI", content, place)
         frames += 1
-        _check(frames, FRAMES, "WebP", "frames")
+        check_count(frames, FRAMES, "WebP", "frames")
         place += 8 + length + length % 2
     kind = content[12:16]
     if kind == b"VP8X":
@@ -173,73 +165,19 @@ def _webp(content: bytes) -> Outline | None:
 
 def _bmp(content: bytes) -> Outline:
     width, height = struct.unpack_from("<HH" if content[14] == 12 else "<ii", content, 18)
-    return Outline(abs(width), abs(height))
+    found = Outline(abs(width), abs(height))
+    if content[14] >= 40 and struct.unpack_from("<I", content, 30)[0] in _BMP_RUNS:
+        check_count(found.work, BMP_RUN_PIXELS, "BMP", "pixels that is run-length encoded")
+        check_count(len(content), 2 * found.work + _BMP_HEADER, "BMP", "bytes for each two pixels")
+    return found
 
 
-# ── TIFF and JPEG 2000 ──
-
-_WIDTH, _HEIGHT, _COMPRESSION, _STRIPS, _TILE_WIDTH, _TILE_HEIGHT, _TILE_PLACES = 256, 257, 259, 273, 322, 323, 324
-_JPEG_IN_TIFF = (6, 7)
-BY_CHANCE = 2**15
-"""In so many bytes of noise, half of the times, there are two that look like the start of a scan."""
-_NUMBERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
+def _plain(content: bytes) -> None:
+    if content[2:3].isspace():  # others begin with these letters, too
+        check_count(len(content), PLAIN_BYTES, "PNM", "bytes of text")
 
 
-class _Page(NamedTuple):
-    """A page of a TIFF."""
-
-    outline: Outline
-    tags: int
-    tiles: int
-    compression: int
-    after: int
-    """Where the next page begins."""
-
-
-def _tiff(content: bytes) -> Outline | None:
-    order = "<" if content[:2] == b"II" else ">"
-    big = struct.unpack_from(f"{order}H", content, 2)[0] == 43
-    (place,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, 8 if big else 4)
-    pages: list[_Page] = []
-    seen: set[int] = set()
-    tags = 0
-    while place and place not in seen and place < len(content):
-        seen.add(place)
-        _check(len(seen), TIFF_PAGES, "TIFF", "pages")
-        pages.append(_tiff_page(content, place, order, TIFF_TAGS - tags, big=big))
-        tags, place = tags + pages[-1].tags, pages[-1].after
-    _check_tiff_scans(content, pages)
-    return pages[0].outline if pages else None
-
-
-def _tiff_page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) -> _Page:
-    count_format, tag_format, size = ("Q", "HHQ", 20) if big else ("H", "HHI", 12)
-    (count,) = struct.unpack_from(order + count_format, content, place)
-    place += struct.calcsize(count_format)
-    _check(count, most_tags, "TIFF", "tags", limit=TIFF_TAGS)
-    found: dict[int, int] = {}
-    tiles = 1
-    for entry in range(place, place + count * size, size):
-        tag, kind, values = struct.unpack_from(order + tag_format, content, entry)
-        if tag in (_STRIPS, _TILE_PLACES):
-            tiles = values
-        elif kind in _NUMBERS and values == 1:
-            (found[tag],) = struct.unpack_from(order + _NUMBERS[kind], content, entry + size - (8 if big else 4))
-    _check(tiles, TILES, "TIFF", "tiles")
-    _check(found.get(_TILE_WIDTH, 0) * found.get(_TILE_HEIGHT, 0), TILE_PIXELS, "TIFF", "pixels in one tile")
-    (after,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, place + count * size)
-    whole = Outline(found.get(_WIDTH, 0), found.get(_HEIGHT, 0))
-    return _Page(whole, count, tiles, found.get(_COMPRESSION, 1), after)
-
-
-def _check_tiff_scans(content: bytes, pages: Sequence[_Page]) -> None:
-    packed = [page.compression in _JPEG_IN_TIFF for page in pages]
-    if not any(packed):
-        return
-    most = JPEG_SCANS + sum(page.tiles for page in pages)  # every tile is a JPEG of one scan
-    if not all(packed):  # in pixels that are packed otherwise, or not at all, anything may look like a scan
-        most += len(content) // BY_CHANCE
-    _check(content.count(b"\xff\xda"), most, "TIFF", "scans")
+# ── JPEG 2000 ──
 
 
 def _jpeg_2000(content: bytes) -> Outline | None:
@@ -247,18 +185,54 @@ def _jpeg_2000(content: bytes) -> Outline | None:
     if start != 0 and not (start > 0 and content[4:8] == b"jP  "):
         return None
     right, bottom, left, top, tile_wide, tile_tall = struct.unpack_from(">IIIIII", content, start + 8)
+    (channels,) = struct.unpack_from(">H", content, start + 40)
     tiles = -(-right // max(1, tile_wide)) * -(-bottom // max(1, tile_tall))
-    _check(tiles, TILES, "JPEG 2000", "tiles")
-    return Outline(max(0, right - left), max(0, bottom - top))
+    check_count(tiles, TILES, "JPEG 2000", "tiles")
+    found = Outline(max(0, right - left), max(0, bottom - top))
+    if found.work <= PIXEL_LIMIT:
+        check_count(found.work * channels, J2K_SAMPLES, "JPEG 2000", "pixels times channels")
+        layers = 1
+        for marker, place in _j2k_segments(content, start + 2):
+            if marker == 0x52:  # how all channels are coded; then how one is, where that differs
+                layers = max(layers, struct.unpack_from(">H", content, place + 4)[0])
+                _check_j2k_coding(content, place + 7, content[place + 2], found, (channels, layers, tiles))
+            elif marker == 0x53:
+                place += 2 if channels < 257 else 3
+                _check_j2k_coding(content, place + 2, content[place + 1], found, (channels, layers, tiles))
+    return found
 
 
-def _check(found: int, most: int, kind: str, what: str, limit: int | None = None) -> None:
-    """Refuse more than `most`, which is what is left of the `limit` that the message names."""
-    if found > most:
-        raise DataError(
-            f"a {kind} of more than {most if limit is None else limit:,} {what}, which would take very long to decode; "
-            f"save it again with another program"
-        )
+def _j2k_segments(content: bytes, place: int) -> Iterator[tuple[int, int]]:
+    """Yield the markers of the main header and of those of tiles, and where each segment's length stands."""
+    after = None  # where the next tile begins
+    tile_parts = 0
+    while place + 4 <= len(content) and content[place] == 0xFF:
+        marker = content[place + 1]
+        if marker == 0x90:
+            tile_parts += 1
+            check_count(tile_parts, TILES, "JPEG 2000", "parts of tiles")
+            (size,) = struct.unpack_from(">I", content, place + 6)
+            after = place + max(size, 12) if size else None
+        if marker == 0x93:  # the coded pixels of a tile
+            if after is None:
+                return
+            place = after
+            continue
+        yield marker, place + 2
+        place += 2 + struct.unpack_from(">H", content, place + 2)[0]
+
+
+def _check_j2k_coding(content: bytes, place: int, style: int, whole: Outline, times: tuple[int, int, int]) -> None:
+    channels, layers, tiles = times
+    levels, wide, tall = struct.unpack_from("BBB", content, place)
+    check_count(channels * whole.work >> (wide & 15) + (tall & 15) + 4, J2K_BLOCKS, "JPEG 2000", "code-blocks")
+    packets = 0
+    for level in range(min(levels, 32) + 1):
+        size = content[place + 5 + level] if style & 1 else 0xFF
+        shrunk = min(levels, 32) - level
+        across, down = whole.width >> shrunk + (size & 15), whole.height >> shrunk + (size >> 4)
+        packets += max(tiles, (across + 1) * (down + 1))
+    check_count(packets * channels * layers, J2K_PACKETS, "JPEG 2000", "packets")
 
 
 _READERS: dict[bytes, Callable[[bytes], Outline | None]] = {
@@ -267,8 +241,11 @@ _READERS: dict[bytes, Callable[[bytes], Outline | None]] = {
     b"GIF8": _gif,
     b"RIFF": _webp,
     b"BM": _bmp,
-    b"II*\0": _tiff,
-    b"MM\0*": _tiff,
-    b"II+\0": _tiff,
-    b"MM\0+": _tiff,
+    b"P1": _plain,
+    b"P2": _plain,
+    b"P3": _plain,
+    b"II*\0": tiff_outline,
+    b"MM\0*": tiff_outline,
+    b"II+\0": tiff_outline,
+    b"MM\0+": tiff_outline,
 }

@@ -30,7 +30,7 @@ class Answerer:
     async def answer(self, request: Request, served: Served, question: Asked, pictures: list[bytes], task: str) -> Any:
         """Return a result for each picture, in order; what is wrong with the only one is a `Refusal`."""
         question.check(served, len(pictures))
-        seats = served.batcher.reserve(len(pictures))
+        seats = served.batcher.reserve(len(pictures), alone=question.alone)
         # No failure of one picture ends the others; what ends all (the deadline, the client) cancels them.
         client, turn = client_key("" if request.client is None else request.client.host), asyncio.Lock()
         work = asyncio.gather(

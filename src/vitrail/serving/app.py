@@ -93,9 +93,10 @@ class Service:
         return await self._asked(request, ExplainOptions, "explain")
 
     async def _asked(self, request: Request, kind: type[Kind], task: str) -> Response:
-        self.shelf.check_room(request.query_params.get("model"))  # before anything is read
+        self.shelf.check_room(request.query_params.get("model"), alone=task == "explain")  # before anything is read
         with self._uploads.reading() as upload:
-            asked = await read_request(request, upload, self.settings)
+            async with self.life.arriving_body():
+                asked = await read_request(request, upload, self.settings)
             options = read_options(kind, asked.fields)
             with self.shelf.use(options.model) as served:
                 question = options.question()

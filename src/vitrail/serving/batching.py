@@ -1,7 +1,8 @@
-"""Pictures that arrive together are computed together: a queue, one thread that computes, batches as they come.
+"""Images that arrive together are computed together: a queue, one thread that computes, batches as they come.
 
-While a batch is computed, the next one gathers. Everything here happens in the event loop's thread, but for the
-computing itself, so nothing needs a lock.
+While a batch is computed, the next one gathers. What is computed for one image at a time, and takes much longer
+(explanations), waits in a line of its own: batches go first, so that a batch waits for one such image, and not for all
+of them. Everything here happens in the event loop's thread, but for the computing itself, so nothing needs a lock.
 """
 
 import asyncio
@@ -29,6 +30,10 @@ class Question(Protocol):
 
 KEPT = 4
 """One in so many seats is kept for requests of one image, whatever large requests wait for."""
+ALONE = 4
+"""One in so many seats is for images that are computed alone."""
+BATCHES = 8
+"""So many batches are computed while an image that is computed alone waits; then it has its turn."""
 Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
 """Takes a question and some pictures, returns an answer for each; an exception is one picture's own fault."""
 
@@ -38,16 +43,16 @@ def _nothing_more(question: Any, pictures: Sequence[Pixels]) -> Sequence[Any]:
 
 
 class Seat:
-    """A place in the queue; it is free again once its picture is being computed, or will never be."""
+    """A place in a line; it is free again once its image is being computed, or will never be."""
 
-    def __init__(self, batcher: "Batcher") -> None:
-        self._batcher: Batcher | None = batcher
+    def __init__(self, line: "_Line") -> None:
+        self._line: _Line | None = line
 
     def leave(self) -> None:
         """Free the place; again is no harm."""
-        if self._batcher is not None:
-            self._batcher.taken -= 1
-            self._batcher = None
+        if self._line is not None:
+            self._line.taken -= 1
+            self._line = None
 
 
 @dataclass(eq=False)
@@ -59,19 +64,37 @@ class _Job:
     arrived: float = field(default_factory=monotonic)
 
 
+class _Line:
+    """Images that wait for the same kind of computing."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats, self.taken = seats, 0
+        self.jobs: deque[_Job] = deque()
+
+    def without_cancelled(self) -> deque[_Job]:
+        """Forget those who have just left; return who is still there."""
+        self.jobs = deque(job for job in self.jobs if not job.answer.done())
+        return self.jobs
+
+
 class Batcher:
     """The queue of one model, and the one thread that computes for it."""
 
     def __init__(self, name: str, compute: Compute, *, batch: int, wait: float, queue: int, counters: Counters) -> None:
         self.name, self.batch, self.wait, self.queue = name, batch, wait, queue
-        self.taken = 0
-        """Seats in use."""
         self._compute, self._counters = compute, counters
-        self._jobs: deque[_Job] = deque()
+        self._together, self._alone = _Line(queue), _Line(max(1, queue // ALONE))
+        self._batches = 0
+        """Computed since an image was computed alone."""
         self._arrived, self._enough = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{name}")
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+
+    @property
+    def taken(self) -> int:
+        """Seats in use."""
+        return self._together.taken + self._alone.taken
 
     def start(self) -> None:
         """Begin to answer; to be called where the event loop runs."""
@@ -91,45 +114,49 @@ class Batcher:
         """Do something in the thread that computes, and wait for it; not to be called where the event loop runs."""
         self._thread.submit(work).result()
 
-    def reserve(self, pictures: int) -> list[Seat]:
-        """Take seats for all pictures of a request, or refuse it."""
+    def reserve(self, pictures: int, *, alone: bool = False) -> list[Seat]:
+        """Take seats for all images of a request, or refuse it."""
         if pictures > self.queue:
             raise Refusal(
-                413, f"{pictures} pictures in one request, and the queue holds {self.queue}; send fewer at a time"
+                413, f"{pictures} images in one request, and the queue holds {self.queue}; send fewer at a time"
             )
-        self.check_room(pictures)
-        self.taken += pictures
-        return [Seat(self) for _ in range(pictures)]
+        self.check_room(pictures, alone=alone)
+        line = self._alone if alone else self._together
+        line.taken += pictures
+        return [Seat(line) for _ in range(pictures)]
 
     def waiting(self) -> float:
-        """Return for how many seconds the oldest image has been waiting."""
-        return monotonic() - min((job.arrived for job in self._jobs), default=monotonic())
+        """Return for how many seconds the oldest image of a batch has been waiting."""
+        return monotonic() - min((job.arrived for job in self._together.jobs), default=monotonic())
 
-    def check_room(self, pictures: int) -> None:
-        """Refuse more pictures than there are seats left; requests of several leave some for others."""
-        kept = 0 if pictures == 1 else self.queue // KEPT
-        if self.taken and self.taken + pictures > self.queue - kept:
-            raise Refusal(503, "too many pictures are waiting already; try again soon", retry_after=1, reason="full")
+    def check_room(self, pictures: int, *, alone: bool = False) -> None:
+        """Refuse more images than there are seats left; requests of several leave some for others."""
+        line = self._alone if alone else self._together
+        kept = 0 if pictures == 1 or alone else line.seats // KEPT
+        if line.taken and line.taken + pictures > line.seats - kept:
+            what = "explanations" if alone else "images"
+            raise Refusal(503, f"too many {what} are waiting already; try again soon", retry_after=1, reason="full")
 
     async def ask(self, question: Question, pixels: Pixels, seat: Seat) -> Any:
         """Return the answer for one picture; whoever is cancelled meanwhile leaves the queue."""
         job = _Job(question, pixels, seat, asyncio.get_running_loop().create_future())
-        self._jobs.append(job)
+        line = self._alone if question.alone else self._together
+        line.jobs.append(job)
         self._arrived.set()
-        if len(self._jobs) >= self.batch:
+        if len(self._together.jobs) >= self.batch:
             self._enough.set()
         try:
             return await job.answer
         finally:
             if not job.answer.done() or job.answer.cancelled():
                 self._counters.cancelled.labels(self.name).inc()
-                if job in self._jobs:
-                    self._jobs.remove(job)
+                if job in line.jobs:
+                    line.jobs.remove(job)
             seat.leave()
 
     async def _answer_forever(self) -> None:
         while True:
-            if not self._jobs:
+            if not self._together.jobs and not self._alone.jobs:
                 if self._closing:
                     return
                 self._arrived.clear()
@@ -142,8 +169,11 @@ class Batcher:
 
     async def _gather(self) -> None:
         """Let others join the oldest picture for as long as it may wait."""
-        left = self._jobs[0].arrived + self.wait - monotonic()
-        if left <= 0 or self._closing or len(self._jobs) >= self.batch or self._jobs[0].question.alone:
+        jobs = self._together.jobs
+        if not jobs or self._closing or len(jobs) >= self.batch:
+            return
+        left = jobs[0].arrived + self.wait - monotonic()
+        if left <= 0:
             return
         self._enough.clear()
         try:
@@ -152,17 +182,19 @@ class Batcher:
             return
 
     def _next_batch(self) -> list[_Job]:
-        """Take the oldest picture and others about which the same is asked, in their order."""
-        self._jobs = deque(job for job in self._jobs if not job.answer.done())  # the others have just been cancelled
-        if not self._jobs:
-            return []
-        question = self._jobs[0].question
-        most = 1 if question.alone else self.batch
+        """Take the oldest image and others about which the same is asked, in their order; or one that is alone."""
+        together, alone = self._together.without_cancelled(), self._alone.without_cancelled()
         chosen: list[_Job] = []
-        others: deque[_Job] = deque()
-        for job in self._jobs:
-            (chosen if len(chosen) < most and job.question == question else others).append(job)
-        self._jobs = others
+        if alone and (not together or self._batches >= BATCHES):
+            chosen.append(alone.popleft())
+            self._batches = 0
+        elif together:
+            question = together[0].question
+            others: deque[_Job] = deque()
+            for job in together:
+                (chosen if len(chosen) < self.batch and job.question == question else others).append(job)
+            self._together.jobs = others
+            self._batches = self._batches + 1 if alone else 0
         for job in chosen:
             job.seat.leave()
         return chosen

@@ -7,9 +7,10 @@ its own (see `decoders`), so nothing here may import torch.
 from collections.abc import Collection
 
 from vitrail.data.decode import Picture, TooManyPixels, open_picture
+from vitrail.data.limits import Outline
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels
-from vitrail.data.structure import Outline, outline
+from vitrail.data.structure import outline
 from vitrail.errors import DataError, InputError
 from vitrail.serving.refusal import Refusal
 
@@ -40,7 +41,7 @@ def check_upload(content: bytes, formats: Collection[str], most_pixels: int) -> 
         raise Refusal(400, "the picture is empty: 0 bytes")
     kind = kind_of(content)
     if kind not in formats:
-        what = "this is no picture" if kind is None else f"{kind} pictures are not taken here"
+        what = "this is not an image" if kind is None else f"{kind} images are not taken here"
         raise Refusal(415, f"{what}; send one of {', '.join(formats)}")
     try:
         found = outline(content)

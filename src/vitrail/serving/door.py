@@ -105,11 +105,8 @@ class Door:
         if scope["path"] not in WORK or scope["method"] != "POST":
             await self._inside(scope, receive, send)
             return
-        self._life.enter()
-        try:
+        async with self._life.accepted_request():
             await self._inside(scope, receive, send)
-        finally:
-            self._life.leave()
 
     def record(self, visit: "_Visit") -> None:
         """Count a request and write its line."""
@@ -216,7 +213,7 @@ class _Visit:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if not self._body_ended and not self._waits_to_send:
+            if not self._body_ended and not self._waits_to_send and not self._door.stopping:
                 await self._drain()
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
@@ -247,7 +244,7 @@ class _Visit:
         before = self.received
         try:
             async with asyncio.timeout(DRAIN_SECONDS):
-                while not self._body_ended and self.received - before < DRAINED:
+                while not self._body_ended and self.received - before < DRAINED and not self._door.stopping:
                     await self.receive()
         except TimeoutError:
             return

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from vitrail.errors import ConfigError
 from vitrail.explanations.wanted import Method
@@ -13,6 +14,9 @@ from vitrail.serving.questions import Embed, Explain, Predict
 
 Fuse = Literal["mean", "max", "min"]
 EVERY_TOKEN = "all"
+MOST = 1_000_000
+"""No number of a request is larger."""
+LONGEST_TEXT = 200
 
 
 def _or_none(value: Any) -> Any:
@@ -24,8 +28,30 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Text = Annotated[Annotated[str, Field(max_length=200)] | None, BeforeValidator(_or_none)]
-Whole = Annotated[Annotated[int, Field(ge=-1_000_000, le=1_000_000)] | None, BeforeValidator(_or_none)]
+def _expected(what: str) -> WrapValidator:
+    """Say in our words what an option should be; pydantic's are for programmers, and a client sees these."""
+
+    def checked(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise PydanticCustomError("option", f"it should be {what}") from None
+
+    return WrapValidator(checked)
+
+
+Text = Annotated[
+    Annotated[str, Field(max_length=LONGEST_TEXT)] | None,
+    BeforeValidator(_or_none),
+    _expected(f"text of at most {LONGEST_TEXT} characters"),
+]
+Whole = Annotated[
+    Annotated[int, Field(ge=-MOST, le=MOST)] | None,
+    BeforeValidator(_or_none),
+    _expected(f"a whole number from {-MOST:,} to {MOST:,}"),
+]
+Top = Annotated[int, Field(ge=1, le=MOST), _expected(f"a whole number from 1 to {MOST:,}")]
+Switch = Annotated[bool, _expected("true or false")]
 
 
 class _Options(Frozen):
@@ -39,7 +65,7 @@ class _Options(Frozen):
 class PredictOptions(_Options):
     """Options of /v1/predict."""
 
-    top: Annotated[int, Field(ge=1, le=1_000_000)] = 5
+    top: Top = 5
 
     def question(self) -> Predict:
         """Return what is asked."""
@@ -49,7 +75,7 @@ class PredictOptions(_Options):
 class EmbedOptions(_Options):
     """Options of /v1/embed."""
 
-    normalise: bool = False
+    normalise: Switch = False
     layer: Whole = None
 
     def question(self) -> Embed:

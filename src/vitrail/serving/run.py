@@ -28,6 +28,8 @@ LINGER = 0.5
 """Seconds for which a service that stops still says so, instead of being gone at once."""
 LAST_WORDS = 0.2
 """Seconds for those who were connected in the last moment to be told."""
+CUT_OFF = 2.0
+"""Seconds after which connections are cut off that have not taken all of their answer, when everything else is over."""
 AT_ONCE = 4
 """Connections that are accepted in one round of the event loop. It takes some rounds until others have given way for
 them, so there are file descriptors in reserve."""
@@ -99,14 +101,28 @@ class _Server(uvicorn.Server):
             self._service.life.stage = "stopping"
             self._loop.call_soon_threadsafe(lambda: self._begin(self._wind_down()))
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections; who does not take what is left of an answer is cut off."""
+        # uvicorn would cancel what still answers them, and log that as a fault.
+        timer = asyncio.get_running_loop().call_later(CUT_OFF, self._cut_off)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, BoundedProtocol):
+                connection.transport.abort()
+
     async def _wind_down(self) -> None:
         """Finish what was accepted, refuse what comes, then close."""
         life = self._service.life
         self._service.counters.ready.set(0)
         _log.info("stopping", extra={"fields": {"accepted": life.accepted}})
+        life.refuse_arriving()
         _, in_time = await asyncio.gather(asyncio.sleep(LINGER), life.idle(self._service.settings.grace))
         if not in_time:
             _log.warning("the grace is over", extra={"fields": {"unanswered": life.accepted}})
+            life.refuse_unanswered()
         for listening in self.servers:  # nobody new; those who are connected still hear that it is over
             listening.close()
         await asyncio.sleep(LAST_WORDS)

@@ -89,7 +89,7 @@ class Settings(Frozen):
     origins: Annotated[tuple[str, ...], AsTuple] = ()
     """Web origins whose pages may call the service (CORS), such as https://example.org."""
     grace: Seconds = 30.0
-    """Seconds that SIGTERM leaves to what was accepted."""
+    """Seconds that SIGTERM leaves to requests that have arrived whole."""
     log_requests: bool = True
     """Whether every request is a line in the log."""
 

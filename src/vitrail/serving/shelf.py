@@ -60,11 +60,11 @@ class Shelf:
             raise ConfigError(f"no model is called {name[:80]!r}{near}")
         return name
 
-    def check_room(self, name: str | None) -> None:
+    def check_room(self, name: str | None, *, alone: bool) -> None:
         """Refuse at once what there is no room for; a name that is not known yet is judged later."""
         served = self._served.get(name or next(iter(self._served)))
         if served is not None:
-            served.batcher.check_room(1)
+            served.batcher.check_room(1, alone=alone)
 
     def waiting(self) -> float:
         """Return for how many seconds the oldest image of any model has been waiting."""

@@ -92,7 +92,7 @@ def test_unreadable_pictures_are_named_with_the_reason(root: Path) -> None:
     report = checked(root)
     reasons = {Path(bad.picture.name).name: bad.reason for bad in report.unreadable}
     assert set(reasons) == {"text.jpg", "empty.jpg", "cut.jpg", "giga.png"}
-    assert "no picture" in reasons["text.jpg"]
+    assert "it is not an image" in reasons["text.jpg"]
     assert reasons["empty.jpg"] == "the file is empty"
     assert "a damaged JPEG" in reasons["cut.jpg"]
     assert "more than 178,956,970 pixels, which is the limit" in reasons["giga.png"]

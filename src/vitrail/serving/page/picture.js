@@ -8,11 +8,11 @@ import { OWN } from "./state.js";
 export function watchForPictures(take, refuse) {
   const offer = (files) => {
     const [file] = files;
-    if (!file) return refuse("There was no picture in that.");
+    if (!file) return refuse("That does not hold an image.");
     if (!file.size) return refuse(`“${file.name}” is empty; choose another.`);
     // What has no type is left to the server, which looks into it.
     if (file.type && !file.type.startsWith("image/")) {
-      return refuse(`“${file.name}” is no picture; choose a file such as a PNG, a JPEG or a WebP.`);
+      return refuse(`“${file.name}” is not an image; choose a file such as a PNG, a JPEG or a WebP.`);
     }
     take({ blob: file, name: OWN, title: file.name });
   };

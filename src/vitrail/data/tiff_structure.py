@@ -1,0 +1,147 @@
+"""What a TIFF would make a decoder do: its pages, tags, tiles, and the scans of tiles that are JPEGs."""
+
+import itertools
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vitrail.data.limits import (
+    JPEG_SCANS,
+    JPEG_WORK,
+    TIFF_PAGES,
+    TIFF_SCANS,
+    TIFF_TAGS,
+    TILE_PIXELS,
+    TILED_PIXELS,
+    TILES,
+    Outline,
+    check_count,
+)
+
+_WIDTH, _HEIGHT, _COMPRESSION, _SAMPLES, _ROWS, _PLANAR, _TILE_WIDTH, _TILE_HEIGHT = (
+    256, 257, 259, 277, 278, 284, 322, 323,
+)  # fmt: skip
+_PLACES, _SIZES = (273, 324), (279, 325)
+"""Where the bytes of each strip or tile begin, and how many there are."""
+_JPEG_IN_TIFF = (6, 7)
+_ONE_AFTER_THE_OTHER = 2
+"""Each channel has tiles of its own."""
+BY_CHANCE = 2**15
+"""In so many bytes of noise, half of the times, there are two that look like the start of a scan."""
+_NUMBERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
+
+
+class _Array(NamedTuple):
+    """The numbers of a tag."""
+
+    order: str
+    kind: str
+    length: int
+    place: int
+
+    def read(self, content: bytes, most: int) -> tuple[int, ...]:
+        return struct.unpack_from(f"{self.order}{min(most, self.length)}{self.kind}", content, self.place)
+
+
+class _Page(NamedTuple):
+    """A page of a TIFF."""
+
+    outline: Outline
+    tags: int
+    tiles: int
+    """As many as it lists."""
+    used: int
+    """As many as its size makes a decoder read."""
+    tile: int
+    """Pixels of one."""
+    compression: int
+    arrays: dict[int, _Array]
+    after: int
+    """Where the next page begins."""
+
+
+def tiff_outline(content: bytes) -> Outline | None:
+    """Read the structure of a TIFF, of whose pages the first is the image."""
+    order = "<" if content[:2] == b"II" else ">"
+    big = struct.unpack_from(f"{order}H", content, 2)[0] == 43
+    (place,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, 8 if big else 4)
+    pages: list[_Page] = []
+    seen: set[int] = set()
+    tags = 0
+    while place and place not in seen and place < len(content):
+        seen.add(place)
+        check_count(len(seen), TIFF_PAGES, "TIFF", "pages")
+        pages.append(_page(content, place, order, TIFF_TAGS - tags, big=big))
+        tags, place = tags + pages[-1].tags, pages[-1].after
+    _check_scans(content, pages)
+    return pages[0].outline if pages else None
+
+
+def _page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) -> _Page:
+    count_format, tag_format, size = ("Q", "HHQ", 20) if big else ("H", "HHI", 12)
+    (count,) = struct.unpack_from(order + count_format, content, place)
+    place += struct.calcsize(count_format)
+    check_count(count, most_tags, "TIFF", "tags", limit=TIFF_TAGS)
+    found: dict[int, int] = {}
+    arrays: dict[int, _Array] = {}
+    for entry in range(place, place + count * size, size):
+        tag, kind, values = struct.unpack_from(order + tag_format, content, entry)
+        value = entry + size - (8 if big else 4)
+        if tag in (*_PLACES, *_SIZES):
+            number = _NUMBERS.get(kind, "I")
+            if values * struct.calcsize(order + number) > (8 if big else 4):  # it is too long to stand here
+                (value,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, value)
+            arrays[tag] = _Array(order, number, values, value)
+        elif kind in _NUMBERS and values == 1:
+            (found[tag],) = struct.unpack_from(order + _NUMBERS[kind], content, value)
+    (after,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, place + count * size)
+    tiles = max((arrays[tag].length for tag in _PLACES if tag in arrays), default=1)
+    whole = Outline(found.get(_WIDTH, 0), found.get(_HEIGHT, 0))
+    used, tile = _tiling(found, whole)
+    check_count(max(tiles, used), TILES, "TIFF", "tiles")
+    check_count(found.get(_TILE_WIDTH, 0) * found.get(_TILE_HEIGHT, 0), TILE_PIXELS, "TIFF", "pixels in one tile")
+    if _TILE_WIDTH in found:
+        check_count(used * tile, TILED_PIXELS, "TIFF", "pixels in its tiles")
+    return _Page(whole, count, tiles, used, tile, found.get(_COMPRESSION, 1), arrays, after)
+
+
+def _tiling(found: dict[int, int], whole: Outline) -> tuple[int, int]:
+    """Return how many tiles or strips a decoder reads, and how many pixels each has."""
+    planes = found.get(_SAMPLES, 1) if found.get(_PLANAR) == _ONE_AFTER_THE_OTHER else 1
+    if _TILE_WIDTH in found:
+        wide, tall = max(1, found[_TILE_WIDTH]), max(1, found.get(_TILE_HEIGHT, 1))
+    else:
+        wide, tall = max(1, whole.width), max(1, min(found.get(_ROWS, whole.height), whole.height))
+    return -(-whole.width // wide) * -(-whole.height // tall) * planes, wide * tall
+
+
+# ── tiles that are JPEGs ──
+
+
+def _check_scans(content: bytes, pages: Sequence[_Page]) -> None:
+    packed = [page.compression in _JPEG_IN_TIFF for page in pages]
+    if not any(packed):
+        return
+    most = JPEG_SCANS + sum(page.tiles for page in pages)  # every tile is a JPEG of one scan
+    if not all(packed):  # in pixels that are packed otherwise, or not at all, anything may look like a scan
+        most += len(content) // BY_CHANCE
+    scans = content.count(b"\xff\xda")
+    check_count(scans, most, "TIFF", "scans")
+    for page in pages:
+        if page.compression in _JPEG_IN_TIFF and page.used * page.tile * min(scans, TIFF_SCANS) > JPEG_WORK:
+            _check_work(content, page, scans)
+
+
+def _check_work(content: bytes, page: _Page, scans: int) -> None:
+    """Count the scans that belong to a page; where its tiles share bytes, each may have all of them."""
+    places, sizes = (
+        [page.arrays[tag].read(content, page.used) for tag in tags if tag in page.arrays] for tags in (_PLACES, _SIZES)
+    )
+    spans = sorted(zip(places[0], sizes[0], strict=False)) if places and sizes else []
+    apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
+    if apart and spans:
+        scans = sum(content.count(b"\xff\xda", start, start + size) for start, size in spans)
+        work = max(scans, page.used) * page.tile
+    else:
+        work = page.used * page.tile * min(scans, TIFF_SCANS)
+    check_count(work, JPEG_WORK, "TIFF", "pixels times scans")
