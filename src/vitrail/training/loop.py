@@ -220,8 +220,9 @@ class _Run:
         answers = self.predictions(best.model.to(self.where.device), source)
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
-        if self.records is not None:
-            measured = replace(measured, warnings=(*measured.warnings, *gap_warning(Journal.read(self.folder))))
+        if self.records is not None and self.parts.val is not None:
+            gap = gap_warning(Journal.read(self.folder), len(self.parts.val))
+            measured = replace(measured, warnings=(*measured.warnings, *gap))
         if final:
             best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
         if final and self.records is not None:

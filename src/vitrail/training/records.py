@@ -90,14 +90,17 @@ class Records:
             self.note(f"{file} is left out from here on: {error}")
 
 
-def gap_warning(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Say that training and validation accuracy are far apart at the best checkpoint, by the journal."""
+def gap_warning(rows: Sequence[dict[str, Any]], images: int) -> list[str]:
+    """Say that training and validation accuracy are far apart at the best checkpoint, by the journal.
+
+    `images` is how many the validation split has.
+    """
     best = best_row(rows)
     if best is None:
         return []
     before = [row["accuracy"] for row in rows if "accuracy" in row and row["step"] <= best["step"]]
     last = before[-max(1, len(before) // GAP_SHARE) :]
-    return warning_about_gap(sum(last) / len(last), best["val_top1"]) if last else []
+    return warning_about_gap(sum(last) / len(last), best["val_top1"], images) if last else []
 
 
 def card_metrics(measured: Evaluation, *, tested: bool) -> dict[str, str]:
