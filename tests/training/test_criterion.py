@@ -1,6 +1,7 @@
 """What picks the best checkpoint: the number that the recipe names, or that follows from its class weights."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from PIL import Image
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions
-from vitrail.training.criterion import COLUMNS, Criterion, score, shared_criterion, validated
+from vitrail.training.criterion import COLUMNS, Criterion, score, shared_criterion, validated, why_best
 from vitrail.training.grid import combine
 from vitrail.training.recipe import read_recipe
 from vitrail.training.sweep import sweep
@@ -51,6 +52,46 @@ def test_the_best_checkpoint_is_best_by_the_criterion(criterion: Criterion, unev
     best = next(row for row in rows if row["step"] == rows[-1]["best"])
     assert best[COLUMNS[criterion]] == (min(values) if criterion == "loss" else max(values))
     assert run.bundle.provenance["trained"]["step"] == best["step"]
+
+
+def test_the_log_says_what_decided(uneven: Path, tmp_path: Path) -> None:
+    # So small a learning rate that the predictions stay and only the loss falls.
+    changes = [*TINY, "epochs=2", "evaluations=4", "data.val=0.3", "optimizer.lr=1e-5"]
+    run = train(uneven, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    lines = [line for line in (run.folder / "log.txt").read_text().splitlines() if line.startswith("step ")]
+    assert lines[0].endswith("(best so far)"), "there is nothing to compare the first with"
+    best, said = None, set()
+    for line, row in zip(lines, rows_of(run.folder), strict=True):
+        assert ("best so far" in line) == (row["best"] == row["step"])
+        if row["best"] == row["step"] and best is not None:
+            why = "same accuracy, lower loss" if row["val_top1"] == best["val_top1"] else "higher accuracy"
+            assert line.endswith(f"(best so far: {why})")
+            said.add(why)
+        best = row if row["best"] == row["step"] else best
+    assert "same accuracy, lower loss" in said
+
+
+def test_a_resumed_run_knows_what_it_compares_with(uneven: Path, tmp_path: Path) -> None:
+    before, later = {"val_top1": 0.5, "val_loss": 1.0}, {"val_top1": 0.5, "val_loss": 0.9}
+    assert why_best(later, before, "accuracy") == "same accuracy, lower loss"
+    assert why_best({**later, "val_top1": 0.6}, before, "accuracy") == "higher accuracy"
+    assert why_best(later, before, "loss") == "lower loss"
+    assert why_best({"val_macro_f1": 0.4}, {"val_macro_f1": 0.3}, "macro_f1") == "higher macro-F1"
+    changes = [*TINY, "epochs=2", "evaluations=4", "data.val=0.3", "optimizer.lr=1e-5"]
+    whole, cut = (
+        train(uneven, changes=changes, folder=tmp_path / name, device="cpu", workers=0, quiet=True).folder
+        for name in ("whole", "cut")
+    )
+    states = sorted((cut / "state").iterdir())
+    shutil.rmtree(states[-1])  # as after a crash: it goes on from the state before
+    train(uneven, changes=changes, folder=cut, device="cpu", workers=0, quiet=True)
+    lines = [
+        [line for line in (run / "log.txt").read_text().splitlines() if line.startswith("step ")]
+        for run in (whole, cut)
+    ]
+    assert len(lines[1]) > len(lines[0]) == 4, "it was resumed"
+    assert "best so far: " in lines[0][-1]
+    assert lines[0][-1] == lines[1][-1]
 
 
 def test_it_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:

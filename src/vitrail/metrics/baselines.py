@@ -47,7 +47,7 @@ def warnings_about(matrix: NDArray[np.int64], interval: Interval, classes: Seque
 def warning_about_gap(training: float, validation: float, images: int) -> list[str]:
     """Say that training and validation accuracy are far apart, where the validation split has enough `images` to tell.
 
-    The gap has to reach beyond the 95% interval of the validation accuracy: of 12 images a few more mistakes are chance.
+    The gap has to reach beyond the 95% interval of the validation accuracy, or it may be chance.
     """
     if images < TOO_FEW or training - validation < FAR_APART:
         return []
@@ -56,8 +56,8 @@ def warning_about_gap(training: float, validation: float, images: int) -> list[s
         return []
     return [
         f"overfitting: {_percent(training)}% on the training images, as augmented, and {_percent(validation)}% on the "
-        f"{images:,} images of the validation split (95% interval {_percent(low)}–{_percent(high)}); next: more images, "
-        "stronger augmentation or mixing, fewer epochs (--set patience=5 stops early), or "
+        f"{images:,} images of the validation split (95% interval {_percent(low)}–{_percent(high)}); next: more "
+        "images, stronger augmentation or mixing, fewer epochs (--set patience=5 stops early), or "
         f"{START_PRETRAINED}"
     ]
 

@@ -50,6 +50,20 @@ def score(row: Mapping[str, Any], criterion: Criterion) -> float:
     return -loss if criterion == "loss" else float(row[COLUMNS[criterion]]) - TIE * loss
 
 
+def why_best(row: Mapping[str, Any], before: Mapping[str, Any] | None, criterion: Criterion) -> str:
+    """Say by what a row of the journal beat the best one before it; nothing where there was none.
+
+    >>> why_best({"val_top1": 0.9, "val_loss": 0.3}, {"val_top1": 0.9, "val_loss": 0.4}, "accuracy")
+    'same accuracy, lower loss'
+    """
+    if before is None:
+        return ""
+    if criterion == "loss":
+        return "lower loss"
+    column, title = COLUMNS[criterion], TITLES[criterion]
+    return f"higher {title}" if row[column] > before[column] else f"same {title}, lower loss"
+
+
 def shared_criterion(criteria: Iterable[Criterion]) -> Criterion:
     """Return the one criterion that several runs are compared by.
 

@@ -24,9 +24,9 @@ from vitrail.runtime import derive_seed, seed_torch
 from vitrail.training.averaging import Average
 from vitrail.training.best import BEST, STATES, Best
 from vitrail.training.choices import Plan
-from vitrail.training.criterion import score, validated
+from vitrail.training.criterion import score, validated, why_best
 from vitrail.training.fitting import within_memory
-from vitrail.training.folder import VERDICT, Journal, write_json
+from vitrail.training.folder import VERDICT, Journal, best_row, write_json
 from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.memory import Job, resident_pictures
 from vitrail.training.objectives import class_weights
@@ -52,7 +52,7 @@ class Watcher(Protocol):
         """Say how a step went."""
 
     def measured(self, row: dict[str, Any]) -> None:
-        """Say what the val part came to."""
+        """Say what the validation split came to; `why_best` in the row: by what it is the best so far."""
 
 
 def train_run(
@@ -101,6 +101,8 @@ class _Run:
             if team.is_main
             else None
         )
+        resumed = self.records is not None and self.state.progress.step > 0
+        self.best_before = best_row(Journal.read(folder)) if resumed else None
         self.replaced = False
         self.bad: set[str] = set(self.state.progress.bad_files or [])
         self.measured_by = parts.val or parts.train
@@ -250,8 +252,11 @@ class _Run:
         with self._averaged():
             answers = self.predictions(self.state.model, self.measured_by)
             found = validated(answers)
-            reached = score(found, self.plan.recipe.settled_criterion())
+            criterion, why = self.plan.recipe.settled_criterion(), None
+            reached = score(found, criterion)
             if not progress.best_step or reached > progress.best_score:
+                why = why_best(found, self.best_before if progress.best_step else None, criterion)
+                self.best_before = found
                 progress.best_score, progress.best_step, progress.since_best = reached, progress.step, 0
                 if self.team.is_main:
                     self.best.save(self._bundle_now())
@@ -260,7 +265,7 @@ class _Run:
         row = {"step": progress.step, **found, "best": progress.best_step}
         if self.records is not None:
             self.records.measured(row)
-        self.watcher.measured({**row, "criterion": self.plan.recipe.settled_criterion()})
+        self.watcher.measured({**row, "criterion": criterion, "why_best": why})
         return self._tired()
 
     def _save(self) -> None:

@@ -80,7 +80,8 @@ class Screen:
 
     def measured(self, row: dict[str, Any]) -> None:
         """Say what the validation split came to."""
-        star = "  (best so far)" if row["best"] == row["step"] else ""
+        why: str | None = row["why_best"]
+        star = "" if why is None else f"  (best so far: {why})" if why else "  (best so far)"
         criterion: Criterion = row["criterion"]
         by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
         said = f"{row['val_top1']:.1%} on the val part{by}, loss {row['val_loss']:.3f}"
