@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -106,6 +106,8 @@ class _Training:
     device: str
     workers: int | None
     quiet: bool
+    said: set[str] = field(default_factory=set)
+    """What a candidate has shown of the data, which the others need not repeat."""
 
     def run(self, trial: Trial, folder: Path, verdict_on: Literal["test", "val"]) -> Run:
         return train(
@@ -117,6 +119,7 @@ class _Training:
             workers=self.workers,
             quiet=self.quiet,
             verdict_on=verdict_on,
+            said=self.said,
         )
 
     def say(self, text: str) -> None:

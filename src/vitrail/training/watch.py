@@ -25,9 +25,13 @@ REFRESHED = 0.1
 class Screen:
     """Shows a run to a person."""
 
-    def __init__(self, folder: Path, *, quiet: bool = False, compiled: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, quiet: bool = False, compiled: bool = False, said: set[str] | None = None
+    ) -> None:
+        """`said`: what earlier runs on the same data have shown, which this one only logs; it is added to."""
         self.log = (folder / "log.txt").open("a", encoding="utf-8")
         self.quiet = quiet
+        self.said = set() if said is None else said
         self.console = Console(stderr=True, highlight=False)
         self.status = Status(compiled=compiled)
         # It has no thread of its own: processes that read pictures are forked while it shows.
@@ -48,6 +52,12 @@ class Screen:
         """Say something once."""
         text = printable(text)
         self._say(text, Text(text), wrap=False)  # a path that is broken into lines cannot be copied
+
+    def of_data(self, text: str, *, loud: bool = False) -> None:
+        """Say something that is true of the data, whatever the settings: once, however many runs a sweep has."""
+        text = printable(f"WARNING: {text}" if loud else text)
+        self._say(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=text not in self.said)
+        self.said.add(text)
 
     def choices(self, choices: Sequence[Choice]) -> None:
         """Say what was chosen and why."""
@@ -92,9 +102,11 @@ class Screen:
         """The share of the time that was spent waiting for pictures; None where nothing was trained."""
         return self.status.waited_share if self.status.row else None
 
-    def _say(self, plain: str, fine: RenderableType, *, wrap: bool = True) -> None:
+    def _say(self, plain: str, fine: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:
         self.log.write(f"{plain}\n")
         self.log.flush()
+        if not shown:
+            return
         if self.on_terminal:
             self.console.print(fine, soft_wrap=not wrap)
         elif not self.quiet:
