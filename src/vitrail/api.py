@@ -12,8 +12,10 @@ import torch
 from vitrail.acceleration.accelerate import accelerate
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import load, ready_bundle
+from vitrail.data.sources.choosing import choose_pictures, recorded_split
 from vitrail.errors import ConfigError
+from vitrail.evaluation import Evaluation, evaluate_chosen
 from vitrail.explanations.explain import explain
 from vitrail.explanations.explanation import Explanation
 from vitrail.exporting import Export, export
@@ -26,6 +28,7 @@ from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
 from vitrail.reports.report import report, report_of_finished
+from vitrail.runtime import Precision, autocast, choose_device
 from vitrail.terminal import printable
 from vitrail.training.recipe import Recipe
 from vitrail.training.sweep import Sweep, sweep
@@ -36,6 +39,7 @@ __all__ = [
     "Conversion",
     "Description",
     "Embedded",
+    "Evaluation",
     "Explanation",
     "Export",
     "Probed",
@@ -46,6 +50,7 @@ __all__ = [
     "create",
     "describe",
     "embed",
+    "evaluate",
     "explain",
     "export",
     "load",
@@ -107,6 +112,38 @@ def train(
     if not quiet:
         print(printable(said), file=sys.stderr)
     return replace(run, report=path)
+
+
+def evaluate(
+    model: str | Path | Bundle,
+    data: str | Path,
+    *,
+    split: Literal["test", "val", "train", "all"] | None = None,
+    by_number: bool = False,
+    device: str = "auto",
+    precision: Precision = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+) -> Evaluation:
+    """Evaluate a model on labelled images: what `vitrail eval` prints, as the same kind of object as `Run.metrics`.
+
+    By default the images are the test split that the data names, else its validation split; of a model of `train`, the
+    split that its run held out; else all of them. `verdict` says which, and whether the model has met them before.
+    `by_number` matches classes by their order, whatever they are called. Images that cannot be read are in `bad`.
+    """
+    autocast(choose_device(device), precision)  # refuses a wrong one before anything is read
+    bundle = ready_bundle(model)
+    record = recorded_split(bundle.origin)
+    return evaluate_chosen(
+        bundle,
+        choose_pictures(data, split, record=record),
+        record,
+        device=device,
+        precision=precision,
+        batch=batch,
+        workers=workers,
+        by_number=by_number,
+    )
 
 
 class Description(NamedTuple):
