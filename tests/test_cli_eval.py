@@ -247,9 +247,9 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
 
 def test_from_python_what_cannot_be_evaluated(bundle: Path, data: Path) -> None:
     with pytest.raises(vitrail.ConfigError, match="no part is called 'tset'"):
-        vitrail.evaluate(bundle, data, split="tset")  # type: ignore[arg-type]
+        vitrail.evaluate(bundle, data, split="tset")
     with pytest.raises(vitrail.CheckpointError, match="a model of your own becomes a bundle"):
-        vitrail.evaluate(vitrail.load(bundle).model, data)  # type: ignore[arg-type]
+        vitrail.evaluate(vitrail.load(bundle).model, data)
     with pytest.raises(vitrail.DataError, match="nowhere"):
         vitrail.evaluate(bundle, data / "nowhere")
     with pytest.raises(vitrail.ConfigError, match="'gpu'"):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Never
 
 import torch
 
@@ -14,7 +14,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load, ready_bundle
 from vitrail.data.sources.choosing import choose_pictures, recorded_split
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, unknown_argument
 from vitrail.evaluation import Evaluation, evaluate_chosen
 from vitrail.explanations.explain import explain
 from vitrail.explanations.explanation import Explanation
@@ -22,7 +22,7 @@ from vitrail.exporting import Export, export
 from vitrail.inference.embed import Embedded, embed
 from vitrail.inference.probe import probe
 from vitrail.inference.probed import Probed
-from vitrail.models.config import ViTConfig
+from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
@@ -30,7 +30,7 @@ from vitrail.models.vit import ViT
 from vitrail.reports.report import report, report_of_finished
 from vitrail.runtime import Precision, autocast, choose_device
 from vitrail.terminal import printable
-from vitrail.training.recipe import Recipe
+from vitrail.training.recipe import Recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
 from vitrail.training.train import train as train_run
@@ -71,12 +71,15 @@ def create(
     image_size: int | tuple[int, int] | None = None,
     patch_size: int | tuple[int, int] | None = None,
     channels: int | None = None,
+    **unknown: Never,
 ) -> ViT:
     """Build a fresh model: `create("B/16")`, `create("vit_small_patch16_224", classes=10)`, or from a `ViTConfig`.
 
     The arguments are the fields people change most. Any other is changed in the config:
     `create(variant_config("B/16").replace(pool="mean"))`.
     """
+    for argument in unknown:
+        raise _unknown_of_model(argument, unknown[argument])
     changes = {"classes": classes, "image_size": image_size, "patch_size": patch_size, "channels": channels}
     return ViT(_config(name).replace(**{field: value for field, value in changes.items() if value is not None}))
 
@@ -94,6 +97,7 @@ def train(
     workers: int | None = None,
     quiet: bool = False,
     verdict_on: Literal["test", "val"] = "test",
+    **unknown: Never,
 ) -> Run:
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
@@ -102,6 +106,8 @@ def train(
     for `load`. `verdict_on="val"` leaves the test part alone while
     settings are still being chosen; the same call without it gives the verdict later, and writes the report.
     """
+    for argument in unknown:
+        raise unknown_setting(train, argument, unknown[argument])
     run = train_run(
         data, recipe=recipe, changes=changes, start=start, overrides=overrides, keys=keys, folder=folder, device=device,
         workers=workers, quiet=quiet, verdict_on=verdict_on,
@@ -166,6 +172,19 @@ def describe(name: str | ViTConfig) -> Description:
     if not computed:
         model = model.to("meta")
     return Description(config, spent, stages(model, picture), computed)
+
+
+def _unknown_of_model(argument: str, value: object) -> ConfigError:
+    """Say what another library's argument is called here, or how a field of the config is changed."""
+    ours = CALLED_ELSEWHERE.get(argument, argument)
+    hint = ""
+    if ours in ("classes", "image_size", "patch_size", "channels"):
+        hint = f"vitrail calls it {ours}: {ours}={value!r}"
+    elif ours in ViTConfig.model_fields:
+        hint = f"change it in the config: create(variant_config(…).replace({ours}={value!r}))"
+    elif argument in ("pretrained", "checkpoint_path"):
+        hint = "create builds a fresh model, and vitrail.load opens a pretrained one, such as load('timm:name.tag')"
+    return unknown_argument(create, argument, hint)
 
 
 def _config(name: str | ViTConfig) -> ViTConfig:

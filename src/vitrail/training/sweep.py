@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Never
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -36,7 +36,7 @@ from vitrail.training.folder import (
     write_json,
 )
 from vitrail.training.grid import Trial, combine, plan_trials
-from vitrail.training.recipe import Recipe, default_recipe, read_recipe
+from vitrail.training.recipe import Recipe, default_recipe, read_recipe, unknown_setting
 from vitrail.training.signals import Stopped
 from vitrail.training.starting import opened_start
 from vitrail.training.train import Run, train
@@ -140,6 +140,7 @@ def sweep(
     device: str = "auto",
     workers: int | None = None,
     quiet: bool = False,
+    **unknown: Never,
 ) -> Sweep:
     """Train with every combination of some settings, and return what came of each, and the best run.
 
@@ -147,6 +148,8 @@ def sweep(
     by the criterion of the recipe and among equals by the loss; only the chosen run is measured on the test part. The
     same call goes on with a sweep that was stopped, and repeats nothing that is finished.
     """
+    for argument in unknown:
+        raise unknown_setting(sweep, argument, unknown[argument])
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
     data = place_of(data)
