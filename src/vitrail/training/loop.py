@@ -29,7 +29,7 @@ from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, best_row, write_json
 from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.memory import Job, resident_pictures
-from vitrail.training.objectives import class_weights
+from vitrail.training.objectives import class_weights, loss_note
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.predictions import predictor
 from vitrail.training.records import Records, card_metrics, gap_warning
@@ -96,11 +96,7 @@ class _Run:
             watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
         elif self.state.progress.step:
             watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        self.records = (
-            Records(folder, self.state.progress.step, watcher.note, compiled=plan.recipe.compile)
-            if team.is_main
-            else None
-        )
+        self.records = self._records() if team.is_main else None
         resumed = self.records is not None and self.state.progress.step > 0
         self.best_before = best_row(Journal.read(folder)) if resumed else None
         self.replaced = False
@@ -108,6 +104,11 @@ class _Run:
         self.measured_by = parts.val or parts.train
         self.predictions = predictor(plan, where, self.measured_by)
         self.best = Best(folder, self.state, team, watcher.note, self._bundle_of)
+
+    def _records(self) -> Records:
+        recipe, step = self.plan.recipe, self.state.progress.step
+        losses = loss_note(recipe.model_dump())
+        return Records(self.folder, step, self.watcher.note, compiled=recipe.compile, losses=losses)
 
     def _first_state(self) -> State:
         recipe, device = self.plan.recipe, self.where.device
