@@ -214,6 +214,7 @@ def evaluate_bundle(
     if refusal := per_token(bundle.model.config):
         raise CheckpointError(refusal)
     source = match_classes(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
+    bundle.announce()
     place = choose_device(device)
     data = EveryPicture(source, bundle.preprocess, batch, bad_files="skip")
     batches = evaluation_batches(data, workers=workers, pin=place.type == "cuda")

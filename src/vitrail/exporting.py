@@ -72,6 +72,7 @@ def export(
                 f"please report it"
             )
         beside = _settle_beside(temporary, target)
+    opened.announce()
     return Export([target, *beside], to, check, metadata)
 
 

@@ -288,8 +288,8 @@ def test_a_head_that_was_never_trained_is_mentioned(
         (("nowhere", "model.pt2", "--to", "torch"), "nowhere"),
         (
             ("BUNDLE", "model.onnx", "--to", "onxx"),
-            "nothing can be exported to 'onxx'; the formats are onnx (.onnx), torch (.pt2) and openvino (.xml); did you "
-            "mean 'onnx'?",
+            "nothing can be exported to 'onxx'; the formats are onnx (.onnx), torch (.pt2) and openvino (.xml); did "
+            "you mean 'onnx'?",
         ),
         (
             ("nowhere", "model.mlmodel", "--to", "coreml"),

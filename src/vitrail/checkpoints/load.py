@@ -12,7 +12,6 @@ from torch import nn
 from vitrail.checkpoints.adapt import ChannelMethod, adapt
 from vitrail.checkpoints.assumptions import (
     Assumption,
-    announce,
     assumed_of_images,
     assumed_of_model,
     cannot_be_guessed,
@@ -95,15 +94,9 @@ def load(
     """
     for argument in unknown:
         raise _unknown(argument, unknown[argument])
-    if not isinstance(source, (str, os.PathLike)):
-        raise CheckpointError(
-            f"load opens a folder, a weight file or a name on a hub, but was given a {type(source).__name__}; a model "
-            f"of your own becomes a bundle by vitrail.Bundle(model, preprocess, classes)"
-        )
     bundle = open_checkpoint(
         source, heads=heads, overrides=overrides, keys=keys, fresh=fresh, dtype=dtype, wanted_size=image_size
     )
-    announce(bundle.assumptions)
     adapt(
         bundle,
         classes=classes,
@@ -113,6 +106,7 @@ def load(
         position_method=position_method,
         channel_method=channel_method,
     )
+    bundle.announce()
     logging.getLogger("vitrail").info("%s: %s", source, bundle.coverage)
     return bundle
 
@@ -131,8 +125,11 @@ def _unknown(argument: str, value: object) -> ConfigError:
 
 
 def ready_bundle(source: str | Path | Bundle) -> Bundle:
-    """Return a bundle to compute with, in float32: one that is given, in whatever numbers, or one that is opened."""
-    return source.in_dtype("float32") if isinstance(source, Bundle) else load(source)
+    """Return a bundle to compute with, in float32: one that is given, in whatever numbers, or one that is opened.
+
+    The caller announces it (`Bundle.announce`) when nothing is left to be refused.
+    """
+    return source.in_dtype("float32") if isinstance(source, Bundle) else open_checkpoint(source)
 
 
 def open_checkpoint(
@@ -146,6 +143,11 @@ def open_checkpoint(
     wanted_size: int | tuple[int, int] | None = None,
 ) -> Bundle:
     """Open a checkpoint as `load` does, and leave it to the caller to say what was assumed."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise CheckpointError(
+            f"load opens a folder, a weight file or a name on a hub, but was given a {type(source).__name__}; a model "
+            f"of your own becomes a bundle by vitrail.Bundle(model, preprocess, classes)"
+        )
     check_dtype(dtype)
     said = checked_overrides({**(overrides or {}), **({"heads": heads} if heads is not None else {})})
     if not str(source):

@@ -16,7 +16,7 @@ def export(
         str,
         typer.Option(
             metavar="FORMAT",
-            help="onnx (.onnx, for ONNX Runtime), torch (.pt2, an archive of torch.export) or openvino (.xml and .bin).",
+            help="onnx (.onnx, for ONNX Runtime), torch (.pt2, an archive of torch.export) or openvino (.xml, .bin).",
         ),
     ] = "onnx",
     preprocess: Annotated[

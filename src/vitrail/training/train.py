@@ -104,6 +104,8 @@ def train(
         plan = settle_batch(job, place, len(parts.train), room(chosen))
         opened = _opened(team, place, plan, parts, origin, advice, quiet=quiet, said=said)
         with opened as screen, repeatable(plan.recipe.deterministic):
+            if bundle is not None:
+                bundle.announce()
             with team.together(), team.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
             with timed_session(place, chosen, processes.size, where.precision) if team.is_main else nullcontext():
