@@ -174,8 +174,9 @@ def sweep(
         criterion = shared_criterion(trial.plan.recipe.settled_criterion() for trial in trials)
         chosen = _best(candidates, place, criterion)
         training.say(
-            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the val part; its run is "
-            f"the training with these settings, so that only its verdict on the test part is missing"
+            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the val part"
+            f"{_tie(candidates, chosen, criterion)}; its run is the training with these settings, so "
+            "that only its verdict on the test part is missing"
         )
         best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
         _write(place, candidates, chosen)
@@ -262,6 +263,15 @@ def _best(candidates: Sequence[Candidate], place: Path, criterion: Criterion) ->
     if not done:
         raise Diverged(f"every run of the sweep in {place} diverged; the first: {candidates[0].outcome.diverged}")
     return max(done, key=lambda candidate: score(asdict(candidate.outcome), criterion))
+
+
+def _tie(candidates: Sequence[Candidate], chosen: Candidate, criterion: Criterion) -> str:
+    """Say that the loss decided, where others are as good by the criterion."""
+    column = COLUMNS[criterion]
+    equal = sum(getattr(one.outcome, column) == getattr(chosen.outcome, column) for one in candidates) - 1
+    if criterion == "loss" or not equal:
+        return ""
+    return f" (the same as {equal} {'other' if equal == 1 else 'others'}, and the lowest loss of these)"
 
 
 def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:
