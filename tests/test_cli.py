@@ -173,7 +173,7 @@ def test_conversions_that_cannot_be(words: tuple[str, ...], message: str, checkp
     done = run("convert", str(checkpoint), str(tmp_path / "out.npz"), *HEADS, *words, *extra)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
-    assert all(line.startswith("assumed: ") for line in done.stderr.splitlines()[:-1])
+    assert len(done.stderr.splitlines()) == 1, "nothing but the refusal"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -226,6 +226,6 @@ def test_a_full_disk_leaves_the_target_as_it_was(form: str, checkpoint: Path, tm
     done = run_limited(full, *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert "could not be written" in done.stderr
-    assert sum(not line.startswith("assumed: ") for line in done.stderr.splitlines()) == 1
+    assert len(done.stderr.splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert {path.name for path in tmp_path.iterdir()} == {target.name}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+import vitrail
 from vitrail.__main__ import main
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.cli.eval import _compact_json
@@ -218,3 +219,38 @@ def test_compact_json_is_the_same_json() -> None:
     text = _compact_json(found)
     assert json.loads(text) == found
     assert "[1, -2.5e-07]" in text
+
+
+def test_from_python_it_is_what_the_command_writes(run: Run, bundle: Path, data: Path) -> None:
+    for split in (None, "val", "all"):
+        found = vitrail.evaluate(bundle, data, split=split, workers=0)
+        done = run(bundle, data, "--json", *(() if split is None else ("--part", split)))
+        assert json.loads(done.out) == json.loads(json.dumps(found.as_dict()))
+        assert found.split == (split or "all")
+        printed = run(bundle, data, *(() if split is None else ("--part", split))).out
+        assert printed.startswith(f"{found.verdict}.\n")
+    opened = vitrail.evaluate(vitrail.load(bundle), str(data), workers=0)
+    assert opened.as_dict() == vitrail.evaluate(bundle, data, workers=0).as_dict()
+    assert opened.top1_interval.low <= opened.top1 <= opened.top1_interval.high
+
+
+def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> None:
+    parts = open_data(data, seed=0, val=0.2, test=0.2)
+    (bundle.parent / "split.json").write_text(json.dumps(parts.split))
+    held_out = vitrail.evaluate(bundle, data, workers=0)
+    assert (held_out.split, held_out.kind, held_out.pictures) == ("test", "held-out pictures", 4)
+    assert held_out.verdict.endswith("; evaluated on the test split")
+    selecting = vitrail.evaluate(bundle, data, split="val", workers=0)
+    assert (selecting.seen.selected_on, selecting.pictures) == (4, 4)
+    assert selecting.verdict.endswith("; evaluated on the validation split; selected on these images")
+
+
+def test_from_python_what_cannot_be_evaluated(bundle: Path, data: Path) -> None:
+    with pytest.raises(vitrail.ConfigError, match="no part is called 'tset'"):
+        vitrail.evaluate(bundle, data, split="tset")
+    with pytest.raises(vitrail.CheckpointError, match="a model of your own becomes a bundle"):
+        vitrail.evaluate(vitrail.load(bundle).model, data)
+    with pytest.raises(vitrail.DataError, match="nowhere"):
+        vitrail.evaluate(bundle, data / "nowhere")
+    with pytest.raises(vitrail.ConfigError, match="'gpu'"):
+        vitrail.evaluate(bundle, data, device="gpu")

@@ -89,6 +89,57 @@ def test_every_command_refuses_what_it_would_have_to_guess(command: str, images:
     assert "say it with --override heads=N" in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    ("command", "more", "refusal"),
+    [
+        ("predict", ("no head",), "the model has no head"),
+        ("predict", ("--engine", "onxx"), "'onxx'"),
+        ("eval", ("no head",), "the model has no head"),
+        ("embed", ("--layer", "9"), "layer"),
+        ("probe", ("--layer", "9"), "layer"),
+        ("explain", ("--method", "attention", "--layer", "9"), "layer"),
+        ("export", ("--to", "onxx"), "the formats are"),
+        ("convert", ("--to", "google"), "google is written as a file"),
+        ("convert", ("--to", "onxx"), "no format is called"),
+        ("convert", ("--image-size", "33"), "not a multiple of patch"),
+        ("train", ("--set", "model.width=24"), "model.width cannot be changed"),
+        ("train", ("--set", "bacth=3"), "bacth"),
+    ],
+)
+def test_a_refusal_stands_alone(
+    command: str,
+    more: tuple[str, ...],
+    refusal: str,
+    images: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What was assumed of a file does not matter where the file, or what is asked of it, is refused."""
+    file = checkpoint(tmp_path, torch.float32)
+    if more == ("no head",):
+        config = CONFIG.replace(classes=0)
+        save_file(scramble(vitrail.create(config)).state_dict(), file)
+        more = ()
+    done = CliRunner().invoke(app, [*words(command, file, images, tmp_path), *HEADS, *more])
+    assert isinstance(done.exception, vitrail.VitrailError), done.output
+    assert refusal in str(done.exception)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_from_python_a_refusal_stands_alone_and_what_is_used_is_announced_once(
+    images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = checkpoint(tmp_path, torch.float32)
+    with pytest.raises(vitrail.ConfigError, match="not a multiple of patch"):
+        vitrail.load(file, heads=3, image_size=33)
+    assert caplog.records == []
+    bundle = vitrail.load(file, heads=3)
+    assert len(caplog.records) == len(ASSUMED)
+    vitrail.Classifier(bundle)
+    vitrail.evaluate(bundle, images, by_number=True, workers=0)
+    assert len(caplog.records) == len(ASSUMED)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_predict_from_any_numbers_in_any_precision(

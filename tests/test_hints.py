@@ -1,13 +1,17 @@
 """What a person types who comes from another library, and what they are told."""
 
+import re
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import vitrail
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
-from vitrail.models.config import ViTConfig
+from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
 from vitrail.training.choices import Facts, choose
@@ -99,3 +103,70 @@ def test_the_papers_model_of_any_size() -> None:
 def test_changes_are_a_list(changes: object) -> None:
     with pytest.raises(ConfigError, match=r"write a list of texts: changes=\['optimizer.lr=3e-4'\]"):
         read_recipe("scratch-small", changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_classes": 10}, "create has no argument 'num_classes'; vitrail calls it classes: classes=10"),
+        ({"img_size": 384}, "vitrail calls it image_size: image_size=384"),
+        ({"in_chans": 1}, "vitrail calls it channels: channels=1"),
+        ({"pretrained": True}, "vitrail.load opens a pretrained one"),
+        ({"global_pool": "mean"}, "change it in the config: create(variant_config(…).replace(pool='mean'))"),
+        ({"depth": 3}, "change it in the config: create(variant_config(…).replace(depth=3))"),
+        ({"clases": 3}, "create has no argument 'clases'; did you mean 'classes'?"),
+        ({"colour": "red"}, "create has no argument 'colour'"),
+    ],
+)
+def test_arguments_of_create_by_the_names_of_timm(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        vitrail.create("Ti/16", **arguments)
+
+
+def test_what_the_hints_advise_can_be_called() -> None:
+    assert vitrail.create("Ti/16", classes=10).config.classes == 10
+    assert vitrail.create(variant_config("Ti/16").replace(pool="mean")).config.pool == "mean"
+    assert set(CALLED_ELSEWHERE.values()) <= set(ViTConfig.model_fields)
+    assert not set(CALLED_ELSEWHERE) & set(ViTConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("embed_dim", "width"), ("global_pool", "pool"), ("num_classes", "classes")]
+)
+def test_fields_of_a_config_by_the_names_of_timm(name: str, ours: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^ViTConfig has no option '{name}'; did you mean '{ours}'\?$"):
+        ViTConfig(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"epochs": 3}, "has no argument 'epochs'; settings go into the recipe: changes=['epochs=3'] (--set epochs=3)"),
+        ({"lr": 0.1}, "changes=['optimizer.lr=0.1'] (--set optimizer.lr=0.1)"),
+        ({"batch_size": 64}, "changes=['batch=64']"),
+        ({"compile": True}, "changes=['compile=true']"),
+        ({"num_workers": 2}, "vitrail calls it workers"),
+        ({"pretrained": True}, "vitrail calls it start"),
+        ({"foldr": "runs"}, "did you mean 'folder'?"),
+    ],
+)
+def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^train .*{re.escape(said)}"):
+        vitrail.train("digits", folder=tmp_path / "run", **arguments)
+    with pytest.raises(ConfigError, match=f"^sweep .*{re.escape(said)}"):
+        vitrail.sweep("digits", over={"seed": [0]}, folder=tmp_path / "run", **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_classes": 10}, "load has no argument 'num_classes'; vitrail calls it classes: classes=10"),
+        ({"num_heads": 3}, "vitrail calls it heads: heads=3"),
+        ({"global_pool": "mean"}, "goes into overrides: overrides={'pool': 'mean'}"),
+        ({"overides": {}}, "did you mean 'overrides'?"),
+    ],
+)
+def test_arguments_of_load_by_the_names_of_timm(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        vitrail.load("anything.safetensors", **arguments)

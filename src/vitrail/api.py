@@ -5,29 +5,32 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Never
 
 import torch
 
 from vitrail.acceleration.accelerate import accelerate
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
-from vitrail.checkpoints.load import load
-from vitrail.errors import ConfigError
+from vitrail.checkpoints.load import load, ready_bundle
+from vitrail.data.sources.choosing import choose_pictures, recorded_split
+from vitrail.errors import ConfigError, unknown_argument
+from vitrail.evaluation import Evaluation, evaluate_chosen
 from vitrail.explanations.explain import explain
 from vitrail.explanations.explanation import Explanation
 from vitrail.exporting import Export, export
 from vitrail.inference.embed import Embedded, embed
 from vitrail.inference.probe import probe
 from vitrail.inference.probed import Probed
-from vitrail.models.config import ViTConfig
+from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_picture, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
 from vitrail.reports.report import report, report_of_finished
+from vitrail.runtime import Precision, autocast, choose_device
 from vitrail.terminal import printable
-from vitrail.training.recipe import Recipe
+from vitrail.training.recipe import Recipe, unknown_setting
 from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import Run
 from vitrail.training.train import train as train_run
@@ -36,6 +39,7 @@ __all__ = [
     "Conversion",
     "Description",
     "Embedded",
+    "Evaluation",
     "Explanation",
     "Export",
     "Probed",
@@ -46,6 +50,7 @@ __all__ = [
     "create",
     "describe",
     "embed",
+    "evaluate",
     "explain",
     "export",
     "load",
@@ -66,12 +71,15 @@ def create(
     image_size: int | tuple[int, int] | None = None,
     patch_size: int | tuple[int, int] | None = None,
     channels: int | None = None,
+    **unknown: Never,
 ) -> ViT:
     """Build a fresh model: `create("B/16")`, `create("vit_small_patch16_224", classes=10)`, or from a `ViTConfig`.
 
     The arguments are the fields people change most. Any other is changed in the config:
     `create(variant_config("B/16").replace(pool="mean"))`.
     """
+    for argument in unknown:
+        raise _unknown_of_model(argument, unknown[argument])
     changes = {"classes": classes, "image_size": image_size, "patch_size": patch_size, "channels": channels}
     return ViT(_config(name).replace(**{field: value for field, value in changes.items() if value is not None}))
 
@@ -89,6 +97,7 @@ def train(
     workers: int | None = None,
     quiet: bool = False,
     verdict_on: Literal["test", "val"] = "test",
+    **unknown: Never,
 ) -> Run:
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
@@ -97,6 +106,8 @@ def train(
     for `load`. `verdict_on="val"` leaves the test part alone while
     settings are still being chosen; the same call without it gives the verdict later, and writes the report.
     """
+    for argument in unknown:
+        raise unknown_setting(train, argument, unknown[argument])
     run = train_run(
         data, recipe=recipe, changes=changes, start=start, overrides=overrides, keys=keys, folder=folder, device=device,
         workers=workers, quiet=quiet, verdict_on=verdict_on,
@@ -107,6 +118,38 @@ def train(
     if not quiet:
         print(printable(said), file=sys.stderr)
     return replace(run, report=path)
+
+
+def evaluate(
+    model: str | Path | Bundle,
+    data: str | Path,
+    *,
+    split: Literal["test", "val", "train", "all"] | None = None,
+    by_number: bool = False,
+    device: str = "auto",
+    precision: Precision = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+) -> Evaluation:
+    """Evaluate a model on labelled images: what `vitrail eval` prints, as the same kind of object as `Run.metrics`.
+
+    By default the images are the test split that the data names, else its validation split; of a model of `train`, the
+    split that its run held out; else all of them. `verdict` says which, and whether the model has met them before.
+    `by_number` matches classes by their order, whatever they are called. Images that cannot be read are in `bad`.
+    """
+    autocast(choose_device(device), precision)  # refuses a wrong one before anything is read
+    bundle = ready_bundle(model)
+    record = recorded_split(bundle.origin)
+    return evaluate_chosen(
+        bundle,
+        choose_pictures(data, split, record=record),
+        record,
+        device=device,
+        precision=precision,
+        batch=batch,
+        workers=workers,
+        by_number=by_number,
+    )
 
 
 class Description(NamedTuple):
@@ -129,6 +172,19 @@ def describe(name: str | ViTConfig) -> Description:
     if not computed:
         model = model.to("meta")
     return Description(config, spent, stages(model, picture), computed)
+
+
+def _unknown_of_model(argument: str, value: object) -> ConfigError:
+    """Say what another library's argument is called here, or how a field of the config is changed."""
+    ours = CALLED_ELSEWHERE.get(argument, argument)
+    hint = ""
+    if ours in ("classes", "image_size", "patch_size", "channels"):
+        hint = f"vitrail calls it {ours}: {ours}={value!r}"
+    elif ours in ViTConfig.model_fields:
+        hint = f"change it in the config: create(variant_config(…).replace({ours}={value!r}))"
+    elif argument in ("pretrained", "checkpoint_path"):
+        hint = "create builds a fresh model, and vitrail.load opens a pretrained one, such as load('timm:name.tag')"
+    return unknown_argument(create, argument, hint)
 
 
 def _config(name: str | ViTConfig) -> ViTConfig:

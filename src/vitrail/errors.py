@@ -13,7 +13,8 @@ is a bug of ours. The classes do not derive from ValueError, because pydantic wo
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from inspect import Parameter, signature
 
 
 class VitrailError(Exception):
@@ -54,3 +55,14 @@ def suggest(word: object, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(word).lower(), {choice.lower() for choice in choices}, n=3, cutoff=0.6)
     found = [choice for match in near for choice in choices if choice.lower() == match]
     return "; did you mean " + " or ".join(map(repr, found)) + "?" if found else ""
+
+
+def unknown_argument(function: Callable[..., object], name: str, hint: str = "") -> ConfigError:
+    """Return the error for an argument that a function does not have, with `hint` or the nearest that it has.
+
+    A function that people call by another library's names takes `**unknown: Never`, which type checkers refuse as they
+    would without it, and raises this: Python's own TypeError could not say what the argument is called here.
+    """
+    kinds = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+    valid = [parameter.name for parameter in signature(function).parameters.values() if parameter.kind not in kinds]
+    return ConfigError(f"{function.__name__} has no argument {name!r}{f'; {hint}' if hint else suggest(name, valid)}")

@@ -1,8 +1,8 @@
 """Measuring a model: every picture once, and what the answers are worth."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadPicture, Batch, evaluation_batches
 from vitrail.data.batches import Evaluation as EveryPicture
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.choosing import match_classes
+from vitrail.data.sources.choosing import Chosen, Seen, match_classes, seen_by_run
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, DataError, Diverged
 from vitrail.metrics.baselines import Baselines, baselines, warnings_about
@@ -39,9 +39,13 @@ from vitrail.metrics.intervals import (
 from vitrail.models.checks import per_token
 from vitrail.runtime import Precision, autocast, choose_device
 
+UNSEEN = Seen()
 WORST = 20
 """How many of the most confident mistakes are kept."""
 HELD_OUT = "held-out pictures"
+SPLITS = {
+    "test": "the test split", "val": "the validation split", "train": "the training split", "all": "all images"
+}  # fmt: skip
 
 
 class Predictions(NamedTuple):
@@ -111,6 +115,10 @@ class Evaluation:
     bad: tuple[BadPicture, ...]
     warnings: tuple[str, ...] = ()
     """Why the result may be worth less than it looks, each with the next step."""
+    split: str | None = None
+    """Where `evaluate` chose the images: "test", "val", "train", or "all"."""
+    seen: Seen = UNSEEN
+    """How many of them the model's own run trained on, or selected the checkpoint on."""
 
     @property
     def baselines(self) -> Baselines:
@@ -145,12 +153,18 @@ class Evaluation:
             said.append(f"weakest class {self.weakest.name}")
         if self.bad:
             said.append(f"{len(self.bad):,} more could not be read")
+        if self.split is not None:
+            images = self.pictures + len(self.bad)
+            said.append(f"evaluated on {SPLITS[self.split]}{self.seen.said(images)}")
+            if self.split == "all" and self.seen == UNSEEN:
+                said.append("whether the model was trained on them is not known")
         return "; ".join(said)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
         base = self.baselines
         return {
+            **({} if self.split is None else {"part": self.split, **self.seen._asdict()}),
             "verdict": self.verdict,
             "pictures": self.pictures,
             "kind": self.kind,
@@ -200,6 +214,7 @@ def evaluate_bundle(
     if refusal := per_token(bundle.model.config):
         raise CheckpointError(refusal)
     source = match_classes(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
+    bundle.announce()
     place = choose_device(device)
     data = EveryPicture(source, bundle.preprocess, batch, bad_files="skip")
     batches = evaluation_batches(data, workers=workers, pin=place.type == "cuda")
@@ -214,6 +229,38 @@ def evaluate_bundle(
         precision=precision,
         kind=kind,
     )
+
+
+def evaluate_chosen(
+    bundle: Bundle,
+    chosen: Chosen,
+    record: Mapping[str, Any] | None,
+    *,
+    device: str = "auto",
+    precision: Precision = "float32",
+    batch: int = 64,
+    workers: int | None = None,
+    by_number: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Evaluate a bundle on a split of some data; the result names it, and what the bundle's own run did with it.
+
+    `record` is the split that this run recorded, if there is one.
+    """
+    # They are called held out only where that is known.
+    kind = HELD_OUT if chosen.held_out else "training pictures" if chosen.part == "train" else "pictures"
+    found = evaluate_bundle(
+        bundle,
+        chosen.source,
+        device=device,
+        precision=precision,
+        batch=batch,
+        workers=workers,
+        by_number=by_number,
+        kind=kind,
+        on_progress=on_progress,
+    )
+    return replace(found, split=chosen.part, seen=seen_by_run(chosen.source, record))
 
 
 def evaluate(

@@ -22,6 +22,7 @@ from vitrail.errors import CheckpointError, ConfigError, suggest
 
 Form = Literal["onnx", "torch", "openvino"]
 SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2", "openvino": ".xml"}
+FORMATS = "the formats are onnx (.onnx), torch (.pt2) and openvino (.xml)"
 PACKAGES: dict[Form, tuple[str, ...]] = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "torch": (),
@@ -57,7 +58,7 @@ def export(
     Decoding and resizing stay outside. Classes and preprocessing are written along: into ONNX, and as a .json beside
     the others. `opset` is the version of ONNX's operators.
     """
-    target = _check_request(Path(output), to, opset, overwrite)
+    target = check_request(Path(output), to, opset, overwrite=overwrite)
     opened = ready_bundle(bundle)
     graph = Graph(opened.model, opened.preprocess if preprocess else None, channels_last=channels_last)
     metadata = describe_graph(graph, opened)
@@ -71,6 +72,7 @@ def export(
                 f"please report it"
             )
         beside = _settle_beside(temporary, target)
+    opened.announce()
     return Export([target, *beside], to, check, metadata)
 
 
@@ -94,16 +96,14 @@ def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _check_request(target: Path, to: str, opset: int | None, overwrite: bool) -> Path:
-    """Refuse before anything is computed; return where to write."""
+def check_request(target: Path, to: str, opset: int | None, *, overwrite: bool) -> Path:
+    """Refuse before anything is opened or computed; return where to write."""
     if to not in get_args(Form):
-        raise ConfigError(
-            f"nothing can be exported to {to!r}; choose onnx, torch or openvino{suggest(to, get_args(Form))}"
-        )
+        raise ConfigError(f"nothing can be exported to {to!r}; {FORMATS}{suggest(to, get_args(Form))}")
     form: Form = to  # type: ignore[assignment]
     if target.suffix.lower() != SUFFIXES[form]:
         other = next((name for name, suffix in SUFFIXES.items() if suffix == target.suffix.lower()), None)
-        help = f"; say --to {other}" if other else ""
+        help = f"; say --to {other} (to={other!r})" if other else f"; {FORMATS}"
         raise CheckpointError(
             f"{to} is written as a file that ends in {SUFFIXES[form]}, and {target.name!r} does not{help}"
         )

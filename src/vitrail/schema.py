@@ -1,9 +1,9 @@
 """The base of every config: frozen, typed, finite; an unknown key is an error that names the nearest valid one."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError
 from pydantic import model_validator as _model_validator
@@ -21,6 +21,8 @@ class Frozen(BaseModel):
     """A value that cannot change after it was checked. A fault raises `ConfigError`, never a pydantic error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    called_elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What other libraries call some of the fields, and what they are called here."""
 
     @_model_validator(mode="wrap")
     @classmethod
@@ -65,7 +67,7 @@ def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
     match error["type"]:
         case "extra_forbidden":
             *parents, key = error["loc"]
-            return f"{cls.__name__} has no option {path!r}" + suggest(str(key), _fields_at(cls, parents))
+            return f"{cls.__name__} has no option {path!r}" + _suggested(_config_at(cls, parents), str(key))
         case "literal_error":
             expected = error["ctx"]["expected"]
             words = expected.replace(" or ", ", ").split(", ")
@@ -84,13 +86,19 @@ def _shown(found: Any) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
-def _fields_at(cls: type[BaseModel], parents: list[int | str]) -> list[str]:
-    """Return the field names of the config that lies at `parents` inside `cls`."""
+def _suggested(cls: type[BaseModel], key: str) -> str:
+    """Name the field that is meant by another library's name, else those that are written alike."""
+    known = cls.called_elsewhere.get(key) if issubclass(cls, Frozen) else None
+    return suggest(key, cls.model_fields) if known is None else f"; did you mean {known!r}?"
+
+
+def _config_at(cls: type[BaseModel], parents: list[int | str]) -> type[BaseModel]:
+    """Return the config that lies at `parents` inside `cls`."""
     for parent in parents:
         if not isinstance(parent, str) or parent not in cls.model_fields:
             continue  # a list index, or a branch of a union
         cls = next(_configs_in(cls.model_fields[parent].annotation), cls)
-    return list(cls.model_fields)
+    return cls
 
 
 def _configs_in(annotation: Any) -> Iterator[type[BaseModel]]:

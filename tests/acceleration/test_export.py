@@ -21,7 +21,7 @@ import vitrail
 from vitrail import Bundle, CheckpointError, ConfigError, ViT, exporting
 from vitrail.acceleration.export.check import check_answers
 from vitrail.acceleration.export.graph import Graph, trace
-from vitrail.exporting import Export, export
+from vitrail.exporting import FORMATS, SUFFIXES, Export, export
 
 NAMES = {"onnx": "model.onnx", "torch": "model.pt2", "openvino": "model.xml"}
 FRESH = """
@@ -286,7 +286,21 @@ def test_a_head_that_was_never_trained_is_mentioned(
     ("words", "message"),
     [
         (("nowhere", "model.pt2", "--to", "torch"), "nowhere"),
-        (("BUNDLE", "model.onnx", "--to", "onxx"), "nothing can be exported to 'onxx'; choose onnx, torch or openvino"),
+        (
+            ("BUNDLE", "model.onnx", "--to", "onxx"),
+            "nothing can be exported to 'onxx'; the formats are onnx (.onnx), torch (.pt2) and openvino (.xml); did "
+            "you mean 'onnx'?",
+        ),
+        (
+            ("nowhere", "model.mlmodel", "--to", "coreml"),
+            "nothing can be exported to 'coreml'; the formats are onnx (.onnx), torch (.pt2) and openvino (.xml)",
+        ),
+        (
+            ("nowhere", "model.tflite"),
+            "onnx is written as a file that ends in .onnx, and 'model.tflite' does not; the formats are onnx (.onnx), "
+            "torch (.pt2) and openvino (.xml)",
+        ),
+        (("nowhere", "model.xml"), "and 'model.xml' does not; say --to openvino (to='openvino')"),
         (("BUNDLE", "model.pth", "--to", "torch"), "torch is written as a file that ends in .pt2, and 'model.pth'"),
         (("BUNDLE", "model", "--to", "openvino"), "openvino is written as a file that ends in .xml, and 'model' does"),
         (("BUNDLE", "model.onnx", "--opset", "9"), "opset is 9; choose one from 18 to 23"),
@@ -375,3 +389,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     )
     assert done.metrics.top1 > 0.3
     return done.bundle
+
+
+def test_the_help_of_export_lists_the_formats(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    help = run(monkeypatch, capsys, "export", "--help").out
+    for form, suffix in SUFFIXES.items():
+        assert f"{form} ({suffix}" in help
+        assert f"{form} ({suffix}" in FORMATS

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.metrics.baselines import PRETRAINED, baselines, warning_about_gap, warnings_about
+from vitrail.metrics.baselines import FAR_APART, PRETRAINED, TOO_FEW, baselines, warning_about_gap, warnings_about
 from vitrail.metrics.intervals import wilson_interval
 
 PIECES = ("Bishop", "King", "Knight", "Pawn", "Queen", "Rook")
@@ -72,7 +72,24 @@ def test_baselines_are_what_such_classifiers_reach(rows: list[list[int]]) -> Non
 
 
 def test_training_and_validation_far_apart() -> None:
-    assert warning_about_gap(0.9, 0.8) == []
-    assert warning_about_gap(0.4, 0.8) == []
-    (said,) = warning_about_gap(0.982, 0.45)
-    assert said.startswith("overfitting: 98.2% on the training images, as augmented, and 45.0% on the validation split")
+    assert warning_about_gap(0.9, 0.8, 1000) == []
+    assert warning_about_gap(0.4, 0.8, 1000) == []
+    (said,) = warning_about_gap(0.982, 0.45, 40)
+    assert said.startswith(
+        "overfitting: 98.2% on the training images, as augmented, and 45.0% on the 40 images of the validation split "
+        "(95% interval 30.7–60.2); next: "
+    )
+
+
+@given(st.floats(0, 1), st.integers(1, 500), st.data())
+def test_overfitting_is_said_only_beyond_the_interval(training: float, images: int, data: st.DataObject) -> None:
+    right = data.draw(st.integers(0, images))
+    said = warning_about_gap(training, right / images, images)
+    beyond = training > wilson_interval(right, images).high and training - right / images >= FAR_APART
+    assert bool(said) == (beyond and images >= TOO_FEW)
+
+
+def test_four_images_do_not_show_that_one_class_takes_all() -> None:
+    few, enough = np.array([[2, 0], [2, 0]]), np.array([[20, 0], [20, 0]])
+    assert not any("nearly all predictions" in text for text in warnings(few))
+    assert any("nearly all predictions" in text for text in warnings(enough))

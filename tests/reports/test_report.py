@@ -403,6 +403,76 @@ def test_the_command_says_where_the_report_is(bare: Path, tmp_path: Path, capsys
     assert (refused.out, refused.err.count("\n")) == ("", 1)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "lacks"),
+    [
+        ("verdict.json", "{", "verdict.json is not JSON"),
+        (
+            "verdict.json",
+            '{"verdict": "from another version"}',
+            "verdict.json is not as this version of vitrail writes",
+        ),
+        ("check.json", "[]", "check.json is not a JSON object"),
+        ("split.json", '{"names": ', "split.json is not JSON"),
+        ("origin.json", "\x00", "origin.json is not JSON"),
+        ("metrics.jsonl", "gar\nbage\n", "metrics.jsonl has 2 lines that cannot be read"),
+        ("sessions.json", "[{}]", "sessions.json cannot be read, so the report lacks time and hardware"),
+        ("samples/samples.json", "{", "samples.json cannot be read, so the report lacks images of the classes"),
+        ("best/config.json", "{", "config.json is not JSON"),
+        ("best/model.safetensors", "short", "The best model cannot be opened"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(
+    file: str,
+    content: str,
+    lacks: str,
+    copy: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (copy / file).write_text(content)
+    assert call("report", str(copy)) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"the report is {copy / 'report.html'}\n"
+    (line,) = shown.err.splitlines()
+    assert line.startswith("WARNING: ")
+    assert lacks in line
+    assert lacks in " ".join(Page(copy / "report.html").sections[""].split())
+    report(copy)  # from Python it is logged
+    assert [record.message for record in caplog.records if record.name == "vitrail"] == [line.removeprefix("WARNING: ")]
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in ("split.json", "metrics.jsonl"):
+        (copy / file).unlink()
+        (copy / file).mkdir()
+    assert call("report", str(copy)) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all("Is a directory" in line for line in lines)
+
+
+def test_a_whole_run_and_one_cut_short_by_a_crash_warn_of_nothing(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 17, "lo')
+    assert call("report", str(copy)) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_two_runs_name_the_predictions_that_cannot_be_read(
+    copy: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "held_out.parquet").write_text("no parquet")
+    (copy / "check.json").write_text("{")
+    assert call("report", str(run), str(copy), "--out", str(copy / "both.html")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith(f"WARNING: {copy}/") for line in lines] == [True, True]
+    assert "held_out.parquet cannot be read" in " ".join(lines)
+    assert "held_out.parquet cannot be read" in " ".join(Page(copy / "both.html").sections[""].split())
+
+
 def test_small_differences_have_no_sign() -> None:
     assert [points(x) for x in (0.0, -1e-5, 0.012, -0.012)] == ["0.0", "0.0", "+1.2", "\N{MINUS SIGN}1.2"]
 

@@ -11,6 +11,7 @@ from vitrail.metrics.baselines import PRETRAINED
 from vitrail.training.advice import FEW, before_training
 from vitrail.training.choices import Facts
 from vitrail.training.records import gap_warning
+from vitrail.training.sweep import sweep
 from vitrail.training.train import train
 
 TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=16", "model.stem=conv", "steps=1"]
@@ -39,14 +40,17 @@ def test_a_journal_in_which_training_and_validation_part_ways() -> None:
     steps = [{"step": step, "accuracy": step / 100} for step in range(1, 101)]
     for best, warned in ((50, False), (100, True)):
         validations = [{"step": 50, "val_top1": 0.45, "best": 50}, {"step": 100, "val_top1": 0.5, "best": best}]
-        said = gap_warning([*steps, *validations])
+        said = gap_warning([*steps, *validations], 100)
         assert bool(said) == warned, "what counts is the checkpoint that is kept"
-    assert said[0].startswith("overfitting: 98.0% on the training images, as augmented, and 50.0% on the validation")
-    assert gap_warning(steps) == []
-    assert gap_warning(validations) == []
+    assert said[0].startswith("overfitting: 98.0% on the training images, as augmented, and 50.0% on the 100 ")
+    assert gap_warning(steps, 100) == []
+    assert gap_warning(validations, 100) == []
+    assert gap_warning([*steps, *validations], 4) == [], "two of four images may be chance"
 
 
-def test_a_run_says_it_once_before_it_trains(tmp_path: Path) -> None:
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Sixteen images of noise, large enough to be photographs."""
     rng = np.random.default_rng(0)
     for label in ("cat", "dog"):
         (tmp_path / "photos" / label).mkdir(parents=True)
@@ -54,8 +58,29 @@ def test_a_run_says_it_once_before_it_trains(tmp_path: Path) -> None:
             Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8)).save(
                 tmp_path / "photos" / label / f"{number}.png"
             )
+    return tmp_path / "photos"
+
+
+def test_a_sweep_says_of_the_data_once(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (photos / "dog" / "again.png").write_bytes((photos / "cat" / "0.png").read_bytes())
+    done = sweep(
+        photos, over={"optimizer.lr": [0.001, 0.002]}, changes=[*TINY, "data.test=0", "data.val=0.25"],
+        folder=tmp_path / "sweep", device="cpu", workers=0,
+    )  # fmt: skip
+    shown = " ".join(capsys.readouterr().err.split())
+    for text in ("WARNING: few photographs", "WARNING: better: start from a pretrained", "again.png"):
+        assert shown.count(text) <= 1, text
+    assert "WARNING: few photographs" in shown
+    assert "again.png" in shown, "conflicting labels are said once, too"
+    for candidate in done.candidates:
+        log = (candidate.folder / "log.txt").read_text()
+        assert log.count("WARNING: few photographs") == 1, "the log of every run is complete"
+        assert "again.png" in log
+
+
+def test_a_run_says_it_once_before_it_trains(photos: Path, tmp_path: Path) -> None:
     changes = [*TINY, "data.test=0", "data.val=0.25"]
-    run = train(tmp_path / "photos", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    run = train(photos, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     lines = (run.folder / "log.txt").read_text().splitlines()
     places = [place for place, line in enumerate(lines) if line.startswith("WARNING: few photographs")]
     assert len(places) == 1
@@ -68,7 +93,7 @@ def test_a_run_says_it_once_before_it_trains(tmp_path: Path) -> None:
     assert lines[places[0] + 1].startswith("WARNING: better: start from a pretrained model")
     assert places[0] < next(place for place, line in enumerate(lines) if line.startswith("step 1: "))
     tuned = train(
-        tmp_path / "photos", start=run.bundle, changes=["steps=1"], folder=tmp_path / "tuned", device="cpu", workers=0,
+        photos, start=run.bundle, changes=["steps=1"], folder=tmp_path / "tuned", device="cpu", workers=0,
         quiet=True,
     )  # fmt: skip
     assert "few photographs" not in (tuned.folder / "log.txt").read_text()

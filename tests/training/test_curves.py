@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import vitrail.training.curves as curves_module
 from vitrail.training.curves import VAL, Curve, curve, curves_figure, draw_curves, headlines
 from vitrail.training.folder import Journal
+from vitrail.training.objectives import loss_note
+from vitrail.training.train import train
 
 
 def journal(steps: int, every: int = 0) -> list[dict[str, Any]]:
@@ -48,12 +51,20 @@ CASES = {
 }
 
 
+EVERYTHING = {
+    "objective": {"label_smoothing": 0.1, "class_weights": "balanced"},
+    "mixing": {"mixup": 0.2, "cutmix": 1.0, "chance": 0.5},
+}
+RECIPES: list[dict[str, Any]] = [{}, EVERYTHING, {"objective": {"loss": "sigmoid"}}]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["plain", "everything", "sigmoid"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_words_lie_on_others_or_leave_the_picture(case: str) -> None:
+def test_no_words_lie_on_others_or_leave_the_picture(case: str, recipe: dict[str, Any]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
-    figure = curves_figure(CASES[case], "digits-1a2b3c")
+    figure = curves_figure(CASES[case], "digits-1a2b3c", loss_note(recipe))
     FigureCanvasAgg(figure).draw()
     page = figure.bbox
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
@@ -92,6 +103,28 @@ def _pixels_of(path: Path, colour: str) -> int:
     with Image.open(path) as picture:
         pixels = np.asarray(picture.convert("RGB"))
     return int((pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=-1).sum())
+
+
+def test_the_figure_says_which_losses_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    real = curves_module.curves_figure
+
+    def seen(*arguments: Any) -> Any:
+        figure = real(*arguments)
+        drawn.append(figure.axes[0].get_title(loc="right"))
+        return figure
+
+    monkeypatch.setattr(curves_module, "curves_figure", seen)
+    tiny = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4", "steps=2", "evaluations=1"]
+    changes = [*tiny, "objective.label_smoothing=0.1", "mixing.mixup=0.2"]
+    train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    assert drawn[-1].startswith("training: with label smoothing (0.1), mixup\nvalidation: without, ")
+    assert loss_note({"objective": {"label_smoothing": 0.0}})[0] == "training: images as augmented"
+    assert loss_note(EVERYTHING) == (
+        "training: with label smoothing (0.1), mixup, CutMix, class weights",
+        "validation: without, so heights cannot be compared",
+    )
+    assert "mixup" not in loss_note({"mixing": {"mixup": 0.2, "chance": 0}})[0]
 
 
 def test_the_headline_has_the_best_and_the_last_numbers() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail._version import __version__
-from vitrail.checkpoints.assumptions import Assumption
+from vitrail.checkpoints.assumptions import Assumption, announce
 from vitrail.checkpoints.files import read_json, read_weights
 from vitrail.checkpoints.numbers import Dtype, check_numbers, in_dtype
 from vitrail.checkpoints.strict import loaded_model
@@ -48,11 +48,19 @@ class Bundle:
     """Where it was opened; not saved."""
     assumptions: tuple[Assumption, ...] = ()
     """What its file did not say and was taken for granted; kept, as sentences, in the provenance of what is saved."""
+    announced: bool = False
+    """Whether its assumptions have been said; not saved."""
 
     def __post_init__(self) -> None:
         outputs = self.model.config.classes
         if self.classes is not None and len(self.classes) != outputs:
             raise CheckpointError(f"{len(self.classes)} class names for a head of {outputs} outputs; give one for each")
+
+    def announce(self) -> None:
+        """Say once what was assumed. Whoever opens a file does it when the file is accepted: a refusal stands alone."""
+        if not self.announced:
+            announce(self.assumptions)
+        self.announced = True
 
     @property
     def coverage(self) -> str:

@@ -15,7 +15,7 @@ from vitrail.checkpoints.family import Family
 from vitrail.checkpoints.files import SUFFIXES
 from vitrail.checkpoints.hub import parse
 from vitrail.checkpoints.keys import Weights
-from vitrail.checkpoints.load import FAMILIES, inferred_config, load, open_checkpoint
+from vitrail.checkpoints.load import FAMILIES, inferred_config, open_checkpoint
 from vitrail.checkpoints.numbers import Dtype, check_dtype
 from vitrail.checkpoints.strict import load_weights, loaded_model
 from vitrail.checkpoints.transformers_config import (
@@ -101,19 +101,15 @@ def convert(
     writes by the key table that `keys` names. The numbers stay those of the file, or of the bundle, unless `dtype` asks
     for others.
     """
-    if to not in get_args(Target):
-        raise CheckpointError(
-            f"no format is called {to!r}; choose one of {', '.join(get_args(Target))}{suggest(to, get_args(Target))}"
-        )
-    if (to == "own") != (keys is not None):
-        raise CheckpointError("a key table (--keys) goes with the format 'own', and 'own' needs one")
+    check_format(to, keys)
     check_dtype(dtype)
     if isinstance(source, Bundle):
         if overrides:
             raise CheckpointError("overrides go with a file; this is a bundle, which says everything itself")
         bundle = source.in_dtype(dtype)
     else:
-        bundle = load(source, overrides=overrides, dtype=dtype)
+        bundle = open_checkpoint(source, overrides=overrides, dtype=dtype)
+    opened = bundle
     path = Path(target)
     _keep_the_source(bundle, target)
     bundle = _norm_before_pool(bundle, to)
@@ -136,7 +132,18 @@ def convert(
             )
         notes = [] if way.folder else _not_in_a_file(near, temporary, own=to == "own")
     parameters = sum(p.numel() for p in bundle.model.parameters())
+    opened.announce()
     return Conversion(path, to, tensors, parameters, change, differences, notes)
+
+
+def check_format(to: str, keys: str | Path | None) -> None:
+    """Refuse what is not a format, or lacks its key table, before anything is opened."""
+    if to not in get_args(Target):
+        raise CheckpointError(
+            f"no format is called {to!r}; choose one of {', '.join(get_args(Target))}{suggest(to, get_args(Target))}"
+        )
+    if (to == "own") != (keys is not None):
+        raise CheckpointError("a key table (--keys) goes with the format 'own', and 'own' needs one")
 
 
 def _norm_before_pool(bundle: Bundle, to: Target) -> Bundle:

@@ -5,14 +5,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Never, cast
 
 from torch import nn
 
 from vitrail.checkpoints.adapt import ChannelMethod, adapt
 from vitrail.checkpoints.assumptions import (
     Assumption,
-    announce,
     assumed_of_images,
     assumed_of_model,
     cannot_be_guessed,
@@ -32,9 +31,9 @@ from vitrail.checkpoints.numbers import Dtype, check_dtype, in_dtype, named
 from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images, of_model, spread
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import CheckpointError, ConfigError
+from vitrail.errors import CheckpointError, ConfigError, unknown_argument
 from vitrail.io import check_is_regular
-from vitrail.models.config import ViTConfig
+from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.resample import Method
 
 IMAGENET_CLASSES = 1000
@@ -74,6 +73,7 @@ def load(
     channels: int | None = None,
     position_method: Method = "timm",
     channel_method: ChannelMethod = "repeat",
+    **unknown: Never,
 ) -> Bundle:
     """Open a checkpoint: a bundle, a folder of transformers or timm, a weight file, or a model on a hub.
 
@@ -92,15 +92,11 @@ def load(
     The other arguments adapt the model after it was loaded: a new head, another size, other channels. What was found
     and done is in the bundle's `coverage`, and logged.
     """
-    if not isinstance(source, (str, os.PathLike)):
-        raise CheckpointError(
-            f"load opens a folder, a weight file or a name on a hub, but was given a {type(source).__name__}; a model "
-            f"of your own becomes a bundle by vitrail.Bundle(model, preprocess, classes)"
-        )
+    for argument in unknown:
+        raise _unknown(argument, unknown[argument])
     bundle = open_checkpoint(
         source, heads=heads, overrides=overrides, keys=keys, fresh=fresh, dtype=dtype, wanted_size=image_size
     )
-    announce(bundle.assumptions)
     adapt(
         bundle,
         classes=classes,
@@ -110,13 +106,30 @@ def load(
         position_method=position_method,
         channel_method=channel_method,
     )
+    bundle.announce()
     logging.getLogger("vitrail").info("%s: %s", source, bundle.coverage)
     return bundle
 
 
+def _unknown(argument: str, value: object) -> ConfigError:
+    """Say what an argument is called here, or where a field of the model goes."""
+    ours = CALLED_ELSEWHERE.get(argument, argument)
+    hint = ""
+    if ours in ("classes", "image_size", "patch_size", "channels", "heads"):
+        hint = f"vitrail calls it {ours}: {ours}={value!r}"
+    elif ours in ViTConfig.model_fields:
+        hint = f"what the file does not tell of its model goes into overrides: overrides={{{ours!r}: {value!r}}}"
+    elif argument == "pretrained":
+        hint = "what load opens is pretrained"
+    return unknown_argument(load, argument, hint)
+
+
 def ready_bundle(source: str | Path | Bundle) -> Bundle:
-    """Return a bundle to compute with, in float32: one that is given, in whatever numbers, or one that is opened."""
-    return source.in_dtype("float32") if isinstance(source, Bundle) else load(source)
+    """Return a bundle to compute with, in float32: one that is given, in whatever numbers, or one that is opened.
+
+    The caller announces it (`Bundle.announce`) when nothing is left to be refused.
+    """
+    return source.in_dtype("float32") if isinstance(source, Bundle) else open_checkpoint(source)
 
 
 def open_checkpoint(
@@ -130,6 +143,11 @@ def open_checkpoint(
     wanted_size: int | tuple[int, int] | None = None,
 ) -> Bundle:
     """Open a checkpoint as `load` does, and leave it to the caller to say what was assumed."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise CheckpointError(
+            f"load opens a folder, a weight file or a name on a hub, but was given a {type(source).__name__}; a model "
+            f"of your own becomes a bundle by vitrail.Bundle(model, preprocess, classes)"
+        )
     check_dtype(dtype)
     said = checked_overrides({**(overrides or {}), **({"heads": heads} if heads is not None else {})})
     if not str(source):

@@ -41,6 +41,7 @@ def bench(
     precisions = _known(precision, get_args(Precision), "precision") if precision else None
     place = choose_device(device)
     opened = open_model(bundle, override, keys)
+    opened.announce()
     with progress("measuring") as on_measured:
         found = measure(
             opened.model,

@@ -42,20 +42,27 @@ def convert(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")] = False,
 ) -> None:
     """Write a checkpoint in another format, open what was written, and compare the answers."""
-    from vitrail.api import convert as run
-    from vitrail.api import load
+    from vitrail.checkpoints.adapt import adapt
+    from vitrail.checkpoints.convert import check_format
+    from vitrail.checkpoints.convert import convert as run
+    from vitrail.checkpoints.load import open_checkpoint
 
-    own = to == "own"
-    bundle = load(
+    own, size = to == "own", _size(image_size, "--image-size")
+    check_format(to, keys if own else None)  # before the model is opened
+    bundle = open_checkpoint(
         source,
         overrides=read_overrides(override),
         keys=None if own else keys,
+        dtype=dtype,  # type: ignore[arg-type]
+        wanted_size=size,
+    )
+    adapt(
+        bundle,
         classes=classes,
-        image_size=_size(image_size, "--image-size"),
+        image_size=size,
         patch_size=_size(patch_size, "--patch-size"),
         channels=channels,
         position_method=position,  # type: ignore[arg-type]
-        dtype=dtype,  # type: ignore[arg-type]
     )
     done = run(
         bundle,

@@ -11,13 +11,9 @@ from vitrail.cli.tables import print_table, progress
 from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from vitrail.data.sources.choosing import Chosen
     from vitrail.evaluation import Evaluation
     from vitrail.metrics.intervals import Interval
 
-SPLITS = {
-    "test": "the test split", "val": "the validation split", "train": "the training split", "all": "all images"
-}  # fmt: skip
 MOST_CLASSES = 20
 LISTED = 10
 """Confusions and pictures listed; more are in the JSON."""
@@ -45,8 +41,8 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
-    from vitrail.data.sources.choosing import Seen, choose_pictures, recorded_split, seen_by_run
-    from vitrail.evaluation import evaluate_bundle
+    from vitrail.data.sources.choosing import choose_pictures, recorded_split
+    from vitrail.evaluation import evaluate_chosen
     from vitrail.runtime import autocast, choose_device
 
     autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
@@ -55,40 +51,29 @@ def eval(
     with progress("listing") as on_found:
         chosen = choose_pictures(data, part, record=record, on_progress=lambda found: on_found(found, None))
     with progress("measuring") as on_measured:
-        found = evaluate_bundle(
+        found = evaluate_chosen(
             model,
-            chosen.source,
+            chosen,
+            record,
             device=device,
             precision=precision,  # type: ignore[arg-type]
             batch=batch,
             workers=workers,
             by_number=by_number,
-            kind=_kind(chosen),
             on_progress=on_measured,
         )
-    seen = seen_by_run(chosen.source, record)
-    result = f"{found.verdict}; evaluated on {SPLITS[chosen.part]}{seen.said(len(chosen.source))}"
-    if chosen.part == "all" and seen == Seen():
-        result += "; whether the model was trained on them is not known"
     for warning in found.warnings:
         echo(f"WARNING: {warning}", err=True, bold=True)
     if as_json:
-        echo(_compact_json({"part": chosen.part, **seen._asdict(), **found.as_dict(), "verdict": result}))
+        echo(_compact_json(found.as_dict()))
         return
-    _print_evaluation(found, result, every_class)
+    _print_evaluation(found, every_class)
 
 
-def _kind(chosen: "Chosen") -> str:
-    """Say what the pictures are, and call them held out only where that is known."""
-    if chosen.held_out:
-        return "held-out pictures"
-    return "training pictures" if chosen.part == "train" else "pictures"
-
-
-def _print_evaluation(found: "Evaluation", result: str, every_class: bool) -> None:
+def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
     from vitrail.evaluation import percent
 
-    echo(f"{result}.")
+    echo(f"{found.verdict}.")
     echo("")
     loss, base = found.loss_interval, found.baselines
     rows = [

@@ -12,7 +12,13 @@ from vitrail.cli.terminal import echo
 def export(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     output: Annotated[Path, typer.Argument(help="The file to write: .onnx, .pt2 (torch) or .xml (openvino).")],
-    to: Annotated[str, typer.Option(help="onnx, torch (an archive of torch.export), or openvino.")] = "onnx",
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="onnx (.onnx, for ONNX Runtime), torch (.pt2, an archive of torch.export) or openvino (.xml, .bin).",
+        ),
+    ] = "onnx",
     preprocess: Annotated[
         bool, typer.Option("--preprocess", help="Put normalisation into the graph: it takes pixels 0…255, uint8.")
     ] = False,
@@ -25,8 +31,10 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
     """Write a model as a graph for another runtime, open what was written, and compare the answers."""
+    from vitrail.exporting import check_request
     from vitrail.exporting import export as run
 
+    check_request(output, to, opset, overwrite=overwrite)  # before the model is opened
     done = run(
         open_model(bundle, override, keys),
         output,

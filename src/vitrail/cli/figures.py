@@ -51,6 +51,7 @@ def figures(
     listed = list_items(pictures or [], stdin=read_stdin())
     opened = open_model(bundle, override, keys)
     items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_PICTURES) else ([], None)
+    opened.announce()
     captions = ["# Figures", ""]
     with progress("drawing") as on_drawn:
         for number, name in enumerate(wanted):

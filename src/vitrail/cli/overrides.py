@@ -23,10 +23,10 @@ Keys = Annotated[Path | None, typer.Option("--keys", help="A key table (TOML) fo
 
 
 def open_model(source: str, overrides: Sequence[str] | None, keys: Path | None) -> "Bundle":
-    """Open a model; what its file does not tell and was assumed is said on stderr, one line each."""
-    from vitrail.checkpoints.load import load
+    """Open a model; what its file does not tell and was assumed is said on stderr when the model is put to use."""
+    from vitrail.checkpoints.load import open_checkpoint
 
-    return load(source, overrides=read_overrides(overrides), keys=keys)
+    return open_checkpoint(source, overrides=read_overrides(overrides), keys=keys)
 
 
 def read_overrides(fields: Sequence[str] | None) -> dict[str, Any]:

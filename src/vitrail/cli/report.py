@@ -15,7 +15,13 @@ def report(
         Path | None, typer.Option("--out", "-o", help="The file to write; by default report.html in the run's folder.")
     ] = None,
 ) -> None:
-    """Write what a run came to as one HTML file that opens anywhere; with two runs, compare them."""
-    from vitrail.reports.report import report as write_report
+    """Write what a run came to as one HTML file that opens anywhere; with two runs, compare them.
 
-    echo(f"the report is {write_report(run, other, out)}")
+    A file of the run that cannot be read is named in the report and in a line WARNING on stderr.
+    """
+    from vitrail.reports.report import write_report
+
+    written = write_report(run, other, out)
+    for sentence in written.unreadable:
+        echo(f"WARNING: {sentence}", err=True, bold=True)
+    echo(f"the report is {written.path}")

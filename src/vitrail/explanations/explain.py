@@ -122,6 +122,7 @@ class Explainer:
         self.bundle, self.wanted, self.channels = opened, wanted, opened.preprocess.channels
         self.target = None if target is None else read_class(target, opened)
         self.model = opened.model.to(self.device)
+        opened.announce()
 
     def explain(self, item: Item, name: str = "the picture") -> Explanation:
         """Explain one picture; `name` is for messages."""

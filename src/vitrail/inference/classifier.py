@@ -91,6 +91,7 @@ class Classifier:
             if isinstance(engine, str)
             else engine
         )
+        opened.announce()
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a text is a path, not several letters

@@ -121,6 +121,7 @@ def embed_source(
     bad: list[BadPicture] = []
     written = 0
     batches = feature_batches(bundle, source, wanted, how)
+    bundle.announce()
     with ExitStack() as files:
         # In this order, so that what the disk refuses is said of the output.
         beside = None if names is None else files.enter_context(whole_file(names, overwrite=overwrite))

@@ -129,6 +129,8 @@ def collect(
         raise DataError(f"there is no {plan.part} part")
     sources = [parts.train, measured, *([val] if val is not None and "linear" in plan.only else [])]
     total, done = sum(map(len, sources)), 0
+    Wanted(layer=layer).check(bundle.model.config)
+    bundle.announce()
 
     def features(source: Source) -> Features:
         nonlocal done

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.metrics.intervals import Interval
+from vitrail.metrics.intervals import Interval, wilson_interval
 
 CLEARLY_ABOVE = 0.1
 """A result this far above the majority class, whose interval reaches it all the same, lacks images, not training."""
@@ -14,6 +14,8 @@ NEARLY_ALL, BEYOND_TRUTH = 0.9, 0.05
 """One class takes nearly all predictions, and more of them by this share than it has images."""
 FAR_APART = 0.2
 """Training accuracy above validation accuracy by this share says that the model has learned its images by heart."""
+TOO_FEW = 10
+"""Fewer images than this say nothing about overfitting, nor about one class that takes nearly all predictions."""
 PRETRAINED = "timm:vit_small_patch16_224.augreg_in21k"
 """A pretrained model to start from: 22 million parameters, trained on 14 million photographs of 21,843 classes."""
 START_PRETRAINED = f"if training began from scratch, start from a pretrained model (--from {PRETRAINED})"
@@ -42,14 +44,21 @@ def warnings_about(matrix: NDArray[np.int64], interval: Interval, classes: Seque
     return [*_about_guessing(matrix, interval, classes), *_about_one_class(matrix, classes)]
 
 
-def warning_about_gap(training: float, validation: float) -> list[str]:
-    """Say that training and validation accuracy are far apart, where they are."""
-    if training - validation < FAR_APART:
+def warning_about_gap(training: float, validation: float, images: int) -> list[str]:
+    """Say that training and validation accuracy are far apart, where the validation split has enough `images` to tell.
+
+    The gap has to reach beyond the 95% interval of the validation accuracy, or it may be chance.
+    """
+    if images < TOO_FEW or training - validation < FAR_APART:
+        return []
+    low, high = wilson_interval(round(validation * images), images)
+    if training <= high:
         return []
     return [
         f"overfitting: {_percent(training)}% on the training images, as augmented, and {_percent(validation)}% on the "
-        "validation split; next: more images, stronger augmentation or mixing, fewer epochs (--set patience=5 stops "
-        f"early), or {START_PRETRAINED}"
+        f"{images:,} images of the validation split (95% interval {_percent(low)}–{_percent(high)}); next: more "
+        "images, stronger augmentation or mixing, fewer epochs (--set patience=5 stops early), or "
+        f"{START_PRETRAINED}"
     ]
 
 
@@ -71,9 +80,10 @@ def _about_guessing(matrix: NDArray[np.int64], interval: Interval, classes: Sequ
 
 
 def _about_one_class(matrix: NDArray[np.int64], classes: Sequence[str]) -> list[str]:
-    images, taken = matrix.sum(axis=1) / matrix.sum(), matrix.sum(axis=0) / matrix.sum()
+    count = int(matrix.sum())
+    images, taken = matrix.sum(axis=1) / count, matrix.sum(axis=0) / count
     largest = int(taken.argmax())
-    if taken[largest] < NEARLY_ALL or taken[largest] - images[largest] < BEYOND_TRUTH:
+    if count < TOO_FEW or taken[largest] < NEARLY_ALL or taken[largest] - images[largest] < BEYOND_TRUTH:
         return []
     return [
         f"nearly all predictions ({_percent(float(taken[largest]))}%) are {classes[largest]!r}, the class of "

@@ -4,7 +4,8 @@ This file imports no torch, so that a config can be read, checked and printed in
 """
 
 import math
-from typing import Annotated, Literal, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +19,18 @@ RELATIVE_LIMIT = 10_000
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"]
 Initialisation = Literal["paper", "timm", "torchvision", "lucidrains"]
+
+CALLED_ELSEWHERE = {
+    "num_classes": "classes", "num_labels": "classes", "n_classes": "classes",
+    "img_size": "image_size", "input_size": "image_size",
+    "in_chans": "channels", "in_channels": "channels", "num_channels": "channels",
+    "embed_dim": "width", "hidden_size": "width", "dim": "width", "mlp_ratio": "mlp_width", "mlp_dim": "mlp_width",
+    "num_layers": "depth", "num_hidden_layers": "depth", "num_heads": "heads", "num_attention_heads": "heads",
+    "global_pool": "pool", "reg_tokens": "registers", "init_values": "layer_scale",
+    "drop_path_rate": "stochastic_depth", "pos_drop_rate": "embed_dropout",
+    "attn_drop_rate": "attention_dropout", "patch_drop_rate": "patch_dropout",
+}  # fmt: skip
+"""What timm, transformers, torchvision and vit-pytorch call some fields of `ViTConfig`."""
 
 
 class ConvLayer(Frozen):
@@ -72,6 +85,8 @@ class Layout(NamedTuple):
 class ViTConfig(Frozen):
     """A Vision Transformer. The defaults are the paper's ViT-B/16 at 224×224 (arXiv 2010.11929), with the exact GELU
     of every PyTorch library where Google's code computes `gelu_tanh`."""
+
+    called_elsewhere: ClassVar[Mapping[str, str]] = CALLED_ELSEWHERE
 
     # The picture and its patches
     image_size: Pair = (224, 224)

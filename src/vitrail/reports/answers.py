@@ -47,6 +47,13 @@ def answers_of_both(one: Record, other: Record) -> tuple[Both | None, str]:
     return Both(first, second, paired(first.right, second.right)), ""
 
 
+def unreadable_answers(run: Record) -> tuple[str, ...]:
+    """Say that a run's file of predictions is there and cannot be read, where that is so."""
+    there = (run.folder / HELD_OUT).exists() and run.verdict is not None
+    found, why = _read(run) if there else (None, "")
+    return (why.rstrip("."),) if there and found is None else ()
+
+
 def evaluated_on_the_same(one: Record, other: Record) -> bool:
     """Say whether two runs were evaluated on the same images: by their digests, without these by the recorded names."""
     first, second = _read(one)[0], _read(other)[0]

@@ -1,5 +1,6 @@
 """Two runs side by side."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitrail.charts.svg import escape
@@ -7,7 +8,7 @@ from vitrail.metrics.pairs import Paired
 from vitrail.reports.answers import Both, answers_of_both, evaluated_on_the_same
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.disagreements import disagreements
-from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table
+from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table, warnings
 from vitrail.reports.record import Record, Verdict, settings
 from vitrail.reports.reproduce import command
 from vitrail.reports.words import cut, loss_span, many, points, share, span
@@ -26,8 +27,8 @@ class Row(NamedTuple):
     is_loss: bool = False
 
 
-def compare(one: Record, other: Record) -> str:
-    """Return a page that compares two runs."""
+def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
+    """Return a page that compares two runs; `unreadable` says which of their files could not be read."""
     names = (f"A: {cut(one.name, 28)}", f"B: {cut(other.name, 28)}")
     both, why_not = answers_of_both(one, other)
     alike = both is not None or evaluated_on_the_same(one, other)
@@ -39,7 +40,8 @@ def compare(one: Record, other: Record) -> str:
         _classes(one, other, alike=alike),
         _again(one, other, names),
     ]
-    return page(title=f"{one.name} and {other.name}", head=_head(one, other, both, alike=alike), sections=sections)
+    head = _head(one, other, both, alike=alike) + warnings(unreadable)
+    return page(title=f"{one.name} and {other.name}", head=head, sections=sections)
 
 
 def _head(one: Record, other: Record, both: Both | None, *, alike: bool) -> str:

@@ -9,6 +9,7 @@ from vitrail.charts.lines import Series, line_chart
 from vitrail.reports.page import HEIGHT, WIDTH, Section, absent, chart
 from vitrail.reports.record import Record
 from vitrail.training.curves import Curve, curve
+from vitrail.training.objectives import only_in_training
 
 LOW = 190
 """The height of the lesser charts."""
@@ -35,23 +36,19 @@ def curves(run: Record) -> Section:
 
 def loss_note(run: Record) -> str:
     """Say why the two losses of a run are not the same measure, where they are not."""
-    objective, mixing = run.recipe.get("objective", {}), run.recipe.get("mixing", {})
-    smoothing = float(objective.get("label_smoothing", 0) or 0)
-    mixed = [name for name, key in (("mixup", "mixup"), ("CutMix", "cutmix")) if mixing.get(key)]
-    mixed = mixed if mixing.get("chance", 1) else []
-    made = [*([f"label smoothing ({smoothing:g})"] if smoothing else []), *mixed]
-    weighted = objective.get("class_weights", "none") != "none"
-    made += ["class weights"] if weighted else []
+    objective = run.recipe.get("objective", {})
     if objective.get("loss", "softmax") == "sigmoid":
         return (
             "The training loss is a sum over yes-or-no decisions, the validation loss a log loss: their heights differ."
         )
+    made = only_in_training(run.recipe)
     if not made:
         return "The training loss is of augmented images, with dropout; the validation loss of images as they are."
     said = f"{', '.join(made[:-1])} and {made[-1]}" if len(made) > 1 else made[0]
     said = f"The training loss includes {said}; the validation loss does not, so their heights cannot be compared."
     classes = len(run.verdict.classes) if run.verdict is not None else 0
-    if smoothing and classes > 1 and not weighted:
+    smoothing = float(objective.get("label_smoothing", 0) or 0)
+    if smoothing and classes > 1 and "class weights" not in made:
         said += (
             f" With this smoothing and {classes} classes, training cannot fall below {_floor(smoothing, classes):.2f}."
         )

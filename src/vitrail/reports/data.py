@@ -4,10 +4,11 @@ from PIL import Image
 
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
+from vitrail.io import ContentError, read_json
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, picture, table
 from vitrail.reports.record import Check, Record
 from vitrail.reports.words import many
-from vitrail.training.samples import read_samples
+from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
 
 SMALL = 128
 """The longer side of a class sample in pixels."""
@@ -43,10 +44,8 @@ def _samples(run: Record) -> str:
     """Return a few training images of each class, as the run kept them."""
     by_class: dict[str, list[str]] = {}
     for sample in read_samples(run.folder):
-        try:
-            with Image.open(sample.file, formats=("JPEG",)) as opened:
-                image = opened.convert("RGB")
-        except (OSError, ValueError, SyntaxError):
+        image = _opened(sample)
+        if image is None:
             continue
         image.thumbnail((SMALL, SMALL))
         alt = f"a training image of {sample.label}"
@@ -62,6 +61,31 @@ def _samples(run: Record) -> str:
     if classes > len(by_class):
         said += f" They show {len(by_class):,} of {classes:,} classes."
     return f'<h3>What the classes look like</h3>{paragraph(said, "quiet small")}<ul class="classes">{rows}</ul>'
+
+
+def _opened(sample: Sample) -> Image.Image | None:
+    try:
+        with Image.open(sample.file, formats=("JPEG",)) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError):
+        return None
+
+
+def unreadable_samples(run: Record) -> tuple[str, ...]:
+    """Name the class samples, or their list, that are there and cannot be read."""
+    place = run.folder / SAMPLES / INDEX
+    lacks = "so the report lacks images of the classes"
+    try:
+        is_list = isinstance(read_json(place), list)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ContentError):
+        is_list = False
+    if not is_list:
+        return (f"{place} cannot be read, {lacks}",)
+    bad = [sample.file for sample in read_samples(run.folder) if _opened(sample) is None]
+    more = f" and {len(bad) - 1:,} more" if len(bad) > 1 else ""
+    return (f"{bad[0]}{more} cannot be read, {lacks}",) if bad else ()
 
 
 def _details(details: list[str]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vitrail._version import __version__
 from vitrail.charts.svg import STYLE as CHART_STYLE
 from vitrail.charts.svg import escape
+from vitrail.reports.words import ended
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -165,6 +166,11 @@ def absent(sentence: str) -> str:
 def paragraph(text: str, kind: str = "") -> str:
     """Return text as a paragraph."""
     return f"<p{f' class={chr(34)}{kind}{chr(34)}' if kind else ''}>{escape(text)}</p>"
+
+
+def warnings(sentences: Sequence[str]) -> str:
+    """Return what must not be overlooked, a paragraph each; each becomes a whole sentence."""
+    return "".join(paragraph(ended(f"{text[:1].upper()}{text[1:]}"), "warn") for text in sentences)
 
 
 def _own(file: str) -> str:

@@ -6,9 +6,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError, model_validator
 
-from vitrail.errors import ConfigError
+from vitrail.checkpoints.bundle import CONFIG
+from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import ContentError, parse_toml, read_json, read_text
-from vitrail.training.folder import CHECK, LOCK, ORIGIN, RECIPE, SPLIT, SWEEP, VERDICT, Journal
+from vitrail.training.folder import CHECK, LOCK, METRICS, ORIGIN, RECIPE, SPLIT, SWEEP, VERDICT, Journal
+from vitrail.training.sessions import SESSIONS, read_sessions
 
 BEST = "best"
 Model = TypeVar("Model", bound=BaseModel)
@@ -137,6 +139,8 @@ class Record:
     origin: dict[str, Any]
     provenance: dict[str, Any]
     """What its best model says of itself."""
+    unreadable: tuple[str, ...] = ()
+    """A sentence for each of its files that is there and cannot be read: which, why, and what the report lacks."""
 
     @property
     def name(self) -> str:
@@ -173,14 +177,35 @@ def read_run(folder: str | Path) -> Record:
         raise ConfigError(f"{place / RECIPE} {error}") from None
     except OSError as error:
         raise ConfigError(f"{place / RECIPE} cannot be read: {error.strerror or error}") from None
-    verdict, why_no_verdict = _read(place / VERDICT, Verdict)
-    check, why_no_check = _read(place / CHECK, Check)
+    faults: list[str] = []
+    verdict, why_no_verdict = _read(place / VERDICT, Verdict, "the result", faults)
+    check, why_no_check = _read(place / CHECK, Check, "what the check of the data found", faults)
     if verdict is None and not (place / VERDICT).exists():
         why_no_verdict = _unmeasured(place)
+    split = _json(place / SPLIT, "the held-out images", faults)
+    origin = _json(place / ORIGIN, "where the images are", faults) or {}
+    config = _json(place / BEST / CONFIG, "what the best model says of itself", faults) or {}
+    rows = _journal(place, faults)
+    if (place / SESSIONS).exists() and not read_sessions(place):
+        faults.append(f"{place / SESSIONS} cannot be read, so the report lacks time and hardware")
     return Record(
-        place, recipe, text, Journal.read(place), verdict, why_no_verdict, check, why_no_check,
-        _json(place / SPLIT), _json(place / ORIGIN) or {}, _provenance(place),
+        place, recipe, text, rows, verdict, why_no_verdict, check, why_no_check, split, origin, _provenance(config),
+        tuple(faults),
     )  # fmt: skip
+
+
+def _journal(place: Path, faults: list[str]) -> list[dict[str, Any]]:
+    """Return the journal; its last line may be cut short by a crash, and is not missed."""
+    try:
+        rows = Journal.read(place)
+        lines = read_text(place / METRICS).split("\n") if (place / METRICS).exists() else []
+    except (CheckpointError, ContentError, OSError) as error:
+        faults.append(f"{place / METRICS} cannot be read ({error}), so the report lacks curves")
+        return []
+    lost = sum(bool(line.strip()) for line in lines) - len(rows)
+    if lost > 1 or (lost and not rows):
+        faults.append(f"{place / METRICS} has {lost:,} lines that cannot be read, which the curves lack")
+    return rows
 
 
 def _check_is_run(place: Path) -> None:
@@ -203,27 +228,39 @@ def _unmeasured(place: Path) -> str:
     return "The run has not finished, so nothing has been measured on held-out pictures yet."
 
 
-def _read(path: Path, kind: type[Model]) -> tuple[Model | None, str]:
-    content = _json(path)
+def _read(path: Path, kind: type[Model], what: str, faults: list[str]) -> tuple[Model | None, str]:
+    content = _json(path, what, faults)
     if content is None:
         state = "cannot be read" if path.exists() else "is not there"
         return None, f"{path.name} {state}, so this part is left out."
     try:
         return kind.model_validate(content), ""
     except ValidationError:
-        return None, f"{path.name} is not as this version of vitrail writes it, so this part is left out."
+        strange = "is not as this version of vitrail writes it"
+        faults.append(f"{path} {strange}, so the report lacks {what}")
+        return None, f"{path.name} {strange}, so this part is left out."
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _json(path: Path, what: str, faults: list[str]) -> dict[str, Any] | None:
+    """Return what a file of a run holds; where it is there and cannot be read, say what the report lacks."""
     try:
         content = read_json(path)
-    except (OSError, ContentError):
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return content if isinstance(content, dict) else None
+    except ContentError as error:
+        why = str(error)
+    except OSError as error:
+        why = f"cannot be read: {error.strerror or error}"
+    else:
+        if isinstance(content, dict):
+            return content
+        why = "is not a JSON object"
+    faults.append(f"{path} {why}, so the report lacks {what}")
+    return None
 
 
-def _provenance(place: Path) -> dict[str, Any]:
-    ours = (_json(place / BEST / "config.json") or {}).get("vitrail", {})
+def _provenance(config: dict[str, Any]) -> dict[str, Any]:
+    ours = config.get("vitrail", {})
     found = ours.get("provenance", {}) if isinstance(ours, dict) else {}
     return found if isinstance(found, dict) else {}
 

@@ -1,41 +1,71 @@
 """`report`: a run in, one HTML file out."""
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from vitrail.errors import ConfigError
+from vitrail.reports.answers import unreadable_answers
 from vitrail.reports.classes import calibration, classes, confusion
 from vitrail.reports.compare import compare
 from vitrail.reports.curves import curves
-from vitrail.reports.data import data
+from vitrail.reports.data import data, unreadable_samples
 from vitrail.reports.inside import inside
 from vitrail.reports.mistakes import mistakes
 from vitrail.reports.model import model_summary
-from vitrail.reports.page import GENERATOR, page
+from vitrail.reports.page import GENERATOR, page, warnings
 from vitrail.reports.record import Record, read_run
 from vitrail.reports.reproduce import reproduce
 from vitrail.reports.result import head, result
-from vitrail.reports.sight import look_into
+from vitrail.reports.sight import Sight, look_into
 from vitrail.reports.words import cut
 from vitrail.training.folder import write_text
 
 REPORT = "report.html"
+_log = logging.getLogger("vitrail")
+
+
+class Written(NamedTuple):
+    """A report, and what it lacks."""
+
+    path: Path
+    unreadable: tuple[str, ...]
+    """A sentence for each file of the run that is there and cannot be read; the report has them, too."""
 
 
 def report(run: str | Path, other: str | Path | None = None, out: str | Path | None = None) -> Path:
     """Write what a run came to as one HTML file that needs nothing else, and return its path.
 
-    With `other`, the two runs are compared. Without `out`, the file lies in the folder of the first run.
+    With `other`, the two runs are compared. Without `out`, the file lies in the folder of the first run. A file of the
+    run that cannot be read is named in the report and logged as a warning (logger "vitrail"), which without a handler
+    goes to stderr; without its recipe a folder is not a run, and a `ConfigError` says so.
     """
+    written = write_report(run, other, out)
+    for sentence in written.unreadable:
+        _log.warning("%s", sentence)
+    return written.path
+
+
+def write_report(run: str | Path, other: str | Path | None = None, out: str | Path | None = None) -> Written:
+    """Write a report as `report` does, and leave it to the caller to say what it lacks."""
     one = read_run(run)
     two = None if other is None else read_run(other)
     target = Path(out) if out is not None else one.folder / _default_name(two)
     _check_target(target)
-    write_text(target, _single(one) if two is None else compare(one, two))
-    return target
+    if two is None:
+        sight = look_into(one)
+        unreadable = (*one.unreadable, *sight.unreadable, *unreadable_samples(one))
+        text = _single(sight, unreadable)
+    else:
+        unreadable = (*one.unreadable, *two.unreadable, *unreadable_answers(one), *unreadable_answers(two))
+        text = compare(one, two, unreadable)
+    write_text(target, text)
+    return Written(target, unreadable)
 
 
-def _single(run: Record) -> str:
-    sight = look_into(run)
+def _single(sight: Sight, unreadable: Sequence[str]) -> str:
+    run = sight.run
     sections = [
         result(run),
         mistakes(sight),
@@ -48,7 +78,7 @@ def _single(run: Record) -> str:
         data(run),
         reproduce(run),
     ]
-    return page(title=f"{run.name}: report", head=head(run), sections=sections)
+    return page(title=f"{run.name}: report", head=head(run) + warnings(unreadable), sections=sections)
 
 
 def _default_name(other: Record | None) -> str:

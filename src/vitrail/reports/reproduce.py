@@ -65,7 +65,11 @@ def _files(folder: Path) -> str:
     for name, what in FILES.items():
         path = folder / name
         if path.is_file():
-            about = f"{escape(what)}, {_size(path.stat().st_size)}<br><code>{_checksum(path)}</code>"
+            try:
+                checksum = _checksum(path)
+            except OSError as error:
+                checksum = f"cannot be read: {error.strerror or error}"
+            about = f"{escape(what)}, {_size(path.stat().st_size)}<br><code>{escape(checksum)}</code>"
         else:
             why = "is not there; pip install 'vitrail[train]' adds it" if name == HELD_OUT else "is not there"
             about = f'{escape(what)}<br><span class="quiet">{escape(why)}</span>'

@@ -44,8 +44,6 @@ class Served:
         self.name = named.name
         self.device = choose_device(settings.device)
         self.bundle: Bundle = open_checkpoint(named.source, overrides=settings.overrides, keys=settings.keys)
-        for assumption in self.bundle.assumptions:  # in the service's own log, whose lines are JSON and name the model
-            _log.warning("assumed", extra={"fields": {"model": named.name, "what": str(assumption)}})
         model = self.bundle.model.to(self.device).eval()
         _own_weights(model)
         self.engine: Engine | None = None
@@ -58,6 +56,8 @@ class Served:
         self.ready = _ready_for(model, self.precision)
         self.samples = own_samples(named.source)
         self._description = describe(named.name, self.bundle, self.device)
+        for assumption in self.bundle.assumptions:  # in the service's own log, whose lines are JSON and name the model
+            _log.warning("assumed", extra={"fields": {"model": named.name, "what": str(assumption)}})
         self.users = 0
         """Requests that hold on to this model; one that was replaced ends with the last of them."""
         self.batcher = Batcher(

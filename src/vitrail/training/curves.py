@@ -13,6 +13,7 @@ from vitrail.training.folder import whole
 # Okabe and Ito's colours, which everyone can tell apart; ink and lines are quieter than black.
 TRAIN, VAL, RATE, GRADIENT = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 INK, QUIET, GRID = "#222222", "#666666", "#E6E6E6"
+NOTE_SIZE = 8.5
 DRAWN_POINTS = 4000
 """More points of a curve than this cannot be seen."""
 STYLE: dict[str, Any] = {
@@ -78,15 +79,15 @@ def curve(rows: Sequence[dict[str, Any]], name: str) -> Curve:
     return Curve(points[:, 0], points[:, 1])
 
 
-def draw_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the rows of a journal; without rows nothing is drawn."""
+def draw_curves(rows: Sequence[dict[str, Any]], path: Path, note: Sequence[str] = ()) -> None:
+    """Draw the rows of a journal, with lines that say which losses these are; without rows nothing is drawn."""
     if rows:
         with whole(path) as temporary:
-            curves_figure(rows, path.parent.name).savefig(temporary, format="png")
+            curves_figure(rows, path.parent.name, note).savefig(temporary, format="png")
 
 
-def curves_figure(rows: Sequence[dict[str, Any]], name: str) -> Any:
-    """Return the drawing as matplotlib's figure; `name` is what the run is called."""
+def curves_figure(rows: Sequence[dict[str, Any]], name: str, note: Sequence[str] = ()) -> Any:
+    """Return the drawing as matplotlib's figure; `name` is what the run is called, `note` stands beside the losses."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -100,6 +101,7 @@ def curves_figure(rows: Sequence[dict[str, Any]], name: str) -> Any:
         figure.text(0.065, 0.95, head, fontsize=17, fontweight="bold", va="center")
         figure.text(0.065, 0.91, below, fontsize=11, color=QUIET, va="center")
         _draw_loss(loss, rows)
+        loss.set_title("\n".join(note), loc="right", fontsize=NOTE_SIZE, fontweight="normal", color=QUIET)
         _draw_accuracy(accuracy, rows)
         _draw_small(rate, curve(rows, "lr"), "Learning rate", RATE, noisy=False)
         _draw_small(gradient, curve(rows, "gradient_norm"), "Gradient norm", GRADIENT, noisy=True)

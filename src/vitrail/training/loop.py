@@ -29,7 +29,7 @@ from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
 from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.memory import Job, resident_pictures
-from vitrail.training.objectives import class_weights
+from vitrail.training.objectives import class_weights, loss_note
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.predictions import predictor
 from vitrail.training.records import Records, card_metrics, gap_warning
@@ -52,7 +52,7 @@ class Watcher(Protocol):
         """Say how a step went."""
 
     def measured(self, row: dict[str, Any]) -> None:
-        """Say what the val part came to."""
+        """Say what the validation split came to."""
 
 
 def train_run(
@@ -96,16 +96,17 @@ class _Run:
             watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
         elif self.state.progress.step:
             watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        self.records = (
-            Records(folder, self.state.progress.step, watcher.note, compiled=plan.recipe.compile)
-            if team.is_main
-            else None
-        )
+        self.records = self._records() if team.is_main else None
         self.replaced = False
         self.bad: set[str] = set(self.state.progress.bad_files or [])
         self.measured_by = parts.val or parts.train
         self.predictions = predictor(plan, where, self.measured_by)
         self.best = Best(folder, self.state, team, watcher.note, self._bundle_of)
+
+    def _records(self) -> Records:
+        recipe, step = self.plan.recipe, self.state.progress.step
+        losses = loss_note(recipe.model_dump())
+        return Records(self.folder, step, self.watcher.note, compiled=recipe.compile, losses=losses)
 
     def _first_state(self) -> State:
         recipe, device = self.plan.recipe, self.where.device
@@ -220,8 +221,9 @@ class _Run:
         answers = self.predictions(best.model.to(self.where.device), source)
         kind = "training pictures" if source is self.parts.train else "held-out pictures"
         measured = measure(answers, source, kind=kind)
-        if self.records is not None:
-            measured = replace(measured, warnings=(*measured.warnings, *gap_warning(Journal.read(self.folder))))
+        if self.records is not None and self.parts.val is not None:
+            gap = gap_warning(Journal.read(self.folder), len(self.parts.val))
+            measured = replace(measured, warnings=(*measured.warnings, *gap))
         if final:
             best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
         if final and self.records is not None:
@@ -263,7 +265,7 @@ class _Run:
         row = {"step": progress.step, **found, "best": progress.best_step}
         if self.records is not None:
             self.records.measured(row)
-        self.watcher.measured({**row, "criterion": criterion, "highest": not progress.since_highest})
+        self.watcher.measured({**row, "criterion": criterion})
         return self._tired()
 
     def _save(self) -> None:

@@ -1,5 +1,6 @@
 """What training makes small: the loss of logits (B, K) against targets (B, K), K classes."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -90,3 +91,24 @@ def balanced_weights(labels: Tensor | NDArray[Any], classes: int) -> Tensor:
     present = int((counts > 0).sum())
     weights = torch.where(counts > 0, counts.sum() / (max(present, 1) * counts.clamp(min=1)), 0.0)
     return weights.to(torch.float32)
+
+
+def only_in_training(recipe: Mapping[str, Any]) -> list[str]:
+    """Return what a settled recipe adds to the training loss and the validation loss is without."""
+    objective, mixing = recipe.get("objective") or {}, recipe.get("mixing") or {}
+    smoothing = float(objective.get("label_smoothing", 0) or 0)
+    mixed = [name for name, key in (("mixup", "mixup"), ("CutMix", "cutmix")) if mixing.get(key)]
+    return [
+        *([f"label smoothing ({smoothing:g})"] if smoothing else []),
+        *(mixed if mixing.get("chance", 1) else []),
+        *(["class weights"] if objective.get("class_weights", "none") != "none" else []),
+    ]
+
+
+def loss_note(recipe: Mapping[str, Any]) -> tuple[str, str]:
+    """Say which losses are drawn, in two short lines: the training loss, and the validation loss beside it."""
+    if (recipe.get("objective") or {}).get("loss", "softmax") == "sigmoid":
+        return "training: a sum over yes-or-no decisions", "validation: log loss, so heights differ"
+    if added := only_in_training(recipe):
+        return f"training: with {', '.join(added)}", "validation: without, so heights cannot be compared"
+    return "training: images as augmented", "validation: images as they are"

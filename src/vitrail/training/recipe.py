@@ -8,7 +8,7 @@ import hashlib
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -20,7 +20,7 @@ from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import BadFiles
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, suggest
+from vitrail.errors import ConfigError, suggest, unknown_argument
 from vitrail.io import ContentError, parse_toml, read_toml
 from vitrail.models.config import ViTConfig
 from vitrail.schema import LIMIT, Count, Frozen, Positive
@@ -43,6 +43,16 @@ ALSO_CALLED = {
     "class_weights": "objective.class_weights",
 }
 """What other libraries call some options."""
+ARGUMENTS = {
+    "num_workers": "vitrail calls it workers",
+    "output_dir": "vitrail calls it folder",
+    "run": "it is folder in Python",
+    "set": "it is changes in Python, such as changes=['epochs=3']",
+    "pretrained": "vitrail calls it start, such as start='timm:name.tag'",
+    "model": "start takes a model that exists, and changes=['model.name=S/16'] gives a fresh one its size",
+    "resume": "the same call finds the same folder and resumes",
+}
+"""What people call some arguments of `train`, and what they are told."""
 
 
 def _as_batch(value: Any) -> Any:
@@ -187,6 +197,17 @@ def full_name(name: str) -> str | None:
     if name in names or leaf in ALSO_CALLED:
         return name if name in names else ALSO_CALLED[leaf]
     return next((option for option in names if option.endswith(f".{leaf}")), None)
+
+
+def unknown_setting(function: Callable[..., object], argument: str, value: object) -> ConfigError:
+    """Return the error for an argument that `train` or `sweep` does not have: most are settings of the recipe."""
+    hint = ""
+    if argument in ARGUMENTS:
+        hint = ARGUMENTS[argument]
+    elif (full := full_name(argument)) is not None:
+        written = str(value).lower() if isinstance(value, bool) or value is None else value
+        hint = f"settings go into the recipe: changes=['{full}={written}'] (--set {full}={written})"
+    return unknown_argument(function, argument, hint)
 
 
 def option_names() -> list[str]:

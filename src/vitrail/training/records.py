@@ -26,8 +26,17 @@ NEEDS = {CURVES: "matplotlib", EVENTS: "tensorboard", HELD_OUT: "pyarrow"}
 class Records:
     """Keeps what a run measures. Only the journal can stop a run; what is for looking at can be missing."""
 
-    def __init__(self, folder: Path, step: int, note: Callable[[str], None], *, compiled: bool = False) -> None:
-        self.folder, self.note = folder, note
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        note: Callable[[str], None],
+        *,
+        compiled: bool = False,
+        losses: Sequence[str] = (),
+    ) -> None:
+        """`losses`: which losses are drawn, as `loss_note` says it."""
+        self.folder, self.note, self.losses = folder, note, losses
         self.journal = Journal(folder, step)
         self.left_out = {file for file, package in NEEDS.items() if importlib.util.find_spec(package) is None}
         if self.left_out:
@@ -75,7 +84,7 @@ class Records:
 
     def _draw(self) -> None:
         began = time.monotonic()
-        self._leave(CURVES, lambda: draw_curves(Journal.read(self.folder), self.folder / CURVES))
+        self._leave(CURVES, lambda: draw_curves(Journal.read(self.folder), self.folder / CURVES, self.losses))
         self.drawn, self.changed = time.monotonic(), False
         self.pause = max(DRAWN_EVERY, 50 * (self.drawn - began))
 
@@ -90,14 +99,17 @@ class Records:
             self.note(f"{file} is left out from here on: {error}")
 
 
-def gap_warning(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Say that training and validation accuracy are far apart at the best checkpoint, by the journal."""
+def gap_warning(rows: Sequence[dict[str, Any]], images: int) -> list[str]:
+    """Say that training and validation accuracy are far apart at the best checkpoint, by the journal.
+
+    `images` is how many the validation split has.
+    """
     best = best_row(rows)
     if best is None:
         return []
     before = [row["accuracy"] for row in rows if "accuracy" in row and row["step"] <= best["step"]]
     last = before[-max(1, len(before) // GAP_SHARE) :]
-    return warning_about_gap(sum(last) / len(last), best["val_top1"]) if last else []
+    return warning_about_gap(sum(last) / len(last), best["val_top1"], images) if last else []
 
 
 def card_metrics(measured: Evaluation, *, tested: bool) -> dict[str, str]:

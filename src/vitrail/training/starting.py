@@ -10,7 +10,7 @@ from torch import nn
 from vitrail.checkpoints.adapt import adapt
 from vitrail.checkpoints.bundle import METRICS, Bundle
 from vitrail.checkpoints.keys import Weights
-from vitrail.checkpoints.load import load
+from vitrail.checkpoints.load import open_checkpoint
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.config import ViTConfig
@@ -35,9 +35,12 @@ class Start(Frozen):
 def opened_start(
     start: str | Path | Bundle | None, overrides: Mapping[str, Any] | None, keys: str | Path | None
 ) -> Bundle | None:
-    """Open the model that training starts from; `overrides` and `keys` say what its file does not tell."""
+    """Open the model that training starts from; `overrides` and `keys` say what its file does not tell.
+
+    What was assumed of it is said when the run begins, if nothing is refused before.
+    """
     if isinstance(start, str | Path):
-        return load(start, overrides=overrides, keys=keys)
+        return open_checkpoint(start, overrides=overrides, keys=keys)
     if overrides or keys is not None:
         raise ConfigError("--override and --keys say what the file of --from does not tell; name one with --from")
     return start

@@ -10,9 +10,9 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Never
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -36,7 +36,7 @@ from vitrail.training.folder import (
     write_json,
 )
 from vitrail.training.grid import Trial, combine, plan_trials
-from vitrail.training.recipe import Recipe, default_recipe, read_recipe
+from vitrail.training.recipe import Recipe, default_recipe, read_recipe, unknown_setting
 from vitrail.training.signals import Stopped
 from vitrail.training.starting import opened_start
 from vitrail.training.train import Run, train
@@ -106,6 +106,8 @@ class _Training:
     device: str
     workers: int | None
     quiet: bool
+    said: set[str] = field(default_factory=set)
+    """What a candidate has shown of the data, which the others need not repeat."""
 
     def run(self, trial: Trial, folder: Path, verdict_on: Literal["test", "val"]) -> Run:
         return train(
@@ -117,6 +119,7 @@ class _Training:
             workers=self.workers,
             quiet=self.quiet,
             verdict_on=verdict_on,
+            said=self.said,
         )
 
     def say(self, text: str) -> None:
@@ -137,6 +140,7 @@ def sweep(
     device: str = "auto",
     workers: int | None = None,
     quiet: bool = False,
+    **unknown: Never,
 ) -> Sweep:
     """Train with every combination of some settings, and return what came of each, and the best run.
 
@@ -144,6 +148,8 @@ def sweep(
     by the criterion of the recipe and among equals by the loss; only the chosen run is measured on the test part. The
     same call goes on with a sweep that was stopped, and repeats nothing that is finished.
     """
+    for argument in unknown:
+        raise unknown_setting(sweep, argument, unknown[argument])
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("a sweep runs in one process; start it without torchrun, or train each candidate by itself")
     data = place_of(data)
@@ -168,8 +174,9 @@ def sweep(
         criterion = shared_criterion(trial.plan.recipe.settled_criterion() for trial in trials)
         chosen = _best(candidates, place, criterion)
         training.say(
-            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the val part; its run is "
-            f"the training with these settings, so that only its verdict on the test part is missing"
+            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the val part"
+            f"{_tie(candidates, chosen, criterion)}; its run is the training with these settings, so "
+            "that only its verdict on the test part is missing"
         )
         best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
         _write(place, candidates, chosen)
@@ -256,6 +263,15 @@ def _best(candidates: Sequence[Candidate], place: Path, criterion: Criterion) ->
     if not done:
         raise Diverged(f"every run of the sweep in {place} diverged; the first: {candidates[0].outcome.diverged}")
     return max(done, key=lambda candidate: score(asdict(candidate.outcome), criterion))
+
+
+def _tie(candidates: Sequence[Candidate], chosen: Candidate, criterion: Criterion) -> str:
+    """Say that the loss decided, where others are as good by the criterion."""
+    column = COLUMNS[criterion]
+    equal = sum(getattr(one.outcome, column) == getattr(chosen.outcome, column) for one in candidates) - 1
+    if criterion == "loss" or not equal:
+        return ""
+    return f" (the same as {equal} {'other' if equal == 1 else 'others'}, and the lowest loss of these)"
 
 
 def _spreads(candidates: Sequence[Candidate]) -> list[Spread]:

@@ -75,13 +75,15 @@ def train(
     workers: int | None = None,
     quiet: bool = False,
     verdict_on: Literal["test", "val"] = "test",
+    said: set[str] | None = None,
 ) -> Run:
     """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
     "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
     for `load`. `verdict_on="val"` leaves the test part alone while
-    settings are still being chosen; the same call without it gives the verdict later.
+    settings are still being chosen; the same call without it gives the verdict later. `said` holds what earlier runs
+    have shown of the data, which is not shown again; this run adds to it.
     """
     data, chosen = place_of(data), choose_device(device)
     with process_group(chosen) as processes, Team(processes, chosen).noticing_losses() as team:
@@ -100,8 +102,10 @@ def train(
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
         job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_pictures(plan, parts))
         plan = settle_batch(job, place, len(parts.train), room(chosen))
-        opened = _opened(team, place, plan, parts, origin, advice, quiet=quiet)
+        opened = _opened(team, place, plan, parts, origin, advice, quiet=quiet, said=said)
         with opened as screen, repeatable(plan.recipe.deterministic):
+            if bundle is not None:
+                bundle.announce()
             with team.together(), team.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
             with timed_session(place, chosen, processes.size, where.precision) if team.is_main else nullcontext():
@@ -128,7 +132,15 @@ def _check_alike(team: Team, plan: Plan, parts: Parts) -> None:
 
 @contextmanager
 def _opened(
-    team: Team, place: Path, plan: Plan, parts: Parts, origin: Origin, advice: Sequence[str], *, quiet: bool
+    team: Team,
+    place: Path,
+    plan: Plan,
+    parts: Parts,
+    origin: Origin,
+    advice: Sequence[str],
+    *,
+    quiet: bool,
+    said: set[str] | None,
 ) -> Iterator[Screen | Silence]:
     """Keep the run folder for this run, and show it; only the main process does either."""
     with ExitStack() as stack:
@@ -138,11 +150,11 @@ def _opened(
                 stack.enter_context(claimed(place))
                 keep_recipe(place, plan.recipe)
                 moved = keep_origin(place, origin)
-                screen = stack.enter_context(Screen(place, quiet=quiet, compiled=plan.recipe.compile))
+                screen = stack.enter_context(Screen(place, quiet=quiet, compiled=plan.recipe.compile, said=said))
                 _introduce(screen, place, plan, parts, advice, team.device)
-                for said in (moved, check_stamps(place, parts)):
-                    if said is not None:
-                        screen.note(said)
+                for text in (moved, check_stamps(place, parts)):
+                    if text is not None:
+                        screen.note(text)
         yield screen
 
 
@@ -163,7 +175,7 @@ def _introduce(
         write_json(place / SPLIT, parts.split)
         screen.choices(plan.choices)
         for text in advice:
-            screen.warning(text)
+            screen.of_data(text, loud=True)
     elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(parts.split)):
         raise DataError(
             f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
@@ -179,11 +191,12 @@ def _say_check(screen: Screen, place: Path, parts: Parts, size: int) -> None:
     """Check the data in bounded time, keep what was found, and say what would make a result wrong."""
     report = quick_check(parts, size=size)
     write_json(place / CHECK, report.as_dict())
-    screen.note(report.verdict)
+    screen.of_data(report.verdict)
     for finding in report.findings:
         if finding.grave:
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
-            screen.note(f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}")
+            where = f" ({some})" if some else ""
+            screen.of_data(f"{finding.text}{where}; {finding.advice}")
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:

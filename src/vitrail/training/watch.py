@@ -1,5 +1,6 @@
 """Watching a run: two lines that keep themselves up to date on a terminal, plain lines elsewhere; notes in log.txt."""
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -25,15 +26,20 @@ REFRESHED = 0.1
 class Screen:
     """Shows a run to a person."""
 
-    def __init__(self, folder: Path, *, quiet: bool = False, compiled: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, quiet: bool = False, compiled: bool = False, said: set[str] | None = None
+    ) -> None:
+        """`said`: what earlier runs on the same data have shown, which this one only logs; it is added to."""
         self.log = (folder / "log.txt").open("a", encoding="utf-8")
         self.quiet = quiet
+        self.said = set() if said is None else said
         self.console = Console(stderr=True, highlight=False)
         self.status = Status(compiled=compiled)
         # It has no thread of its own: processes that read pictures are forked while it shows.
         self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
         self.on_terminal = self.console.is_terminal and not quiet
         self.shown = time.monotonic()
+        self.highest = -math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -48,6 +54,12 @@ class Screen:
         """Say something once."""
         text = printable(text)
         self._say(text, Text(text), wrap=False)  # a path that is broken into lines cannot be copied
+
+    def of_data(self, text: str, *, loud: bool = False) -> None:
+        """Say something that is true of the data, whatever the settings: once, however many runs a sweep has."""
+        text = printable(f"WARNING: {text}" if loud else text)
+        self._say(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=text not in self.said)
+        self.said.add(text)
 
     def choices(self, choices: Sequence[Choice]) -> None:
         """Say what was chosen and why."""
@@ -80,12 +92,14 @@ class Screen:
 
     def measured(self, row: dict[str, Any]) -> None:
         """Say what the validation split came to."""
+        criterion: Criterion = row["criterion"]
+        value = -row["val_loss"] if criterion == "loss" else row[COLUMNS[criterion]]
         star = ""
         if row["best"] == row["step"]:
             star = (
-                "  (best so far)" if row["highest"] else "  (kept: as good as the best so far, and trained for longer)"
+                "  (best so far)" if value > self.highest else "  (kept as the best: no worse, and trained for longer)"
             )
-        criterion: Criterion = row["criterion"]
+        self.highest = max(self.highest, value)
         by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
         said = f"{row['val_top1']:.1%} on the val part{by}, loss {row['val_loss']:.3f}"
         self.note(f"step {row['step']:,}: {said}{star}")
@@ -95,9 +109,11 @@ class Screen:
         """The share of the time that was spent waiting for pictures; None where nothing was trained."""
         return self.status.waited_share if self.status.row else None
 
-    def _say(self, plain: str, fine: RenderableType, *, wrap: bool = True) -> None:
+    def _say(self, plain: str, fine: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:
         self.log.write(f"{plain}\n")
         self.log.flush()
+        if not shown:
+            return
         if self.on_terminal:
             self.console.print(fine, soft_wrap=not wrap)
         elif not self.quiet:
