@@ -183,7 +183,9 @@ def _say_check(screen: Screen, place: Path, parts: Parts, size: int) -> None:
     for finding in report.findings:
         if finding.grave:
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
-            screen.note(f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}")
+            screen.warning(
+                f"{finding.text} ({some}); {finding.advice}" if some else f"{finding.text}; {finding.advice}"
+            )
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:

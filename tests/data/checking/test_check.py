@@ -280,6 +280,29 @@ def test_what_is_skipped_is_named_and_images_among_it_are_told(root: Path) -> No
         assert [misnamed.grave, skipped.grave] == [True, False]
 
 
+def test_advice_about_one_image_speaks_of_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.checking.findings.HUGE_PIXELS", 50_000)
+    Image.new("RGB", (70, 64)).save(root / "train/cat/black.jpg")
+    (root / "train/cat/empty.jpg").write_bytes(b"")
+    save_picture(root / "train/cat/huge.jpg", 52, 300, 200)
+    save_picture(root / "train/cat/tiny.jpg", 50, 40, 20)
+    save_picture(root / "train/cat/long.jpg", 51, 400, 80)
+    save_picture(root / "train/loose.jpg", 77)
+    (root / "train/cat/0.jpg").rename(root / "train/cat/upload.php")
+    (root / "train/cat/notes.txt").write_text("no image")
+    shutil.copy(root / "train/cat/1.jpg", root / "val/dog/other.jpg")
+    report = checked(root, size=96)
+    advice = {finding.kind: finding.advice for finding in report.findings if finding.count == 1}
+    kinds = {"flat", "unreadable", "huge", "tiny", "long", "outside", "misnamed", "skipped", "conflicting"}
+    assert kinds <= advice.keys()
+    assert advice["flat"] == "remove it, or export it again"
+    assert advice["unreadable"].startswith("mend or remove it; training would put another in its place")
+    for kind in kinds:
+        assert not {"them", "their", "they", "ones", "others", "each"} & set(advice[kind].replace(",", "").split()), (
+            kind
+        )
+
+
 def test_faults_of_the_opening_are_findings(root: Path) -> None:
     report = check_data(opened(root), size=64, faults=["one link is broken", "a class is empty"])
     assert only(report, "faults").details == ("one link is broken", "a class is empty")

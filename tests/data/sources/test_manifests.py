@@ -364,7 +364,7 @@ def test_parquet_as_hugging_face_writes_it(folder: Path) -> None:
     assert refused(unknown) == "PARQUET has the label '-1', which is none of its 3 classes; correct the label"
     images[3]["bytes"] = None
     assert refused(hugging_face(folder, [0] * 5, images)) == (
-        "1 row has no picture in the column 'image.bytes' of PARQUET; fill or remove them"
+        "1 row has no image in the column 'image.bytes' of PARQUET; fill or remove it"
     )
 
 

@@ -5,7 +5,7 @@ import stat
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vitrail.data.checking.findings import Finding
+from vitrail.data.checking.findings import Finding, them
 from vitrail.data.sniffing import ENDINGS, HEAD, sniff
 from vitrail.data.sources.folders import Folder
 from vitrail.data.sources.listing import shown
@@ -70,18 +70,18 @@ def skipped_findings(found: Skipped) -> list[Finding]:
             f"and {'is' if count == 1 else 'are'} not used"
         )
         lines = tuple(f"{name}: a {kind}; rename it to {_renamed(name, kind)}" for name, kind in found.misnamed)
-        advice = "give each a name that ends as its content says"
+        advice = f"give {'it' if count == 1 else 'each'} a name that ends as its content says"
         findings.append(Finding("misnamed", count, f"{_files(count)} misnamed", text, advice, lines, grave=True))
     if count := len(found.outside):
         lie, are = ("image lies", "is") if count == 1 else ("images lie", "are")
         text = f"{count:,} {lie} in no class folder and {are} not used"
-        advice = "move them into the folders of their classes"
+        advice = f"move {them(count)} into the {'folder of its class' if count == 1 else 'folders of their classes'}"
         lines = tuple(found.outside)
         findings.append(Finding("outside", count, f"{count:,} outside of the classes", text, advice, lines, grave=True))
     if count := len(found.others):
         text = f"{_files(count)} {'was' if count == 1 else 'were'} skipped, because the name does not end as an image's"
         endings = ", ".join(f".{ending}" for ending in ENDINGS.values())
-        advice = f"nothing, unless they are images: names end in {endings}"
+        advice = f"nothing, unless {'it is an image' if count == 1 else 'they are images'}: names end in {endings}"
         findings.append(Finding("skipped", count, f"{_files(count)} skipped", text, advice, tuple(found.others)))
     return findings
 
