@@ -105,6 +105,10 @@ def test_manifests_keep_every_row() -> None:
     assert "where the path of a picture should be" in str(items[5].error)
     Path("m/list.jsonl").write_text("".join(json.dumps({"file": row}) + "\n" for row in rows))
     assert names(list_items(["m/list.jsonl"])) == names(items[:5])
+    Path("m/odd.csv").write_text("label,path\n7,pictures/00001.png,\n7,pictures/00000.png\n")
+    odd = list(list_items(["m/odd.csv"]))
+    assert names(odd) == ["m/odd.csv, line 2", "m/pictures/00000.png"]
+    assert "has 3 fields, but the header has 2" in str(odd[0].error)
     arrow.parquet.write_table(arrow.table({"image": rows}), "m/list.parquet")
     assert names(list_items(["m/list.parquet"])) == names(items[:5])
 
