@@ -268,7 +268,8 @@ def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
         if isinstance(fields, str):
             yield _faulty(number, fields)
         else:
-            yield Row(number, *(None if column is None else fields.get(column) for column in columns))
+            picture, label, name, split = (None if column is None else fields.get(column) for column in columns)
+            yield Row(number, picture, label, name, split)
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:
