@@ -45,7 +45,8 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
-    from vitrail.data.sources.choosing import Seen, choose_pictures, recorded_split, seen_by_run
+    from vitrail.data.sources.choosing import CONTENT, choose_pictures, recorded_split, seen_by_run
+    from vitrail.data.sources.contents import recorded_contents
     from vitrail.evaluation import evaluate_bundle
     from vitrail.runtime import autocast, choose_device
 
@@ -66,10 +67,13 @@ def eval(
             kind=_kind(chosen),
             on_progress=on_measured,
         )
-    seen = seen_by_run(chosen.source, record)
+    seen = seen_by_run(chosen.source, record, recorded_contents(model.origin))
     result = f"{found.verdict}; evaluated on {SPLITS[chosen.part]}{seen.said(len(chosen.source))}"
-    if chosen.part == "all" and seen == Seen():
-        result += "; whether the model was trained on them is not known"
+    if not (seen.selected_on or seen.trained_on):
+        if seen.compared_by == CONTENT:
+            result += "; by content, none of these images was trained on"
+        elif chosen.part == "all":
+            result += "; whether the model was trained on them is not known"
     for warning in found.warnings:
         echo(f"WARNING: {warning}", err=True, bold=True)
     if as_json:

@@ -179,6 +179,8 @@ def _say_check(screen: Screen, place: Path, parts: Parts, size: int) -> None:
     """Check the data in bounded time, keep what was found, and say what would make a result wrong."""
     report = quick_check(parts, size=size)
     write_json(place / CHECK, report.as_dict())
+    if report.contents is not None:
+        report.contents.save(place)
     screen.note(report.verdict)
     for finding in report.findings:
         if finding.grave:
