@@ -16,7 +16,7 @@ their own.
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -216,10 +216,9 @@ def _updating(config: Optimizer, model: nn.Module) -> int:
     """
     if config.kind != "muon":
         return 0
+    optimizer = cast("Muon", make_optimizer(model, config))
     for _, parameter in _trained(model):
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = make_optimizer(model, config)
-    assert isinstance(optimizer, Muon)
     device = next(model.parameters()).device
     # On a GPU the device itself decides whether a step counts, for which it needs both outcomes.
     bad = torch.zeros((), device=device) if device.type == "cuda" else None
