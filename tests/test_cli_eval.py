@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ import vitrail
 from vitrail.__main__ import main
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.cli.eval import _compact_json
+from vitrail.data.checking.check import quick_check
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.contents import Contents, carry_contents, recorded_contents
 from vitrail.data.sources.opening import open_data
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -103,13 +106,14 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
 def test_the_pictures_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Path, data: Path) -> None:
     parts = open_data(data, seed=3, val=0.2, test=0.3)
     (bundle.parent / "split.json").write_text(json.dumps(parts.split))
+    by = "; compared with the images of its run by name only."
     expected = {
-        "test": ("% on 6 held-out pictures, ", "; evaluated on the test split."),
-        "val": ("% on 4 held-out pictures, ", "; evaluated on the validation split; selected on these images."),
-        "train": ("% on 10 training pictures, ", "; evaluated on the training split."),
+        "test": ("% on 6 held-out pictures, ", f"; evaluated on the test split{by}"),
+        "val": ("% on 4 held-out pictures, ", f"; evaluated on the validation split; selected on these images{by}"),
+        "train": ("% on 10 training pictures, ", f"; evaluated on the training split{by}"),
         "all": (
             "% on 20 pictures, ",
-            "; evaluated on all images; selected on 4 of these images; trained on 10 of these images.",
+            f"; evaluated on all images; selected on 4 of these images; trained on 10 of these images{by}",
         ),
     }
     for part, (images, end) in expected.items():
@@ -128,15 +132,82 @@ def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
 ) -> None:
     parts = open_data(data, seed=3, val=0.2, test=0.0)
     (bundle.parent / "split.json").write_text(json.dumps(parts.split))
-    caveat = "; evaluated on the validation split; selected on these images."
+    by = "; compared with the images of its run by name only"
+    caveat = f"; evaluated on the validation split; selected on these images{by}."
     assert run(bundle, data).out.splitlines()[0].endswith(caveat)
     # Another run's data knows nothing of these images.
     for path in (data / "cat").iterdir():
         path.rename(path.with_name(f"other-{path.name}"))
     for path in (data / "dog").iterdir():
         path.rename(path.with_name(f"other-{path.name}"))
-    caveat = "; evaluated on all images; whether the model was trained on them is not known."
+    caveat = f"; evaluated on all images{by}; whether the model was trained on them is not known."
     assert run(bundle, data).out.splitlines()[0].endswith(caveat)
+
+
+def recorded(bundle: Path, data: Path) -> Contents:
+    """Leave in the run folder what training leaves there."""
+    parts = open_data(data, seed=3, val=0.2, test=0.3)
+    (bundle.parent / "split.json").write_text(json.dumps(parts.split))
+    contents = quick_check(parts).contents
+    assert contents is not None
+    contents.save(bundle.parent)
+    return contents
+
+
+def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bundle: Path, data: Path) -> None:
+    recorded(bundle, data)
+    line = run(bundle, data).out.splitlines()[0]
+    assert line.endswith("; evaluated on the test split; by content, none of these images was trained on.")
+    line = run(bundle, data, "--part", "train").out.splitlines()[0]
+    assert line.endswith("; evaluated on the training split; trained on these images.")
+    for path in [*data.glob("*/*.png")]:
+        path.rename(path.with_name(f"other-{path.name}"))
+    moved = data.rename(data.with_name("elsewhere"))
+    line = run(bundle, moved).out.splitlines()[0]
+    assert line.endswith("; evaluated on all images; selected on 4 of these images; trained on 10 of these images.")
+    copy = next((moved / "cat").iterdir())
+    (moved / "cat" / "copy.png").write_bytes(copy.read_bytes())
+    found = json.loads(run(bundle, moved, "--json").out)
+    assert (found["selected_on"] + found["trained_on"] - 14 in (0, 1), found["compared_by"]) == (True, "content")
+    for path in [*moved.glob("*/*.png")]:
+        Image.open(path).save(path, compress_level=0)  # another file, so that nobody can know
+    line = run(bundle, moved).out.splitlines()[0]
+    assert line.endswith("; evaluated on all images; by content, none of these images was trained on.")
+
+
+def test_another_image_under_a_name_of_the_run_was_not_trained_on(run: Run, bundle: Path, data: Path) -> None:
+    recorded(bundle, data)
+    for number, path in enumerate(sorted(data.glob("*/*.png"))):
+        Image.fromarray(np.random.default_rng([7, number]).integers(0, 256, (8, 8), np.uint8)).save(path)
+    found = json.loads(run(bundle, data, "--part", "all", "--json").out)
+    assert (found["selected_on"], found["trained_on"]) == (0, 0)
+
+
+def test_a_bundle_that_was_copied_out_of_its_run_knows_its_images(run: Run, bundle: Path, data: Path) -> None:
+    recorded(bundle, data)
+    carry_contents(bundle.parent, bundle)
+    alone = Path(shutil.copytree(bundle, bundle.parent.parent / "copied" / "model"))
+    for place in (alone, alone / "model.safetensors"):
+        seen = recorded_contents(place)
+        assert seen is not None
+        assert (len(seen.train), len(seen.val), seen.complete) == (10, 4, True)
+    line = run(alone, data).out.splitlines()[0]
+    assert line.endswith("; evaluated on all images; selected on 4 of these images; trained on 10 of these images.")
+    (alone / "contents.index").write_bytes((alone / "contents.index").read_bytes()[:100])  # damaged
+    line = run(alone, data).out.splitlines()[0]
+    assert line.endswith("; evaluated on all images; whether the model was trained on them is not known.")
+
+
+def test_digests_of_some_images_are_said_to_be_some(run: Run, bundle: Path, data: Path) -> None:
+    contents = recorded(bundle, data)
+    contents._replace(train=contents.train[:3]).save(bundle.parent)
+    line = run(bundle, data, "--part", "all").out.splitlines()[0]
+    by = "; compared with the images of its run by name and the content of 7 of 14 only."
+    assert line.endswith(f"; selected on 4 of these images; trained on 10 of these images{by}")
+    (bundle.parent / "split.json").unlink()
+    line = run(bundle, data).out.splitlines()[0]
+    by = "; compared with the images of its run by the content of 7 of 14 only."
+    assert line.endswith(f"; selected on 4 of these images; trained on 3 of these images{by}")
 
 
 def test_a_new_image_is_not_called_trained_on(run: Run, bundle: Path, data: Path) -> None:
@@ -239,7 +310,7 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
     (bundle.parent / "split.json").write_text(json.dumps(parts.split))
     held_out = vitrail.evaluate(bundle, data, workers=0)
     assert (held_out.split, held_out.kind, held_out.pictures) == ("test", "held-out pictures", 4)
-    assert held_out.verdict.endswith("; evaluated on the test split")
+    assert held_out.verdict.endswith("; evaluated on the test split; compared with the images of its run by name only")
     selecting = vitrail.evaluate(bundle, data, split="val", workers=0)
     assert (selecting.seen.selected_on, selecting.pictures) == (4, 4)
     assert selecting.verdict.endswith("; evaluated on the validation split; selected on these images")

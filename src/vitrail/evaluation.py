@@ -15,7 +15,8 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadPicture, Batch, evaluation_batches
 from vitrail.data.batches import Evaluation as EveryPicture
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.choosing import Chosen, Seen, match_classes, seen_by_run
+from vitrail.data.sources.choosing import CONTENT, Chosen, Seen, match_classes, seen_by_run
+from vitrail.data.sources.contents import recorded_contents
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, DataError, Diverged
 from vitrail.metrics.baselines import Baselines, baselines, warnings_about
@@ -156,8 +157,11 @@ class Evaluation:
         if self.split is not None:
             images = self.pictures + len(self.bad)
             said.append(f"evaluated on {SPLITS[self.split]}{self.seen.said(images)}")
-            if self.split == "all" and self.seen == UNSEEN:
-                said.append("whether the model was trained on them is not known")
+            if not (self.seen.selected_on or self.seen.trained_on):
+                if self.seen.compared_by == CONTENT:
+                    said.append("by content, none of these images was trained on")
+                elif self.split == "all":
+                    said.append("whether the model was trained on them is not known")
         return "; ".join(said)
 
     def as_dict(self) -> dict[str, Any]:
@@ -260,7 +264,7 @@ def evaluate_chosen(
         kind=kind,
         on_progress=on_progress,
     )
-    return replace(found, split=chosen.part, seen=seen_by_run(chosen.source, record))
+    return replace(found, split=chosen.part, seen=seen_by_run(chosen.source, record, recorded_contents(bundle.origin)))
 
 
 def evaluate(

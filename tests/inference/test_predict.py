@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -69,6 +70,28 @@ def test_a_folder_as_jsonl(run: Run) -> None:
     assert set(first["classes"]) == {"cat", "dog", "fox"}
     assert sum(first["probabilities"]) == pytest.approx(1, abs=1e-5)
     assert run("bundle", "p", "--quiet") == (0, done.out, "")
+
+
+def test_what_was_skipped_is_said(run: Run) -> None:
+    shutil.copy("p/00000.png", "p/upload.php")
+    Path("p/notes.txt").write_text("no image")
+    done = run("bundle", "p", "--output", "rows.jsonl", "--device", "cpu")
+    assert done.code == 0
+    assert len(read_rows(Path("rows.jsonl"))) == 9
+    assert (
+        "vitrail: 1 file is an image by content but not by name, and skipped (p/upload.php: a PNG; rename" in done.err
+    )
+    assert "vitrail: 1 file was skipped, because its name does not end as an image's (p/notes.txt)" in done.err
+    assert not run("bundle", "p", "--output", "other.jsonl", "--quiet").err
+    again = run("bundle", "p", "--output", "rows.jsonl", "--resume")
+    assert "nothing was left to do" in again.err
+    assert "p/notes.txt" in again.err
+    for picture in Path("p").glob("*.png"):
+        picture.unlink()
+    nothing = run("bundle", "p")
+    assert nothing.code == 2
+    assert nothing.err.startswith("vitrail: no pictures were found; a picture's name ends in avif, ")
+    assert "rename it to upload.png); 1 file was skipped" in nothing.err
 
 
 def test_a_table_for_people(run: Run) -> None:

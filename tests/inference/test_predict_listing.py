@@ -20,6 +20,7 @@ from vitrail.data.given import A_URL, Item
 from vitrail.errors import DataError
 from vitrail.inference import listing
 from vitrail.inference.listing import list_items
+from vitrail.inference.skipped import Skipped
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,10 @@ def test_manifests_keep_every_row() -> None:
     assert "where the path of a picture should be" in str(items[5].error)
     Path("m/list.jsonl").write_text("".join(json.dumps({"file": row}) + "\n" for row in rows))
     assert names(list_items(["m/list.jsonl"])) == names(items[:5])
+    Path("m/odd.csv").write_text("label,path\n7,pictures/00001.png,\n7,pictures/00000.png\n")
+    odd = list(list_items(["m/odd.csv"]))
+    assert names(odd) == ["m/odd.csv, line 2", "m/pictures/00000.png"]
+    assert "has 3 fields, but the header has 2" in str(odd[0].error)
     arrow.parquet.write_table(arrow.table({"image": rows}), "m/list.parquet")
     assert names(list_items(["m/list.parquet"])) == names(items[:5])
 
@@ -167,6 +172,42 @@ def test_tars() -> None:
     os.truncate("s-1.tar", 600)
     with pytest.raises(DataError, match="the tar has become shorter while it was read"):
         cut[0].read()
+
+
+def test_what_is_skipped_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    photo = tiny_pictures(Path("p"), 3)[0].read_bytes()
+    touch("p/notes.txt", "p/.hidden", "p/in/list.csv", "p/__MACOSX/x.php")
+    Path("p/upload.php").write_bytes(photo)
+    for at_once in (65_536, 2):  # a folder that is looked through several times is counted once
+        monkeypatch.setattr(listing, "AT_ONCE", at_once)
+        for place, others in (("p", ["p/notes.txt", "p/in/list.csv"]), ("p/*", ["p/notes.txt"])):
+            skipped = Skipped()
+            assert len(list(list_items([place], skipped=skipped))) == 3
+            assert (skipped.count, skipped.images, skipped.named) == (len(others) + 1, 1, others)
+            assert skipped.misnamed == ["p/upload.php: a PNG; rename it to upload.png"]
+    touch("p/in/a.bin", "p/in/b.bin", "p/in/c.bin", "p/in/d.bin")
+    skipped = Skipped()
+    list(list_items(["p"], skipped=skipped))
+    assert skipped.said() == [
+        "1 file is an image by content but not by name, and skipped (p/upload.php: a PNG; rename it to upload.png)",
+        "6 files were skipped, because their names do not end as an image's (p/notes.txt, p/in/a.bin, p/in/b.bin, "
+        "p/in/c.bin, p/in/d.bin, and 1 more)",
+    ]
+
+
+def test_what_is_skipped_in_tars_is_counted_and_named() -> None:
+    pictures = tiny_pictures(Path("p"), 2)
+    Path("p/upload.php").write_bytes(pictures[0].read_bytes())
+    touch("p/00000.cls", "p/notes.md", "p/.hidden")
+    files = [*pictures, *(Path("p", name) for name in ("upload.php", "00000.cls", "notes.md", ".hidden"))]
+    os.makedirs("shards")
+    packed("shards/s.tar", files)
+    touch("shards/classes.txt", "shards/list.csv")
+    for place, others in (("shards/s.tar", []), ("shards", ["shards/list.csv"])):
+        skipped = Skipped()
+        assert len(list(list_items([place], skipped=skipped))) == 2
+        assert skipped.named == ["shards/s.tar/set/notes.md", *others]
+        assert skipped.misnamed == ["shards/s.tar/set/upload.php: a PNG; rename it to upload.png"]
 
 
 def test_lists_from_stdin() -> None:

@@ -24,8 +24,7 @@ def job(
     *, device: str = "cpu", precision: Precision = "float32", processes: int = 1, side: int = 224, **changes: Any
 ) -> Job:
     """Return a run as `vitrail train` would plan it, with some of its recipe changed."""
-    # AdamW, since what a step of Muon takes on the way is not foreseen.
-    recipe = read_recipe("scratch-small", ["optimizer.kind=adamw"]).replace(**{"model": SMALL, "batch": 16, **changes})
+    recipe = read_recipe("scratch-small").replace(**{"model": SMALL, "batch": 16, **changes})
     plan = choose(recipe, Facts(PICTURES, tuple("0123456789"), side, grey=False), None)
     return Job(plan, torch.device(device), precision, processes)
 

@@ -46,7 +46,8 @@ def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos:
     assert "damage behind the header of a file" in check["not_looked_for"]
     log = (folder / "log.txt").read_text()
     assert "18 pictures in 2 classes (headers of 18 read, contents of 18 compared); 1 file misnamed, 1 duplicate" in log
-    assert "1 duplicate with different labels (" in log
+    assert "\nWARNING: 1 duplicate with different labels (" in log
+    assert "\nWARNING: 1 file is an image by content but not by name" in log
     assert "upload.php: a JPEG" not in log  # it is a PNG
     assert "upload.php: a PNG; rename it to upload.png" in log
 

@@ -63,8 +63,9 @@ def really_taken(work: Callable[[], None]) -> int:
     ],
     ids=["plain", "parts", "checkpointing", "sgd", "frozen", "bf16", "few pictures"],
 )
-def test_the_forecast_is_what_a_run_takes(changes: dict[str, Any]) -> None:
-    planned = job(**changes)
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_the_forecast_is_what_a_run_takes(kind: str, changes: dict[str, Any]) -> None:
+    planned = job(**{"optimizer": {"kind": kind}, **changes})
     foreseen, taken = forecast(planned).total, really_taken(lambda: train_two_steps(planned))
     print(f"foreseen {foreseen / MB:.2f} MB, taken {taken / MB:.2f} MB")
     assert foreseen == pytest.approx(taken, rel=0.05)

@@ -22,11 +22,17 @@ pytestmark = [
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointing"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("name", ["Ti/16", "S/16"])
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_the_forecast_is_what_a_run_takes(
-    name: str, precision: Precision, checkpointing: bool, capsys: pytest.CaptureFixture[str]
+    kind: str, name: str, precision: Precision, checkpointing: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = job(
-        device="cuda", precision=precision, model={"name": name}, batch=64, gradient_checkpointing=checkpointing
+        device="cuda",
+        precision=precision,
+        model={"name": name},
+        batch=64,
+        gradient_checkpointing=checkpointing,
+        optimizer={"kind": kind},
     )
     known = forecast(planned)
     torch.cuda.empty_cache()
@@ -36,7 +42,7 @@ def test_the_forecast_is_what_a_run_takes(
     taken = torch.cuda.max_memory_allocated() - before
     with capsys.disabled():
         print(
-            f"\n{name} {precision} checkpointing={checkpointing}: foreseen {known.total / 1e6:.0f} MB, taken "
+            f"\n{kind} {name} {precision} checkpointing={checkpointing}: foreseen {known.total / 1e6:.0f} MB, taken "
             f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; {shown(known, room(planned.device))}"
         )
     assert known.total == pytest.approx(taken, rel=0.2)

@@ -1,6 +1,7 @@
 """What a run keeps for its report and the explorer: small images of its classes, its sessions, metrics on the card."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,14 @@ import pytest
 from PIL import Image
 from tests.reports.runs import CLASSES, pictures, tiny_run
 
+import vitrail
+from vitrail.data.sources.choosing import seen_by_run
+from vitrail.data.sources.contents import digests_of, recorded_contents
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import percent
 from vitrail.training import samples
+from vitrail.training.best import save_in_run
 from vitrail.training.samples import keep_samples, read_samples, samples_of_bundle
 from vitrail.training.sessions import read_sessions
 from vitrail.training.train import Run
@@ -108,3 +113,26 @@ def test_the_card_says_when_the_images_also_selected_the_checkpoint(tmp_path: Pa
     run = tiny_run(pictures(tmp_path / "data"), tmp_path / "run", "epochs=1", "data.test=0")
     card = (run.folder / "best" / "README.md").read_text(encoding="utf-8")
     assert f"| split | validation, {run.metrics.pictures} images, which also selected the checkpoint |" in card
+
+
+def test_a_run_keeps_the_digests_of_its_images_and_its_bundles_carry_them(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = json.loads((run.folder / "origin.json").read_text())["data"]
+    parts = open_data(data, record=json.loads((run.folder / "split.json").read_text()))
+    alone = Path(shutil.copytree(run.folder / "best", tmp_path / "alone" / "model"))
+    for place in (alone, run.folder / "last", run.folder / "best"):
+        assert (place / "contents.index").exists()
+        contents = recorded_contents(place)
+        assert contents is not None
+        assert contents.complete
+        assert np.array_equal(contents.train, np.sort(digests_of(parts.train)))
+        assert seen_by_run(parts.train, None, contents) == (0, len(parts.train), "content")
+    assert "contents" not in json.loads((run.folder / "check.json").read_text())
+    vitrail.load(alone).save(alone, overwrite=True)  # what lies there is known as part of a checkpoint
+    shutil.copy(run.folder / "contents.index", tmp_path / "contents.index")
+    save_in_run(run.bundle, tmp_path / "last")
+    assert (tmp_path / "last" / "contents.index").exists()
+    monkeypatch.setattr("vitrail.data.sources.contents.MOST_CARRIED", 3)
+    save_in_run(run.bundle, tmp_path / "last")
+    assert not (tmp_path / "last" / "contents.index").exists()

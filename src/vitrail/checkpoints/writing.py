@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.checkpoints.keys import Weights
+from vitrail.data.sources.contents import CONTENTS
 from vitrail.errors import CheckpointError
 from vitrail.io import flush, follow_umask
 
-CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "preprocessor_config.json")
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "preprocessor_config.json", CONTENTS)
 """What a checkpoint we wrote consists of: all that may be overwritten."""
 
 

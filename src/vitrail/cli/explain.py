@@ -57,12 +57,16 @@ def explain(
     from vitrail.explanations.files import ending_of, plan_outputs
     from vitrail.explanations.wanted import Wanted
     from vitrail.inference.listing import list_items, read_stdin
+    from vitrail.inference.skipped import Skipped
     from vitrail.reports.words import cut
 
     wanted = Wanted(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
         check_grid(wanted, grid)
-    items = list(list_items(pictures, stdin=read_stdin()))
+    skipped = Skipped()
+    items = list(list_items(pictures, stdin=read_stdin(), skipped=skipped))
+    for text in skipped.said():
+        echo(f"vitrail: {text}", err=True)
     if not items:
         raise DataError(f"there are no pictures in {', '.join(map(shown, pictures))}")
     ending = ending_of(wanted, target, grid)

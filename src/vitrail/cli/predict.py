@@ -77,6 +77,8 @@ def predict(
             echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
         raise
     if not quiet:
+        for text in done.skipped.said():
+            echo(f"vitrail: {text}", err=True)
         echo(_said(done, output), err=True)
 
 

@@ -1,6 +1,8 @@
 """What kind of image a file is, by how it begins; and what reads the kinds that Pillow alone does not."""
 
 import importlib
+import os
+import stat
 from functools import cache
 
 from PIL import features
@@ -39,6 +41,18 @@ def sniff(content: bytes) -> str | None:
         brands = {content[8:12], *(content[at : at + 4] for at in range(16, min(length, len(content)), 4))}
         return "AVIF" if brands & _AVIF else "HEIC" if brands & _HEIC else None
     return None
+
+
+def sniff_file(path: bytes, start: int = 0, size: int = HEAD) -> str | None:
+    """Return the kind of image that a file is, or what lies in it from `start` on; None where it cannot be read."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # reading from a pipe might never end
+            return None
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            return sniff(file.read(min(size, HEAD)))
+    except OSError:
+        return None
 
 
 @cache

@@ -21,10 +21,12 @@ from vitrail.data.sources.listing import shown
 from vitrail.data.sources.manifests import path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
-from vitrail.data.sources.shards import RANGE, expand_pattern, is_pattern
+from vitrail.data.sources.patterns import RANGE, expand_pattern, is_pattern
+from vitrail.data.sources.shards import CLASSES_FILE, LABEL_SUFFIXES
 from vitrail.data.sources.source import SUFFIXES, reason_of
 from vitrail.data.sources.tar import members
 from vitrail.errors import DataError
+from vitrail.inference.skipped import Skipped
 from vitrail.io import open_regular
 
 STDIN = "-"
@@ -33,15 +35,23 @@ AT_ONCE = 65_536
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
 
 
-def list_items(places: Sequence[str], *, stdin: BufferedReader | None = None, null: bool = False) -> Iterator[Item]:
+def list_items(
+    places: Sequence[str],
+    *,
+    stdin: BufferedReader | None = None,
+    null: bool = False,
+    skipped: Skipped | None = None,
+) -> Iterator[Item]:
     """Give the pictures of every place, in a fixed order. A place that is not there is refused at once.
 
     A place is a file, a folder (with all that lie inside it), a pattern, a manifest, a tar shard, the word digits, or
-    "-": then `stdin` has a path on each line, or with `null` between NUL bytes.
+    "-": then `stdin` has a path on each line, or with `null` between NUL bytes. Files that lie among the images of a
+    folder, a pattern or a shard and are not read are counted in `skipped`, once the iterator has passed them.
     """
+    skipped = Skipped() if skipped is None else skipped
     for place in places:
         _check_place(place)
-    return (item for place in places for item in _items(place, stdin, null))
+    return (item for place in places for item in _items(place, stdin, null, skipped))
 
 
 def read_stdin() -> BufferedReader | None:
@@ -72,27 +82,27 @@ def _check_place(place: str) -> None:
         )
 
 
-def _items(place: str, stdin: BufferedReader | None, null: bool) -> Iterator[Item]:
+def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skipped) -> Iterator[Item]:
     path = os.fsencode(place)
     if place == STDIN:
         yield from _listed(_lines(stdin, null)) if stdin is not None else ()
     elif os.path.isdir(place):
-        yield from _folder(path)
+        yield from _folder(path, skipped)
     elif os.path.lexists(place):
-        yield from _file(path)
+        yield from _file(path, skipped)
     elif place == "digits":
         source = digits()
         yield from (Item(b"digits/%d" % number, content=source.read(number)) for number in range(len(source)))
     else:
-        paths = map(os.fsencode, expand_pattern(place)) if _is_range(place) else _matches(place)
-        yield from (item for match in paths for item in _file(match))
+        paths = map(os.fsencode, expand_pattern(place)) if _is_range(place) else _matches(place, skipped)
+        yield from (item for match in paths for item in _file(match, skipped))
 
 
-def _file(path: bytes) -> Iterator[Item]:
+def _file(path: bytes, skipped: Skipped) -> Iterator[Item]:
     """Give the pictures that a file holds, by what its name ends with; or the file itself."""
     name = os.fsdecode(path).lower()
     if name.endswith(".tar"):
-        yield from _tar(path)
+        yield from _tar(path, skipped)
     elif name.endswith(MANIFESTS):
         yield from _manifest(path)
     else:
@@ -127,7 +137,11 @@ def _is_picture_file(entry: "os.DirEntry[bytes]") -> bool:
     return _is_picture(entry.name) and not entry.is_dir()  # a link to nothing is a picture with an error
 
 
-def _folder(root: bytes) -> Iterator[Item]:
+def _is_other(entry: "os.DirEntry[bytes]") -> bool:
+    return not (entry.name.startswith(b".") or _is_picture(entry.name) or entry.is_dir())
+
+
+def _folder(root: bytes, skipped: Skipped) -> Iterator[Item]:
     """Give the pictures of a folder; or, as for training, of its shards or Parquet files, where it has nothing else."""
     try:
         with os.scandir(root) as entries:
@@ -136,14 +150,22 @@ def _folder(root: bytes) -> Iterator[Item]:
         yield _unreadable(root, fault)
         return
     if others:
-        yield from _walk(root, frozenset())
+        yield from _walk(root, frozenset(), skipped)
     else:
         ends = (b".tar", b".parquet")
         shards = _names(root, lambda entry: entry.name.lower().endswith(ends) and not entry.name.startswith(b"."))
-        yield from (item for name in shards for item in _file(os.path.join(root, name)))
+        yield from (item for name in shards for item in _file(os.path.join(root, name), skipped))
+        _count_others(root, skipped, (*ends, b"/" + CLASSES_FILE.encode()))
 
 
-def _walk(folder: bytes, around: frozenset[tuple[int, int]]) -> Iterator[Item]:
+def _count_others(folder: bytes, skipped: Skipped, used: tuple[bytes, ...] = ()) -> None:
+    """Count the files of a folder that are not images and whose paths do not end as those that are `used`."""
+    for path in (os.path.join(folder, name) for name in _names(folder, _is_other)):
+        if not path.lower().endswith(used):
+            skipped.add(path, path)
+
+
+def _walk(folder: bytes, around: frozenset[tuple[int, int]], skipped: Skipped) -> Iterator[Item]:
     """Go through a folder and those inside it; meeting one of those `around` it again is a loop."""
     try:
         status = os.stat(folder)
@@ -154,8 +176,9 @@ def _walk(folder: bytes, around: frozenset[tuple[int, int]]) -> Iterator[Item]:
         for name in _names(folder, _is_picture_file):
             path = os.path.join(folder, name)
             yield Item(path, path)
+        _count_others(folder, skipped)
         for name in _names(folder, _is_folder):
-            yield from _walk(os.path.join(folder, name), around | {here})
+            yield from _walk(os.path.join(folder, name), around | {here}, skipped)
     except OSError as fault:
         yield _unreadable(folder, fault)
 
@@ -168,16 +191,17 @@ def _is_range(place: str) -> bool:
     return RANGE.search(place) is not None
 
 
-def _matches(pattern: str) -> Iterator[bytes]:
+def _matches(pattern: str, skipped: Skipped | None = None) -> Iterator[bytes]:
     """Give the pictures and tar shards that a pattern stands for, in order; `**` stands for folders at any depth."""
     parts = os.fsencode(pattern).split(b"/")
     if parts[-1] == b"**":
         parts.append(b"*")
     start = b"/" if not parts[0] else b""
-    found = _match(start, [part for part in parts if part])
-    return (
-        path for path in found if _is_picture(os.path.basename(path)) or path.lower().endswith((b".tar", b".parquet"))
-    )
+    for path in _match(start, [part for part in parts if part]):
+        if _is_picture(os.path.basename(path)) or path.lower().endswith((b".tar", b".parquet")):
+            yield path
+        elif skipped is not None and not os.path.basename(path).startswith(b"."):
+            skipped.add(path, path)
 
 
 def _match(folder: bytes, parts: list[bytes]) -> Iterator[bytes]:
@@ -219,14 +243,19 @@ def _match_names(folder: bytes, wanted: Callable[["os.DirEntry[bytes]"], bool]) 
 # ── files that list or hold pictures ──
 
 
-def _tar(path: bytes) -> Iterator[Item]:
-    """Give the files in a tar that end as pictures do."""
+def _tar(path: bytes, skipped: Skipped) -> Iterator[Item]:
+    """Give the files in a tar that end as pictures do; those that end as labels do are not counted as skipped."""
     try:
         with open_regular(path) as file:
             for member in members(os.fsdecode(path), file.fileno()):
-                if not _is_picture(os.path.basename(member.name)) or b"__MACOSX/" in member.name:
+                base = os.path.basename(member.name)
+                if base.startswith(b".") or b"__MACOSX/" in member.name:
                     continue
                 name = path + b"/" + member.name.lstrip(b"/")
+                if not _is_picture(base):
+                    if base.rpartition(b".")[2].lower() not in LABEL_SUFFIXES:
+                        skipped.add(name, path, member.start, member.size if member.is_file else 0)
+                    continue
                 wrong = None if member.is_file else "a link or a sparse file; write whole files to the tar"
                 yield Item(name, path, member.start, member.size, error=wrong)
     except OSError as fault:

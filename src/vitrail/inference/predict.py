@@ -42,6 +42,7 @@ from vitrail.inference.classifier import (
 from vitrail.inference.finished import count_finished
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job, is_finished
 from vitrail.inference.listing import is_plain_file, list_items, read_stdin
+from vitrail.inference.skipped import Skipped
 from vitrail.inference.writing import Format, Row, Screen, Sink, choose_format
 from vitrail.runtime import Precision, choose_device
 
@@ -94,6 +95,8 @@ class Summary(NamedTuple):
     """What the others took, the opening of the model not counted."""
     precision: str
     """In which numbers it was computed; where that was to be settled, with the reason."""
+    skipped: Skipped
+    """The files among the images that were not read, because their names do not end as an image's."""
 
 
 def predict_items(
@@ -187,11 +190,12 @@ def predict_files(
     _check_output(output, chosen, places, resume, overwrite)
     check_precision(precision)
     choose_device(device)
-    items = _some(list_items(places, stdin=read_stdin(), null=null))
+    skipped = Skipped()
+    items = _some(list_items(places, stdin=read_stdin(), null=null, skipped=skipped), skipped)
     if output is not None and resume and is_finished(output):
         found = count_finished(output, chosen, items)
         _check_readable(found)
-        return Summary(found.done, found.bad, found.done, 0.0, precision)
+        return Summary(found.done, found.bad, found.done, 0.0, precision, skipped)
     opened = ready_bundle(bundle)
     top = min(top, check_head(opened))
     before = earlier_job(output) if output is not None and resume else None
@@ -221,7 +225,7 @@ def predict_files(
                 on_progress(sink.done, total)
         sink.finish()
     _check_readable(sink)
-    return Summary(sink.done, sink.bad, earlier, time.monotonic() - started, why or computed)
+    return Summary(sink.done, sink.bad, earlier, time.monotonic() - started, why or computed, skipped)
 
 
 def _check_output(output: Path | None, format: Format, places: Sequence[str], resume: bool, overwrite: bool) -> None:
@@ -241,11 +245,12 @@ def _check_readable(sink: Sink) -> None:
     raise DataError(f"none of the {sink.done:,} pictures can be read; the first, {shown(path)}: {error}")
 
 
-def _some(items: Iterator[Item]) -> Iterator[Item]:
+def _some(items: Iterator[Item], skipped: Skipped) -> Iterator[Item]:
     """See to it that there is a picture at all."""
     first = next(items, None)
     if first is None:
-        raise DataError("no pictures were found; a picture's name ends in " + ", ".join(sorted(SUFFIXES)))
+        endings = ", ".join(sorted(SUFFIXES))
+        raise DataError("; ".join([f"no pictures were found; a picture's name ends in {endings}", *skipped.said()]))
     return chain([first], items)
 
 

@@ -13,6 +13,8 @@ from torch import nn
 from vitrail.checkpoints.bundle import CONFIG, Bundle, check_weights, is_bundle
 from vitrail.checkpoints.files import read_json
 from vitrail.checkpoints.load import load
+from vitrail.checkpoints.writing import whole_folder
+from vitrail.data.sources.contents import carry_contents
 from vitrail.errors import CheckpointError
 from vitrail.io import file_digest
 from vitrail.training.state import Progress, State, weights_at
@@ -40,7 +42,7 @@ class Best:
 
     def save(self, bundle: Bundle) -> None:
         """Write the best model, and into the state what tells whether it has stayed the same."""
-        bundle.save(self.folder, overwrite=True)
+        save_in_run(bundle, self.folder)
         self.state.progress.best_digest = file_digest(self.folder / CONFIG)
 
     def write_card(self, bundle: Bundle) -> None:
@@ -98,6 +100,13 @@ class Best:
         model.load_state_dict(weights)
         self.save(self.bundle_of(model, progress.best_step))
         return "recovered", (f"{said}; the state still had the weights of step {progress.best_step:,}: nothing is lost")
+
+
+def save_in_run(bundle: Bundle, folder: Path) -> None:
+    """Write a bundle into the run folder it lies in, with the digests of the images that the run trains on."""
+    with whole_folder(folder, overwrite=True) as temporary:
+        bundle.write(temporary)
+        carry_contents(folder.parent, temporary)
 
 
 def best_fault(place: Path, progress: Progress) -> str | None:

@@ -1,7 +1,7 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
-recipe.toml split.json stamps.index check.json samples/ metrics.jsonl log.txt best/ last/ state/ sessions.json
-verdict.json; and with the extra `train`: curves.png tensorboard/ held_out.parquet
+recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt best/ last/ state/
+sessions.json verdict.json; and with the extra `train`: curves.png tensorboard/ held_out.parquet
 """
 
 import contextlib

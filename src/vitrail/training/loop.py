@@ -22,7 +22,7 @@ from vitrail.evaluation import measure
 from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
 from vitrail.training.averaging import Average
-from vitrail.training.best import BEST, STATES, Best
+from vitrail.training.best import BEST, STATES, Best, save_in_run
 from vitrail.training.choices import Plan
 from vitrail.training.criterion import as_good, score, validated
 from vitrail.training.fitting import within_memory
@@ -143,7 +143,7 @@ class _Run:
             self._train()
         self.state.progress.finished = True
         if self.team.is_main:
-            self._bundle_now().save(self.folder / "last", overwrite=True)
+            save_in_run(self._bundle_now(), self.folder / "last")
         self._save()
 
     def _train(self) -> None:

@@ -1,9 +1,11 @@
 """How much memory a run will take, known before its first step.
 
     weights        once                               the average   once more, in float32
-    gradients      those that are trained, once       the optimiser twice for Adam, once for SGD with momentum
+    gradients      those that are trained, once       the optimizer twice for Adam, once for SGD with momentum; for Muon
+                                                      once for matrices, twice for the rest
     pictures       all of them, where they live on the device
-    in flight      what the backward pass needs, and what a layer needs while it computes
+    in flight      what the backward pass needs, and what a layer needs while it computes; or, where that is more, what
+                   Muon's update needs, which computes all matrices of one shape together
 
 All but the last follow from the parameters and the data. For the last, one step is gone through without computing
 anything: with torch's fake tensors, which have a shape, a dtype and a device, but no numbers. Every storage is counted
@@ -14,7 +16,7 @@ their own.
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ from vitrail.runtime import Precision, autocast
 from vitrail.training import objectives
 from vitrail.training.choices import Plan
 from vitrail.training.forward import goes_shorter, is_recorded
-from vitrail.training.optimizers import Optimizer, freeze
+from vitrail.training.muon import Muon
+from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
 
 KERNELS = 64 * 2**20
 """What matrix products keep to work with on CUDA: 32 MiB for each of the threads of forward and backward (Hopper)."""
@@ -69,6 +72,8 @@ class Forecast(NamedTuple):
     """Into how many micro-batches a process cuts its share."""
     resident: int = 0
     """What the pictures that live on the device take."""
+    updating: int = 0
+    """What the update needs while it computes, whatever the batch; `in_flight` is never less."""
 
     @property
     def standing(self) -> int:
@@ -84,7 +89,7 @@ class Forecast(NamedTuple):
         """Return about what another number of pictures at once would take in all."""
         # With one part, gradients take the place of what the backward pass has used up; with more, they are in the way.
         more = self.gradients if self.parts == 1 < parts else 0
-        return self.standing + more + round(self.in_flight * pictures / self.pictures)
+        return self.standing + more + max(self.updating, round(self.in_flight * pictures / self.pictures))
 
 
 def resident_pictures(plan: Plan, parts: Parts) -> int:
@@ -111,11 +116,13 @@ def forecast(job: Job) -> Forecast:
 
         measuring = (weights if average else 0) + _measuring(job, model, device)
         training = _training(job, model, device) - gradients
-    in_flight = (training + measuring if _recorded(job) else max(training, measuring)) + _beside(job)
-    optimizer = _copies(recipe.optimizer) * gradients
+        optimizer = sum(_copies(recipe.optimizer, *named) * _bytes(named[1:]) for named in _trained(model))
+        updating = _updating(recipe.optimizer, model)
+    after = max(measuring, updating)  # never both at once
+    in_flight = (training + after if _recorded(job) else max(training, after)) + _beside(job)
     return Forecast(
         weights, gradients + buckets, optimizer, average, job.pictures, in_flight, recipe.micro_batches,
-        job.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)),
+        job.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,
     )  # fmt: skip
 
 
@@ -142,8 +149,9 @@ def _compute_a_step(job: Job, known: Forecast) -> None:
     model = _model(job, job.device)
     for _ in range(min(2, job.plan.recipe.micro_batches)):
         _loss(job, _pictures(job, job.device, job.pictures), model).backward()
+    update = torch.empty(known.updating, dtype=torch.uint8, device=job.device)
     torch.cuda.synchronize(job.device)
-    del standing  # it had to be there until now
+    del standing, update  # they had to be there until now
 
 
 def _pictures(job: Job, device: torch.device, pictures: int) -> Tensor:
@@ -201,6 +209,31 @@ def _measuring(job: Job, model: nn.Module, device: torch.device) -> int:
     return most
 
 
+def _updating(config: Optimizer, model: nn.Module) -> int:
+    """Return what an update takes beside the weights, the gradients and what the optimizer keeps.
+
+    Of AdamW and SGD that is one parameter's worth at most, and is not counted.
+    """
+    if config.kind != "muon":
+        return 0
+    optimizer = cast("Muon", make_optimizer(model, config))
+    for _, parameter in _trained(model):
+        parameter.grad = torch.zeros_like(parameter)
+    device = next(model.parameters()).device
+    # On a GPU the device itself decides whether a step counts, for which it needs both outcomes.
+    bad = torch.zeros((), device=device) if device.type == "cuda" else None
+    optimizer.step_matrices(bad)  # makes the momenta, which are counted as the optimizer's
+    momenta = [kept for state in optimizer.state.values() for kept in state.values()]
+    gradients = [parameter.grad for _, parameter in _trained(model) if parameter.grad is not None]
+    most = _most_alive(lambda: optimizer.step_matrices(bad), model, [*gradients, *momenta])
+    model.zero_grad(set_to_none=True)
+    return most
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def _beside(job: Job) -> int:
     """Return what is there beside tensors that a step makes: on a CPU the pictures that workers make ahead."""
     if job.device.type == "cuda":
@@ -210,8 +243,10 @@ def _beside(job: Job) -> int:
     return batches * job.pictures * job.plan.recipe.micro_batches * height * width * job.plan.model.channels
 
 
-def _copies(optimizer: Optimizer) -> int:
-    """Return how many numbers an optimiser keeps for each one that is trained, at most: Muon keeps one for matrices."""
+def _copies(optimizer: Optimizer, name: str, parameter: Tensor) -> int:
+    """Return how many numbers an optimizer keeps for each one of a parameter."""
+    if optimizer.kind == "muon":
+        return 1 if is_matrix(name, parameter) else 2
     return 2 if optimizer.kind != "sgd" else 1 if optimizer.momentum else 0
 
 
@@ -224,9 +259,9 @@ def _generators(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _most_alive(work: Callable[[], None], model: nn.Module) -> int:
-    """Return the most bytes that `work` has alive at one moment, beside the model."""
-    count = _Alive(model)
+def _most_alive(work: Callable[[], None], model: nn.Module, others: Iterable[Tensor] = ()) -> int:
+    """Return the most bytes that `work` has alive at one moment, beside the model and other tensors that are there."""
+    count = _Alive([*model.parameters(), *model.buffers(), *others])
     with count:
         work()
     return count.most
@@ -235,11 +270,11 @@ def _most_alive(work: Callable[[], None], model: nn.Module) -> int:
 class _Alive(TorchDispatchMode):
     """Counts the storages that operations make, from the moment they are made until nobody has them any more."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, there: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._known: dict[int, weakref.ref[Any]] = {}
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in there:
             self._count(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

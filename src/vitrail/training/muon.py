@@ -48,12 +48,17 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """Change all parameters that have a gradient."""
         bad: Tensor | None = getattr(self, "found_inf", None)
-        for group in self.param_groups:
-            if group["matrices"]:
-                self._step_matrices(group, bad)
+        self.step_matrices(bad)
         if self._others is not None:
             self._others.found_inf = bad  # type: ignore[attr-defined]
             self._others.step()
+
+    @torch.no_grad()
+    def step_matrices(self, bad: Tensor | None = None) -> None:
+        """Change the matrices alone; where `bad` is 1, leave them as they are."""
+        for group in self.param_groups:
+            if group["matrices"]:
+                self._step_matrices(group, bad)
 
     def _step_matrices(self, group: dict[str, Any], bad: Tensor | None) -> None:
         alike: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = {}

@@ -191,12 +191,14 @@ def _say_check(screen: Screen, place: Path, parts: Parts, size: int) -> None:
     """Check the data in bounded time, keep what was found, and say what would make a result wrong."""
     report = quick_check(parts, size=size)
     write_json(place / CHECK, report.as_dict())
+    if report.contents is not None:
+        report.contents.save(place)
     screen.of_data(report.verdict)
     for finding in report.findings:
         if finding.grave:
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
             where = f" ({some})" if some else ""
-            screen.of_data(f"{finding.text}{where}; {finding.advice}")
+            screen.of_data(f"{finding.text}{where}; {finding.advice}", loud=True)
 
 
 def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:

@@ -1,9 +1,11 @@
 """Each thing that can be wrong with data is made and found, and what was looked at once is not decoded again."""
 
+import io
 import json
 import os
 import shutil
 import struct
+import tarfile
 import time
 import zlib
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from vitrail.data.checking.findings import Finding
 from vitrail.data.decode import open_picture
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.folders import Folder, open_folder
+from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays, Source
 from vitrail.data.sources.splits import Parts, split_source
 from vitrail.errors import DataError
@@ -278,6 +281,62 @@ def test_what_is_skipped_is_named_and_images_among_it_are_told(root: Path) -> No
         assert skipped.details == (f"{cats}/notes.txt", f"{cats}/pipe")
         assert only(report, "outside").details == (f"{root}/train/loose.jpg",)
         assert [misnamed.grave, skipped.grave] == [True, False]
+
+
+def test_what_is_skipped_in_shards_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.sources.listing.YOUNG_NS", -(10**12))
+    names = {}
+    for label in ("cat", "dog"):
+        for number in range(3):
+            names[f"{label}{number}.jpg"] = (root / "train" / label / f"{number}.jpg").read_bytes()
+            names[f"{label}{number}.txt"] = label.encode()
+    names["cat0.seg.png"] = b"\x89PNG of which class"  # it goes with an image, as a mask does
+    names["in/photo.v2.jpg"] = names["cat1.jpg"]
+    names["upload.php"] = names["cat2.jpg"]
+    names["upload.txt"] = b"cat"
+    names[".hidden"] = names["__MACOSX/x.php"] = names["dog1.jpg"]
+    names["notes.md"] = b"no image"
+    shard = tmp_path / "data.tar"
+    with tarfile.open(shard, "w") as tar:
+        for name, content in names.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    for _ in range(2):  # the second time from the index
+        parts = open_data(shard, val=0, test=0)
+        for report in (check_data(parts, size=64), quick_check(parts, size=64)):
+            assert only(report, "misnamed").details == (
+                f"{shard}/in/photo.v2.jpg: a JPEG; rename it to photo_v2.jpg (in a shard the suffix begins at the "
+                "first dot)",
+                f"{shard}/upload.php: a JPEG; rename it to upload.jpg",
+            )
+            assert only(report, "skipped").details == tuple(
+                f"{shard}/{name}" for name in ("cat0.seg.png", "upload.txt", "notes.md")
+            )
+            assert report.pictures == 6
+
+
+def test_advice_about_one_image_speaks_of_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.checking.findings.HUGE_PIXELS", 50_000)
+    Image.new("RGB", (70, 64)).save(root / "train/cat/black.jpg")
+    (root / "train/cat/empty.jpg").write_bytes(b"")
+    save_picture(root / "train/cat/huge.jpg", 52, 300, 200)
+    save_picture(root / "train/cat/tiny.jpg", 50, 40, 20)
+    save_picture(root / "train/cat/long.jpg", 51, 400, 80)
+    save_picture(root / "train/loose.jpg", 77)
+    (root / "train/cat/0.jpg").rename(root / "train/cat/upload.php")
+    (root / "train/cat/notes.txt").write_text("no image")
+    shutil.copy(root / "train/cat/1.jpg", root / "val/dog/other.jpg")
+    report = checked(root, size=96)
+    advice = {finding.kind: finding.advice for finding in report.findings if finding.count == 1}
+    kinds = {"flat", "unreadable", "huge", "tiny", "long", "outside", "misnamed", "skipped", "conflicting"}
+    assert kinds <= advice.keys()
+    assert advice["flat"] == "remove it, or export it again"
+    assert advice["unreadable"].startswith("mend or remove it; training would put another in its place")
+    for kind in kinds:
+        assert not {"them", "their", "they", "ones", "others", "each"} & set(advice[kind].replace(",", "").split()), (
+            kind
+        )
 
 
 def test_faults_of_the_opening_are_findings(root: Path) -> None:

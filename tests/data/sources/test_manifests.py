@@ -232,6 +232,41 @@ def test_every_fault_is_named_at_once(folder: Path) -> None:
     assert refused(held).startswith("PARQUET has 2 faults: (1) PARQUET, row 2 has no label")
 
 
+def test_rows_with_other_numbers_of_fields_are_listed_with_the_other_faults(folder: Path) -> None:
+    path = csv(folder, "path,label\na.png\nb.png,\nb.png,x,y\ngone.png,x\nc.png,x\nin/d.png,y\n")
+    message = refused(path)
+    assert message.startswith("CSV has 4 faults: (1) CSV, line 2 has 1 field, but the header has 2; put")
+    for text in ("(2) CSV, line 3 has no label", "(3) CSV, line 4 has 3 fields", "(4) 1 file is not where CSV says"):
+        assert text in message
+    faults: list[str] = []
+    assert summary(open_manifest(path, faults=faults)) == [(b"c.png", "x"), (b"in/d.png", "y")]
+    assert len(faults) == 4
+
+
+def test_lines_that_are_not_json_are_listed_with_the_other_faults(folder: Path) -> None:
+    good, nowhere = {"path": "c.png", "label": "x"}, {"path": "gone.png", "label": "x"}
+    path = jsonl(folder, "{", good, "[1]", nowhere, {"path": "a.png"})
+    message = refused(path)
+    assert message.startswith("JSONL has 4 faults: (1) JSONL, line 1 is not JSON; write one object on each line. (2)")
+    for text in ("line 3 is not a JSON object", "line 5 has no label", "1 file is not where JSONL says"):
+        assert text in message
+    faults: list[str] = []
+    assert summary(open_manifest(path, faults=faults)) == [(b"c.png", "x")]
+    assert len(faults) == 4
+
+
+def test_what_ends_a_manifest_too_early_does_not_hide_the_faults_before(folder: Path) -> None:
+    long, bad = b"a" * 200_000, b"path,label\nb.png,\ngone.png,x\nc.png,x\n"
+    for rest, what in (
+        (long + b",x\n", "is not a CSV file that can be read"),
+        (long[:9000] + b"\xe9,x\n", "is not UTF-8"),
+    ):
+        message = refused(csv(folder, bad + rest))
+        assert message.startswith("CSV has 3 faults: (1) CSV, line 2 has no label")
+        assert what in message
+        assert "1 file is not where CSV says (gone.png)" in message
+
+
 def test_a_picture_listed_twice(folder: Path) -> None:
     assert refused(csv(folder, "path,label\na.png,x\nin/../a.png,x\n")) == (
         "in/../a.png is listed twice in CSV, on lines 2 and 3; list each picture once"
@@ -364,7 +399,7 @@ def test_parquet_as_hugging_face_writes_it(folder: Path) -> None:
     assert refused(unknown) == "PARQUET has the label '-1', which is none of its 3 classes; correct the label"
     images[3]["bytes"] = None
     assert refused(hugging_face(folder, [0] * 5, images)) == (
-        "1 row has no picture in the column 'image.bytes' of PARQUET; fill or remove them"
+        "1 row has no image in the column 'image.bytes' of PARQUET; fill or remove it"
     )
 
 

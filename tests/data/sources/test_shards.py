@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.sources import listing, shards
-from vitrail.data.sources.shards import expand_pattern, open_shards
+from vitrail.data.sources.patterns import expand_pattern
+from vitrail.data.sources.shards import open_shards
 from vitrail.data.sources.tar import members
 from vitrail.errors import DataError
 
@@ -227,8 +228,14 @@ def refused(*paths: str | Path) -> str:
             [("a.jpg", b""), ("a.json", b'{"label": [1, 2]}')],
             "a.tar/a.json has several labels per picture, [1, 2], which",
         ),
-        ([("notes.md", b"")], "a.tar has no pictures; give their names one dot and one of the suffixes avif, bmp"),
-        ([("photo.1.jpg", b""), ("photo.1.cls", b"1")], "a.tar has no pictures; give their names one dot"),
+        (
+            [("notes.md", b"")],
+            "a.tar has no pictures (1 other file, such as notes.md); give their names one dot and one of the suff",
+        ),
+        (
+            [("photo.1.jpg", b""), ("photo.1.cls", b"1")],
+            "a.tar has no pictures (2 other files, such as photo.1.jpg); give their names one dot",
+        ),
     ],
 )
 def test_shards_that_cannot_be_used(files: list[tuple[str, bytes]], message: str, tmp_path: Path) -> None:

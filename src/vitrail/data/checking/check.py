@@ -6,7 +6,7 @@ some, compares the contents of as many as it can, and says what it did not look 
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +28,10 @@ from vitrail.data.checking.findings import (
     size_findings,
     unreadable_finding,
 )
-from vitrail.data.checking.rows import COMPARED, FINE
+from vitrail.data.checking.rows import COMPARED, FINE, UNREAD
 from vitrail.data.checking.skipped import find_skipped, skipped_findings
 from vitrail.data.checking.survey import Seen, Survey, survey, survey_headers
+from vitrail.data.sources.contents import Contents
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.opening import open_data
@@ -78,6 +79,8 @@ class Report:
     modes: dict[str, int]
     short_sides: tuple[Bin, ...]
     bytes: int
+    contents: Contents | None = field(default=None, repr=False, compare=False)
+    """The digests of the images that were compared."""
 
     @property
     def usable(self) -> bool:
@@ -97,7 +100,7 @@ class Report:
         """Return everything as JSON can hold it."""
         return {
             "verdict": self.verdict,
-            **asdict(self),
+            **{name: value for name, value in asdict(replace(self, contents=None)).items() if name != "contents"},
             "unreadable": [{**bad.picture._asdict(), "reason": bad.reason} for bad in self.unreadable],
             "duplicates": "not looked for among all"
             if self.duplicates is None
@@ -134,7 +137,7 @@ def check_data(
     last check are read, but not decoded again. `faults` are those that `open_data` found.
     """
     found = survey(_by_name(parts), workers=workers, on_progress=on_progress, cache=cache)
-    return _report(found, size, [*fault_finding(faults), *skipped_findings(find_skipped(parts))], tuple(faults))
+    return _report(found, size, [*fault_finding(faults), *skipped_findings(find_skipped(parts[:3]))], tuple(faults))
 
 
 def quick_check(parts: Parts, *, size: int = 224, most: int = QUICK_PICTURES, seconds: float = QUICK_SECONDS) -> Report:
@@ -142,7 +145,7 @@ def quick_check(parts: Parts, *, size: int = 224, most: int = QUICK_PICTURES, se
     sources = _by_name(parts)
     end = time.monotonic() + seconds
     order = draws(0, 0, "quick check").permutation(sum(map(len, sources.values()))).astype(np.int64)
-    skipped = skipped_findings(find_skipped(parts, most=most))
+    skipped = skipped_findings(find_skipped(parts[:3], most=most))
     return _report(survey_headers(sources, order, most, lambda: time.monotonic() > end), size, skipped)
 
 
@@ -188,7 +191,19 @@ def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[s
         modes=modes,
         short_sides=_histogram(short),
         bytes=int(rows["bytes"].sum()),
+        contents=_contents(index),
     )
+
+
+def _contents(index: Index) -> Contents:
+    """Return the digests of the training and validation images that were read."""
+    read = index.found.rows["state"] != UNREAD
+    digests, images = [], []
+    for name in ("train", "val"):
+        here = index.part == index.names.index(name) if name in index.names else np.zeros(len(read), bool)
+        digests.append(np.sort(index.found.rows["content"][here & read, 0]))
+        images.append(len(index.found.sources.get(name, ())) - int((here & ~read).sum()))
+    return Contents(digests[0], digests[1], (images[0], images[1]))
 
 
 def _not_looked_for(found: Survey, pictures: int) -> tuple[str, ...]:

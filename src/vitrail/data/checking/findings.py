@@ -128,14 +128,15 @@ def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> lis
     return [
         Finding(
             "unreadable", count, f"{count:,} cannot be read", f"{count_pictures(count)}{of} cannot be read",
-            "mend or remove them; training would put others in their place, or stop with --set data.bad_files=refuse",
+            f"mend or remove {them(count)}; training would put {'another in its' if count == 1 else 'others in their'} "
+            "place, or stop with --set data.bad_files=refuse",
             details, grave=True,
         )
     ]  # fmt: skip
 
 
 _COPIES: dict[CopiesKind, tuple[str, str]] = {
-    "conflicting": ("with different labels", "decide which label is right and remove the others"),
+    "conflicting": ("with different labels", "decide which label is right, and keep only the image that has it"),
     "across": ("across parts", "keep one of each; a score on pictures that were trained on is too good"),
     "within": ("within a part", "keep one of each, unless they are meant to count more"),
 }
@@ -186,15 +187,17 @@ def flat_finding(index: Index, fine: Rows) -> list[Finding]:
     count = len(flat)
     text = f"{count_pictures(count)} {'shows' if count == 1 else 'show'} a single colour and nothing else"
     details = tuple(str(index.which(row)) for row in flat.tolist())
-    return [Finding("flat", count, f"{count:,} of a single colour", text, "remove them, or export them again", details)]
+    advice = f"remove {them(count)}, or export {them(count)} again"
+    return [Finding("flat", count, f"{count:,} of a single colour", text, advice, details)]
 
 
-def _size_advice(size: int, short: NDArray[np.int64]) -> dict[FindingKind, str]:
+def _size_advice(size: int, short: NDArray[np.int64], count: int) -> dict[FindingKind, str]:
     smaller = max(16, int(np.median(short)) // 16 * 16) if len(short) else size
+    larger, cached = "a larger one" if count == 1 else "larger ones", max(32, size * 8 // 7)
     return {
-        "tiny": f"use larger ones, or a model for smaller images: --set model.image_size={smaller}",
-        "huge": f"make them smaller once, or let training do so with --set data.cache={max(32, size * 8 // 7)}",
-        "long": "cut them, or have them seen whole with --set preprocess.resize=contain",
+        "tiny": f"use {larger}, or a model for smaller images: --set model.image_size={smaller}",
+        "huge": f"make {them(count)} smaller once, or let training do so with --set data.cache={cached}",
+        "long": f"cut {them(count)}, or have {them(count)} seen whole with --set preprocess.resize=contain",
     }
 
 
@@ -215,7 +218,7 @@ def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
             details = tuple(f"{index.which(row).name}: {rows['width'][row]}×{rows['height'][row]}" for row in chosen)
             number = "all" if count == len(fine) else f"{count:,}"
             text = f"{count_pictures(count)} {'has' if count == 1 else 'have'} {what}"
-            advice = _size_advice(size, short[short < least])[kind]
+            advice = _size_advice(size, short[short < least], count)[kind]
             findings.append(Finding(kind, count, f"{number} {brief}", text, advice, details))
     return findings
 
@@ -239,3 +242,8 @@ def mode_finding(index: Index, fine: Rows, modes: dict[str, int]) -> list[Findin
 def count_pictures(count: int) -> str:
     """Return "1 picture" or "12,000 pictures"."""
     return "1 picture" if count == 1 else f"{count:,} pictures"
+
+
+def them(count: int) -> str:
+    """Return what advice calls so many images or files."""
+    return "it" if count == 1 else "them"

@@ -1,64 +1,61 @@
 """Files that lie among the images and are not used: by their content some are images all the same."""
 
 import os
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from vitrail.data.checking.findings import Finding
-from vitrail.data.sniffing import ENDINGS, HEAD, sniff
+from vitrail.data.checking.findings import Finding, them
+from vitrail.data.sniffing import ENDINGS, HEAD, sniff_file
 from vitrail.data.sources.folders import Folder
-from vitrail.data.sources.listing import shown
-from vitrail.data.sources.splits import Parts
+from vitrail.data.sources.shards import Shards
+from vitrail.data.sources.source import SkippedFile, Source
 
 
 class Skipped(NamedTuple):
     """Files that are not used."""
 
-    misnamed: list[tuple[str, str]]
-    """Images whose names do not say so, each with its kind."""
+    misnamed: list[str]
+    """Images whose names do not say so, each with its kind and the name it should have."""
     outside: list[str]
     """Images that lie in no class folder."""
     others: list[str]
     """Whatever else lies there."""
 
 
-def find_skipped(parts: Parts, *, most: int | None = None) -> Skipped:
-    """Look into the files that are not used; with `most`, into so many."""
+def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -> Skipped:
+    """Look into the files beside the images of some sources that are not used; with `most`, into so many."""
     found = Skipped([], [], [])
     sniffed = 0
-    for folder in _folders(parts):
-        found.outside.extend(folder.outside())
-        for path in folder.skipped():
-            kind = _kind(path) if most is None or sniffed < most else None
+    for whole in _wholes(sources):
+        if isinstance(whole, Folder):
+            found.outside.extend(whole.outside())
+        for file in whole.skipped():
+            kind = kind_of_skipped(file) if most is None or sniffed < most else None
             sniffed += 1
             if kind is not None:
-                found.misnamed.append((shown(path), kind))
+                found.misnamed.append(f"{file.name}: a {kind}; rename it to {_renamed(file, kind)}")
             else:
-                found.others.append(shown(path))
+                found.others.append(file.name)
     return found
 
 
-def _folders(parts: Parts) -> Iterator[Folder]:
-    """Give every folder that parts come from, once."""
+def _wholes(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
+    """Give every folder and every set of shards that sources come from, once."""
     seen: set[int] = set()
-    for part in (parts.train, parts.val, parts.test):
-        whole: object = part
-        while not isinstance(whole, Folder) and hasattr(whole, "whole"):
-            whole = whole.whole
-        if isinstance(whole, Folder) and id(whole) not in seen:
-            seen.add(id(whole))
-            yield whole
+    waiting: list[object] = list(sources)
+    while waiting:
+        source = waiting.pop(0)
+        if isinstance(source, Folder | Shards):
+            if id(source) not in seen:
+                seen.add(id(source))
+                yield source
+        else:
+            waiting += [getattr(source, "whole", None)] if hasattr(source, "whole") else getattr(source, "sources", ())
 
 
-def _kind(path: bytes) -> str | None:
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # reading from a pipe might never end
-            return None
-        with open(path, "rb", buffering=0) as file:
-            return sniff(file.read(HEAD))
-    except OSError:
-        return None
+def kind_of_skipped(file: SkippedFile) -> str | None:
+    """Return the kind of image that a skipped file is by its content, or None."""
+    return sniff_file(file.path, file.start or 0, HEAD if file.size is None else file.size)
 
 
 def skipped_findings(found: Skipped) -> list[Finding]:
@@ -69,19 +66,19 @@ def skipped_findings(found: Skipped) -> list[Finding]:
             f"{_files(count)} {'is an image' if count == 1 else 'are images'} by content but not by name, "
             f"and {'is' if count == 1 else 'are'} not used"
         )
-        lines = tuple(f"{name}: a {kind}; rename it to {_renamed(name, kind)}" for name, kind in found.misnamed)
-        advice = "give each a name that ends as its content says"
+        lines = tuple(found.misnamed)
+        advice = f"give {'it' if count == 1 else 'each'} a name that ends as its content says"
         findings.append(Finding("misnamed", count, f"{_files(count)} misnamed", text, advice, lines, grave=True))
     if count := len(found.outside):
         lie, are = ("image lies", "is") if count == 1 else ("images lie", "are")
         text = f"{count:,} {lie} in no class folder and {are} not used"
-        advice = "move them into the folders of their classes"
+        advice = f"move {them(count)} into the {'folder of its class' if count == 1 else 'folders of their classes'}"
         lines = tuple(found.outside)
         findings.append(Finding("outside", count, f"{count:,} outside of the classes", text, advice, lines, grave=True))
     if count := len(found.others):
         text = f"{_files(count)} {'was' if count == 1 else 'were'} skipped, because the name does not end as an image's"
         endings = ", ".join(f".{ending}" for ending in ENDINGS.values())
-        advice = f"nothing, unless they are images: names end in {endings}"
+        advice = f"nothing, unless {'it is an image' if count == 1 else 'they are images'}: names end in {endings}"
         findings.append(Finding("skipped", count, f"{_files(count)} skipped", text, advice, tuple(found.others)))
     return findings
 
@@ -90,5 +87,8 @@ def _files(count: int) -> str:
     return "1 file" if count == 1 else f"{count:,} files"
 
 
-def _renamed(name: str, kind: str) -> str:
-    return f"{os.path.splitext(os.path.basename(name))[0]}.{ENDINGS[kind]}"
+def _renamed(file: SkippedFile, kind: str) -> str:
+    stem = os.path.splitext(os.path.basename(file.name))[0]
+    if file.start is not None and "." in stem:
+        return f"{stem.replace('.', '_')}.{ENDINGS[kind]} (in a shard the suffix begins at the first dot)"
+    return f"{stem}.{ENDINGS[kind]}"

@@ -5,7 +5,6 @@ kept on disk by the content of the file, so that a second look decodes only what
 file again: neither a file that can no longer be read nor a changed bit hides behind what was seen before.
 """
 
-import hashlib
 import io
 import os
 import signal
@@ -41,6 +40,7 @@ from vitrail.data.checking.rows import (
 )
 from vitrail.data.decode import open_picture
 from vitrail.data.sniffing import HEAD, reads_heic, sniff
+from vitrail.data.sources.contents import content_hash
 from vitrail.data.sources.listing import index_file
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.errors import DataError
@@ -249,7 +249,7 @@ def _look(
         cause = str(error).removeprefix(source.name(index)).removeprefix(" cannot be read: ").strip()
         return (UNREAD, 0, 0, 0, (0, 0), False, b"", b""), cause
     size = stored.nbytes if isinstance(stored, np.ndarray) else len(stored)
-    content = _hash(stored)
+    content = content_hash(stored)
     if depth == "content":
         return (COMPARED, 0, 0, size, content, False, b"", b""), None
     if depth == "pixels" and (before := known.find(content)) is not None:
@@ -277,16 +277,6 @@ def _is_flat(pixels: Pixels) -> bool:
         int((some.max(axis=(0, 1)).astype(int) - some.min(axis=(0, 1))).max()) <= FLAT
         for some in (pixels[::16, ::16], pixels)
     )
-
-
-def _hash(stored: bytes | Pixels) -> tuple[int, int]:
-    digest = hashlib.sha256()  # faster than others where the CPU has instructions for it, as most have
-    if isinstance(stored, np.ndarray):
-        digest.update(f"{stored.dtype.str} {stored.shape}".encode())
-        stored = stored.tobytes()
-    digest.update(stored)
-    first, second = np.frombuffer(digest.digest()[:16], "<u8").tolist()
-    return first, second
 
 
 # ── remembering ──

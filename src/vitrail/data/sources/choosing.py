@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitrail.data.sources.contents import Contents, digests_of
 from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
@@ -19,6 +20,7 @@ from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.io import ContentError, read_json
 
 CHOICES = ("test", "val", "train", "all")
+CONTENT = "content"
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +113,12 @@ class Seen(NamedTuple):
     selected_on: int = 0
     """How many of them are in the run's validation split, which picked the best checkpoint."""
     trained_on: int = 0
+    compared_by: str | None = None
+    """How they were compared with the images of the run: by "content", by "name", or by what is known of both; None
+    where nothing is known."""
 
     def said(self, images: int) -> str:
-        """Say it as a caveat; nothing where the model has never met them."""
+        """Say it as a caveat; nothing where all is known and the model has never met them."""
         said = ""
         if self.selected_on:
             said += (
@@ -121,21 +126,37 @@ class Seen(NamedTuple):
             )
         if self.trained_on:
             said += f"; trained on {'these' if self.trained_on == images else f'{self.trained_on:,} of these'} images"
+        if self.compared_by not in (None, CONTENT):
+            said += f"; compared with the images of its run by {self.compared_by} only"
         return said
 
 
-def seen_by_run(source: Source, record: Mapping[str, Any] | None) -> Seen:
+def seen_by_run(source: Source, record: Mapping[str, Any] | None, contents: Contents | None = None) -> Seen:
+    """Find images among those of a run: by content where the digests of all are known, else by name as well."""
+    by_name = Seen() if record is None else _seen_by_name(source, record)
+    if contents is None:
+        return by_name
+    digests = digests_of(source)
+    selected, trained = (int(np.isin(digests, part).sum()) for part in (contents.val, contents.train))
+    if contents.complete:
+        return Seen(selected, trained, CONTENT)
+    known, of = len(contents.train) + len(contents.val), sum(contents.images)
+    part = f"the content of {known:,} of {of:,}"
+    compared = part if record is None else f"name and {part}"
+    return Seen(max(selected, by_name.selected_on), max(trained, by_name.trained_on), compared)
+
+
+def _seen_by_name(source: Source, record: Mapping[str, Any]) -> Seen:
     """Find images among those that a run's record of its split names."""
-    if record is None:
-        return Seen()
     names = record["names"] if isinstance(record["names"], Mapping) else {}
     val, test = (set(names.get(part) or ()) for part in ("val", "test"))
     keys = set(_keys_of(source))
     if keys <= test:  # folders of val and test may hold files of the same names
-        return Seen()
+        return Seen(compared_by="name")
     # The names of the training images are not recorded; where all others are there, the rest are those.
     whole = bool(val | test) and (val | test) <= keys
-    return Seen(len(keys & val), min(len(keys - val - test), _trained_on(record)) if whole else 0)
+    trained = min(len(keys - val - test), _trained_on(record)) if whole else 0
+    return Seen(len(keys & val), trained, "name")
 
 
 def _trained_on(record: Mapping[str, Any]) -> int:

@@ -37,6 +37,8 @@ class Row(NamedTuple):
     label: object
     name: object
     split: object
+    fault: str | None = None
+    """What is wrong with the row as such, so that nothing else of it is known."""
 
 
 def choose_columns(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Progress, shown
-from vitrail.data.sources.source import Labels, read_file, stamp_file
+from vitrail.data.sources.source import Labels, SkippedFile, read_file, stamp_file
 from vitrail.data.sources.tree import Listing, list_pictures
 
 
@@ -39,10 +39,11 @@ class Folder:
         """How many files in the folder are not among these images, hidden ones not counted."""
         return len(self.listing.others) + (0 if self.loose is None else len(self.loose))
 
-    def skipped(self) -> Iterator[bytes]:
-        """Give the paths of the files whose names do not end as an image's."""
-        paths = (self.listing.other_path(number) for number in range(len(self.listing.others)))
-        return (os.path.join(os.fsencode(self.root), path) for path in paths)
+    def skipped(self) -> Iterator[SkippedFile]:
+        """Give the files whose names do not end as an image's."""
+        for number in range(len(self.listing.others)):
+            path = os.path.join(os.fsencode(self.root), self.listing.other_path(number))
+            yield SkippedFile(shown(path), path)
 
     def outside(self) -> Iterator[str]:
         """Give the paths of the images that lie in no class folder, as a person reads them."""

@@ -1,6 +1,7 @@
 """Lists of pictures with their labels: what CSV, JSONL and Parquet files have in common, and the first two."""
 
 import csv
+import itertools
 import json
 import os
 import stat
@@ -74,9 +75,24 @@ def open_manifest(
     read = read_jsonl if place.lower().endswith(".jsonl") else read_csv
     with read_in_words(place):
         columns, rows = read(place, unlabelled)
-        return manifest_of(
-            place, columns, rows, unit="line", unlabelled=unlabelled, faults=faults, on_progress=on_progress
-        )
+    rows = _to_the_end(place, rows)
+    return manifest_of(place, columns, rows, unit="line", unlabelled=unlabelled, faults=faults, on_progress=on_progress)
+
+
+def _to_the_end(place: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """Give rows; what ends them before their time is the fault of a last one, so that those before are not lost."""
+    number = 0
+    try:
+        with read_in_words(place):
+            for row in rows:
+                number = row.number
+                yield row
+    except DataError as error:
+        yield _faulty(number + 1, str(error))
+
+
+def _faulty(number: int, fault: str) -> Row:
+    return Row(number, None, None, None, None, fault)
 
 
 @contextmanager
@@ -111,8 +127,8 @@ def manifest_of(
     folder = os.fsencode(os.path.dirname(place))
     for count, row in enumerate(rows, start=1):
         try:
-            code, part = labels.read(row)
             path = path_of(row, f"{shown(place)}, {unit} {row.number}")
+            code, part = labels.read(row)
             file = os.path.normpath(os.path.join(folder, path))
             before, its_code = first.setdefault(file, (row.number, code))
             if before != row.number:
@@ -159,6 +175,8 @@ def _not_there(place: str, missing: _Several, each: bool) -> list[str]:
 
 def path_of(row: Row, where: str) -> bytes:
     """Return the path that a row names; `where` is what messages call the row."""
+    if row.fault is not None:
+        raise DataError(row.fault)
     value = row.picture.get("path") if isinstance(row.picture, dict) else row.picture
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where} has {value!r} where the path of a picture should be; write a path")
@@ -219,10 +237,12 @@ def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -
                 continue  # an empty line
             if len(fields) != len(header):
                 found = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
-                raise DataError(
+                yield _faulty(
+                    reader.line_num,
                     f"{shown(place)}, line {reader.line_num} has {found}, but the header has {len(header)}; put fields "
-                    f"with {name} in quotes"
+                    f"with {name} in quotes",
                 )
+                continue
             yield Row(reader.line_num, *(None if at is None else fields[at] for at in places))
 
 
@@ -235,19 +255,25 @@ def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
 
 def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
     """Return the columns and the rows of a file with a JSON object on every line."""
-    found = next((fields for _, fields in _json_lines(place)), None)
+    lines = [fields for _, fields in itertools.islice(_json_lines(place), 1)]
+    found = next((fields for _, fields in _json_lines(place) if isinstance(fields, dict)), None)
     if found is None:
-        raise DataError(f"{shown(place)} lists no pictures; add a line for each")
+        raise DataError(str(lines[0]) if lines else f"{shown(place)} lists no pictures; add a line for each")
     columns = choose_columns(place, list(found), unlabelled=unlabelled)
     return columns, _json_rows(place, columns)
 
 
 def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
     for number, fields in _json_lines(place):
-        yield Row(number, *(None if column is None else fields.get(column) for column in columns))
+        if isinstance(fields, str):
+            yield _faulty(number, fields)
+        else:
+            picture, label, name, split = (None if column is None else fields.get(column) for column in columns)
+            yield Row(number, picture, label, name, split)
 
 
-def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object]]]:
+def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:
+    """Give the number of each line with the object on it, or with what is wrong there."""
     with open_text(place) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -255,7 +281,9 @@ def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object]]]:
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError):
-                raise DataError(f"{shown(place)}, line {number} is not JSON; write one object on each line") from None
-            if not isinstance(fields, dict):
-                raise DataError(f"{shown(place)}, line {number} is not a JSON object; write one object on each line")
-            yield number, fields
+                yield number, f"{shown(place)}, line {number} is not JSON; write one object on each line"
+                continue
+            if isinstance(fields, dict):
+                yield number, fields
+            else:
+                yield number, f"{shown(place)}, line {number} is not a JSON object; write one object on each line"

@@ -14,7 +14,8 @@ from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import open_manifest
 from vitrail.data.sources.parquet import open_parquet
-from vitrail.data.sources.shards import expand_pattern, is_pattern, open_shards
+from vitrail.data.sources.patterns import expand_pattern, is_pattern
+from vitrail.data.sources.shards import open_shards
 from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, place_of, reason_of
 from vitrail.data.sources.splits import (
     PARTS,

@@ -203,8 +203,8 @@ def _empty_cells(file: Any, column: str) -> int | None:
 def _check_no_empty(place: str, file: Any, column: str) -> None:
     missing = _empty_cells(file, column)
     if missing:
-        rows = "1 row has" if missing == 1 else f"{missing} rows have"
-        raise DataError(f"{rows} no picture in the column {column!r} of {shown(place)}; fill or remove them")
+        rows, them = ("1 row has", "it") if missing == 1 else (f"{missing} rows have", "them")
+        raise DataError(f"{rows} no image in the column {column!r} of {shown(place)}; fill or remove {them}")
 
 
 def _class_names(schema: Any, label: str | None) -> list[str] | None:

@@ -1,13 +1,12 @@
 """Tar shards in WebDataset layout: files with one key are a picture and its label. Indexed once, then read anywhere."""
 
-import glob
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from vitrail.data.sources.listing import (
     settled,
     shown,
 )
-from vitrail.data.sources.source import SUFFIXES, Labels, reason_of, stamp_file
+from vitrail.data.sources.source import SUFFIXES, Labels, SkippedFile, reason_of, stamp_file
 from vitrail.data.sources.tar import Member, members
 from vitrail.errors import DataError
 from vitrail.io import ContentError, open_regular, read_text
@@ -33,9 +32,11 @@ CLASSES_FILE = "classes.txt"
 LABEL_SUFFIXES = (b"cls", b"json", b"txt")
 """Where a label may be; the first of them that a key has holds."""
 _PICTURES = frozenset(suffix.encode() for suffix in SUFFIXES)
-_INDEX = ("stamps", "shard_of", "starts", "sizes", "names", "name_ends", "codes", "found")
+_INDEX = (
+    "stamps", "shard_of", "starts", "sizes", "names", "name_ends", "codes", "found", "others", "other_ends",
+    "other_places",
+)  # fmt: skip
 _WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
-RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,10 @@ class Index:
     codes: NDArray[np.int64]
     """Of every picture, the place of its label in `found`, or -1."""
     found: list[str]
+    others: Names
+    """The files that are not used."""
+    other_places: NDArray[np.int64]
+    """(3, files): of each the shard, where it begins and how long it is; 0 where its content need not be looked at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +86,12 @@ class Shards:
     def name(self, index: int) -> str:
         """Return the path of the shard and the path in it."""
         return shown(os.path.join(os.fsencode(self._path(index)), self.index.names[index]))
+
+    def skipped(self) -> Iterator[SkippedFile]:
+        """Give the files that are neither images nor their labels."""
+        for number, (shard, start, size) in enumerate(self.index.other_places.T.tolist()):
+            path = os.fsencode(self.paths[shard])
+            yield SkippedFile(shown(os.path.join(path, self.index.others[number])), path, start, size)
 
     def read(self, index: int) -> bytes:
         """Return the content of a picture's file."""
@@ -117,8 +128,10 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
     index = index_shards(paths, on_progress=on_progress)
     shown_paths = shown(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
     if not len(index.codes):
+        files = "1 other file" if len(index.others) == 1 else f"{len(index.others):,} other files"
+        instead = f" ({files}, such as {shown(index.others[0])})" if len(index.others) else ""
         raise DataError(
-            f"{shown_paths} has no pictures; give their names one dot and one of the suffixes "
+            f"{shown_paths} has no pictures{instead}; give their names one dot and one of the suffixes "
             f"{', '.join(sorted(SUFFIXES))}"
         )
     names = _read_classes(paths[0])
@@ -148,44 +161,6 @@ def _read_classes(shard: str) -> list[str] | None:
         raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
 
 
-def is_pattern(place: str) -> bool:
-    """Tell whether a name stands for several files."""
-    return glob.has_magic(place) or RANGE.search(place) is not None
-
-
-def expand_pattern(pattern: str) -> list[str]:
-    """Return the files that a pattern such as "train-{000..127}.tar" or "train-*.parquet" stands for, in order."""
-    pieces = RANGE.split(pattern)  # text, first, last, text, first, last, text
-    ranges = [_numbers(first, last) for first, last in zip(pieces[1::3], pieces[2::3], strict=True)]
-    paths: list[str] = []
-    for numbers in product(*ranges):
-        filled = "".join(text + number for text, number in zip(pieces[::3], [*numbers, ""], strict=True))
-        found = sorted(glob.glob(filled)) if glob.has_magic(filled) else [filled] if os.path.exists(filled) else []
-        if not found:
-            what = (
-                f"{shown(filled)}, which {shown(pattern)} asks for"
-                if ranges
-                else f"file that {shown(pattern)} stands for"
-            )
-            raise DataError(f"there is no {what}; correct the pattern")
-        paths += found
-    kind = ".parquet" if paths[0].lower().endswith(".parquet") else ".tar"
-    wrong = next((path for path in paths if not path.lower().endswith(kind)), None)
-    if wrong is not None:
-        kinds = "tar shards, or for Parquet files, only"
-        raise DataError(f"{shown(pattern)} stands for {shown(wrong)} among others; a pattern is for {kinds}")
-    return paths
-
-
-def _numbers(first: str, last: str) -> list[str]:
-    if not 0 <= int(last) - int(first) < 1_000_000:
-        raise DataError(
-            f"the pattern {{{first}..{last}}} does not count upwards to a million at most; correct the pattern"
-        )
-    width = len(first) if first.startswith("0") else 0
-    return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
-
-
 def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> Index:
     """Find the pictures in shards, or take the index from the disk where no shard has changed since."""
     stamps = np.array([stamp_file(path, shown(path)) for path in paths], np.int64)
@@ -196,25 +171,35 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
         found = json.loads(arrays["found"].tobytes())
         if on_progress is not None:
             on_progress(len(names))
-        return Index(stamps, arrays["shard_of"], arrays["starts"], arrays["sizes"], names, arrays["codes"], found)
+        others = Names(arrays["others"], arrays["other_ends"])
+        places = (arrays["shard_of"], arrays["starts"], arrays["sizes"])
+        return Index(stamps, *places, names, arrays["codes"], found, others, arrays["other_places"])
     began = now_ns()
     index = _index(paths, stamps, on_progress)
     if settled(stamps[:, 1], began):
         found_json = np.frombuffer(json.dumps(index.found).encode(), np.uint8)
-        names = index.names
-        values = (stamps, index.shard_of, index.starts, index.sizes, names.buffer, names.ends, index.codes, found_json)
+        names, others = index.names, index.others
+        values = (
+            stamps, index.shard_of, index.starts, index.sizes, names.buffer, names.ends, index.codes, found_json,
+            others.buffer, others.ends, index.other_places,
+        )  # fmt: skip
         save_index(place, dict(zip(_INDEX, values, strict=True)))
     return index
 
 
 def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progress | None) -> Index:
-    names = NamesBuilder()
+    names, others = NamesBuilder(), NamesBuilder()
+    other_places: list[NDArray[np.int64]] = []
     places: list[NDArray[np.int64]] = []
     code_of: dict[str, int] = {}
     counts: list[int] = []
-    for path in paths:
+    for shard, path in enumerate(paths):
         pictures, codes = [], []
-        for picture, label in _pictures(path):
+        contents = _contents(path)
+        others.extend([member.name for member in contents.others])
+        other_numbers = [(shard, member.start, member.size) for member in contents.others]
+        other_places.append(np.array(other_numbers, np.int64).reshape(-1, 3).T)
+        for picture, label in contents.pictures:
             pictures.append(picture)
             codes.append(-1 if label is None else code_of.setdefault(label, len(code_of)))
         names.extend([picture.name for picture in pictures])
@@ -225,7 +210,10 @@ def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progres
             on_progress(sum(counts))
     starts, sizes, codes_of_all = np.concatenate(places, axis=1)
     shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    return Index(stamps, shard_of, starts, sizes, Names(*names.arrays()), codes_of_all, list(code_of))
+    return Index(
+        stamps, shard_of, starts, sizes, Names(*names.arrays()), codes_of_all, list(code_of),
+        Names(*others.arrays()), np.concatenate(other_places, axis=1),
+    )  # fmt: skip
 
 
 class _Group:
@@ -238,24 +226,42 @@ class _Group:
         self.labels: dict[bytes, Member] = {}
 
 
-def _pictures(path: str) -> Iterator[tuple[Member, str | None]]:
-    """Go through the pictures of a shard, in their order, each with the text of its label."""
+class _Contents(NamedTuple):
+    """What a shard holds."""
+
+    pictures: list[tuple[Member, str | None]]
+    """In their order, each with the text of its label."""
+    others: list[Member]
+    """What is not used. What goes with an image of its key has the size 0: it is not taken for a misnamed image."""
+
+
+def _contents(path: str) -> _Contents:
     try:
         with open_regular(path) as file:
-            for group in _groups(path, file.fileno()).values():
-                if group.picture is not None:
-                    yield group.picture, _label(path, file.fileno(), group)
+            groups, others = _groups(path, file.fileno())
+            pictures = [
+                (group.picture, _label(path, file.fileno(), group))
+                for group in groups.values()
+                if group.picture is not None
+            ]
+            alone = [member for group in groups.values() if group.picture is None for member in group.labels.values()]
+            return _Contents(pictures, sorted([*others, *alone], key=lambda member: member.start))
     except OSError as fault:
         raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
 
 
-def _groups(path: str, file: int) -> dict[bytes, _Group]:
+def _groups(path: str, file: int) -> tuple[dict[bytes, _Group], list[Member]]:
+    """Return the files by their keys, and those that are neither images nor labels."""
     groups: dict[bytes, _Group] = {}
+    others: list[tuple[bytes, Member]] = []
     for member in members(path, file):
         folder, slash, base = member.name.rpartition(b"/")
         stem, _, ending = base.partition(b".")
         suffix = ending.lower()
-        if not stem or b"__MACOSX" in folder or not (suffix in _PICTURES or suffix in LABEL_SUFFIXES):
+        if not stem or b"__MACOSX" in folder:
+            continue
+        if not (suffix in _PICTURES or suffix in LABEL_SUFFIXES):
+            others.append((folder + slash + stem, member if member.is_file else member._replace(size=0)))
             continue
         if not member.is_file:
             raise DataError(f"{_inside(path, member)} is a link or a sparse file; write whole files to the shard")
@@ -271,7 +277,8 @@ def _groups(path: str, file: int) -> dict[bytes, _Group]:
             raise DataError(f"{_inside(path, member)} is there twice; give every picture a key of its own")
         else:
             group.labels[suffix] = member
-    return groups
+    used = {key for key, group in groups.items() if group.picture is not None}
+    return groups, [member._replace(size=0) if key in used else member for key, member in others]
 
 
 def _inside(path: str, member: Member) -> str:

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,19 @@ SUFFIXES = frozenset(
 """What the names of image files end with, after the dot and without regard to case.
 
 HEIC is listed also where pillow-heif is not installed, so that a folder has the same images everywhere."""
+
+
+class SkippedFile(NamedTuple):
+    """A file among the images that is not used, because its name does not end as an image's."""
+
+    name: str
+    """As a person reads it."""
+    path: bytes
+    """The file that it is, or lies in."""
+    start: int | None = None
+    """Where in a shard it begins; None where it is a file itself."""
+    size: int | None = None
+    """How long it is in the shard; 0 where its content need not be looked at."""
 
 
 class Source(Protocol):
