@@ -39,7 +39,7 @@ OPEN = ("/", "/healthz", "/readyz", "/samples")
 OPEN_BELOW = ("/assets/", "/samples/")
 WORK = ("/v1/predict", "/v1/embed", "/v1/explain")
 """What a service that starts or stops does not take, and what it finishes before it ends."""
-DRAINED, DRAIN_SECONDS = 64 * MEGABYTE, 3.0
+DRAINED, DRAIN_SECONDS, STOPPING_DRAIN_SECONDS = 64 * MEGABYTE, 3.0, 0.3
 """How much of a refused body is still read: a client that is cut off while it sends never sees the answer."""
 PIECE = 256 * 1024
 """An answer is handed on in pieces of so many bytes, so that what a client does not take is seen, and not piled up."""
@@ -213,7 +213,7 @@ class _Visit:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if not self._body_ended and not self._waits_to_send and not self._door.stopping:
+            if not self._body_ended and not self._waits_to_send:
                 await self._drain()
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
@@ -243,8 +243,8 @@ class _Visit:
         """Read what the client still sends, within limits."""
         before = self.received
         try:
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while not self._body_ended and self.received - before < DRAINED and not self._door.stopping:
+            async with asyncio.timeout(STOPPING_DRAIN_SECONDS if self._door.stopping else DRAIN_SECONDS):
+                while not self._body_ended and self.received - before < DRAINED:
                     await self.receive()
         except TimeoutError:
             return
