@@ -57,7 +57,7 @@ docs: $(VENV)/.installed-all ## build the documentation into site/, any warning 
 docs-serve: $(VENV)/.installed-all ## read the documentation while writing it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-drawings: $(VENV)/.installed ## draw the pictures of the documentation again
+drawings: $(VENV)/.installed ## draw the images of the documentation again
 	$(BIN)/python docs/drawings/draw.py
 
 golden: $(VENV)/.installed-all ## write the golden files anew; look at the diff before committing it

@@ -1,10 +1,10 @@
-"""What a faster way of answering costs: accuracy, and how often the first answer stays the same, on labelled pictures.
+"""What a faster way of answering costs: accuracy, and how often the first answer stays the same, on labelled images.
 
     python benchmarks/agreement.py runs/cifar10/best cifar10/test --calibration cifar10/train
     python benchmarks/agreement.py runs/digits-scratch-small/best digits --device cpu
 
-Every way answers about the same pictures: the model in float32 and under autocast; what `vitrail.accelerate` computes
-in bf16, with exact GELU, and in fp8 chosen by some pictures of `--calibration`; fp8 with every weight rounded to the
+Every way answers about the same images: the model in float32 and under autocast; what `vitrail.accelerate` computes
+in bf16, with exact GELU, and in fp8 chosen by some images of `--calibration`; fp8 with every weight rounded to the
 nearest number, with no block spared, with both; and bf16 with some tokens merged in every block. "Like bf16" compares
 with the fast encoder in bf16, "error" is the distance of the logits from float32's. A processor computes the same
 encoder by plain torch, with the same roundings, fp8's too.
@@ -31,13 +31,11 @@ from vitrail.runtime import autocast, choose_device
 
 Way = Callable[[Tensor], Tensor]
 CALIBRATION = 1024
-"""By how many pictures fp8 is chosen."""
+"""By how many images fp8 is chosen."""
 
 
-def pictures(
-    source: Source, bundle: vitrail.Bundle, device: torch.device, batch: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give normalised pictures on the device, and their labels."""
+def images(source: Source, bundle: vitrail.Bundle, device: torch.device, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give normalised images on the device, and their labels."""
     for found in evaluation_batches(Evaluation(source, bundle.preprocess, batch)):
         yield bundle.preprocess.normalise(found.pixels.to(device)), found.labels
 
@@ -85,8 +83,8 @@ def ways(
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a faster way of answering costs.")
     parser.add_argument("model", help="anything that vitrail.load opens")
-    parser.add_argument("data", help="labelled pictures: a folder, a manifest, shards, digits")
-    parser.add_argument("--calibration", help="pictures to choose fp8 by (default: the same)")
+    parser.add_argument("data", help="labelled images: a folder, a manifest, shards, digits")
+    parser.add_argument("--calibration", help="images to choose fp8 by (default: the same)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=500)
     parser.add_argument("--merge", type=int, nargs="*", default=[1, 2, 4], help="tokens merged in every block")
@@ -96,16 +94,14 @@ def main() -> None:
     like = open_source(options.calibration) if options.calibration else source
     # Of all classes: a folder has them one after the other.
     spread = Part(like, np.linspace(0, len(like) - 1, min(CALIBRATION, len(like))).astype(np.int64))
-    calibration, _ = next(pictures(spread, bundle, device, CALIBRATION))
+    calibration, _ = next(images(spread, bundle, device, CALIBRATION))
     names = [source.classes.index(name) for name in bundle.classes or source.classes]
     exact = fast = None
-    print(
-        f"{'way':18} {'accuracy':>8} {'like float32':>12} {'like bf16':>10} {'error':>8}   ({len(source):,} pictures)"
-    )
+    print(f"{'way':18} {'accuracy':>8} {'like float32':>12} {'like bf16':>10} {'error':>8}   ({len(source):,} images)")
     for name, way in ways(bundle, device, calibration, options.merge):
         answers, labels = [], []
         with torch.inference_mode():
-            for batch, found in pictures(source, bundle, device, options.batch):
+            for batch, found in images(source, bundle, device, options.batch):
                 answers.append(way(batch).float().cpu())
                 labels.append(found)
         logits, first = torch.cat(answers), np.array(names)[torch.cat(answers).argmax(dim=1)]

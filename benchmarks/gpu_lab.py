@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 SEEN = {"bf16": 584e12, "fp8": 990e12}
 """Operations a second at a ViT's shapes: the middle of what was measured before (532 to 635, and 808 to 1,172)."""
 ATTENTION = {"cudnn": 0.37, "flash": 0.48, "efficient": 0.84}
-"""Milliseconds of one layer's attention, B/16, 512 pictures, as measured before."""
+"""Milliseconds of one layer's attention, B/16, 512 images, as measured before."""
 
 
 class Candidate(NamedTuple):
@@ -304,32 +304,32 @@ def attentions(config: ViTConfig, batch: int, device: torch.device) -> Iterator[
 
 
 def stems(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """From pictures to tokens."""
+    """From images to tokens."""
     model = ViT(config.replace(depth=1)).to(device).eval()
-    pictures = random(batch, config.channels, *config.image_size, device=device)
+    images = random(batch, config.channels, *config.image_size, device=device)
     stem = PatchStem(model, BF16)
     tokens = float(batch * config.tokens * config.width)
     low = ViT(config.replace(depth=1)).to(device, BF16).eval()
 
     @torch.inference_mode()
     def usual() -> Tensor:
-        return low.embed(pictures)[0]
+        return low.embed(images)[0]
 
     @torch.inference_mode()
     def ours() -> Tensor:
-        return stem(pictures)  # type: ignore[no-any-return]
+        return stem(images)  # type: ignore[no-any-return]
 
-    yield Candidate("stem, the model's own", usual, moved=2.0 * pictures.numel() + 10 * tokens)
-    # Pictures are read and written as patches, patches read, tokens written, read and written.
-    yield Candidate("stem, one product", ours, moved=6.0 * pictures.numel() + 6 * tokens)
-    cut = partial(passes.cut_patches, pictures, config.patch_size, BF16, before=config.layout.patches.start)
-    yield Candidate("stem, patches cut", cut, moved=4.0 * pictures.numel())
+    yield Candidate("stem, the model's own", usual, moved=2.0 * images.numel() + 10 * tokens)
+    # Images are read and written as patches, patches read, tokens written, read and written.
+    yield Candidate("stem, one product", ours, moved=6.0 * images.numel() + 6 * tokens)
+    cut = partial(passes.cut_patches, images, config.patch_size, BF16, before=config.layout.patches.start)
+    yield Candidate("stem, patches cut", cut, moved=4.0 * images.numel())
     placed = random(batch, config.tokens, config.width, device=device)
     yield Candidate("stem, positions added", lambda: passes.add_table(placed, stem.common), moved=4 * tokens)
 
 
 def copies(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
-    """Pictures on their way to the device: bytes, normalised there, or float32, normalised here."""
+    """Images on their way to the device: bytes, normalised there, or float32, normalised here."""
     shape = (batch, config.channels, *config.image_size)
     there = device.type == "cuda"
     small, large = torch.randint(0, 256, shape, dtype=torch.uint8), torch.randn(shape)
@@ -357,8 +357,8 @@ def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterato
     model = ViT(config)
     scramble(model)
     model = model.to(device)
-    pictures = random(batch, config.channels, *config.image_size, device=device)
-    inputs = calibrate(model, pictures[:64].float(), low=frozenset(PRODUCTS), spared=0)
+    images = random(batch, config.channels, *config.image_size, device=device)
+    inputs = calibrate(model, images[:64].float(), low=frozenset(PRODUCTS), spared=0)
     kinds = {
         "bf16": Numbers(),
         "bf16 exact": Numbers(exact=True),
@@ -378,11 +378,11 @@ def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterato
             return encoder(tokens.clone())  # type: ignore[no-any-return]
 
         predicted = predict(config, batch, copied, numbers)
-        yield Candidate(f"encoder, {name}, {batch} pictures", encode, predicted=predicted)
+        yield Candidate(f"encoder, {name}, {batch} images", encode, predicted=predicted)
     for name in ("bf16", "fp8"):
         fast = FastModel(model, kinds[name])
         for graphs in (False, True):
             call = Accelerated(fast, device, graphs=graphs)
             for count in sorted({batch, min(batch, 64), min(batch, 8), 1}, reverse=True):
-                run = partial(call, pictures[:count].clone())
-                yield Candidate(f"model, {name}, {count} pictures{', graph' if graphs else ''}", run)
+                run = partial(call, images[:count].clone())
+                yield Candidate(f"model, {name}, {count} images{', graph' if graphs else ''}", run)

@@ -1,4 +1,4 @@
-"""How long a million pictures take to be listed, and how much memory.
+"""How long a million images take to be listed, and how much memory.
 
     python benchmarks/index.py [--files 1000000] [--classes 1000] [--folder PLACE]
 
@@ -30,7 +30,7 @@ seconds = time.perf_counter() - start
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([len(source), len(source.classes), seconds, peak / (1024 if sys.platform == "linux" else 1024**2)]))
 """
-CONTENT = b"\xff\xd8 not really a picture"
+CONTENT = b"\xff\xd8 not really an image"
 
 
 def make_folder(root: Path, files: int, classes: int) -> None:
@@ -38,7 +38,7 @@ def make_folder(root: Path, files: int, classes: int) -> None:
         folder = root / f"class_{label:04}"
         folder.mkdir(parents=True)
         for number in range(label, files, classes):
-            with open(f"{folder}/picture_{number:08}.jpg", "wb", buffering=0) as file:
+            with open(f"{folder}/image_{number:08}.jpg", "wb", buffering=0) as file:
                 file.write(CONTENT)
 
 
@@ -62,8 +62,8 @@ def measure(place: Path, cache: Path, what: str) -> tuple[int, int, float, float
     words = [sys.executable, "-c", MEASURE, str(place), what]
     environment = {**os.environ, "VITRAIL_CACHE": str(cache)}
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
-    pictures, classes, seconds, peak = json.loads(done.stdout)
-    return pictures, classes, seconds, peak
+    images, classes, seconds, peak = json.loads(done.stdout)
+    return images, classes, seconds, peak
 
 
 def main() -> None:
@@ -85,9 +85,9 @@ def main() -> None:
                 ("from the index", "open_source"),
                 ("open_data", "open_data"),
             ):
-                pictures, classes, seconds, peak = measure(place, cache, what)
-                if (pictures, classes) != (options.files, options.classes):
-                    raise SystemExit(f"{pictures} pictures in {classes} classes were found")
+                images, classes, seconds, peak = measure(place, cache, what)
+                if (images, classes) != (options.files, options.classes):
+                    raise SystemExit(f"{images} images in {classes} classes were found")
                 print(f"  {title:<16} {seconds:7.2f} s {peak:7.0f} MiB", flush=True)
 
 

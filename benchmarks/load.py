@@ -3,7 +3,7 @@
     python benchmarks/load.py
 
 One bundle is written that both can open. Each side runs in fresh processes, turn by turn. Printed are the seconds from
-before opening to after the first logits of one picture (imports are not counted, they are the same torch), the growth
+before opening to after the first logits of one image (imports are not counted, they are the same torch), the growth
 of the process's peak memory over what it was before opening, and the ratio ours / timm of the medians: below 1 we are
 quicker or smaller. Target: at most 1.2 for both.
 """
@@ -29,14 +29,14 @@ import json, resource, time
 import torch
 torch.set_num_threads(2)
 {imports}
-pictures = torch.zeros(1, 3, 224, 224)
+images = torch.zeros(1, 3, 224, 224)
 with torch.inference_mode():
-    torch.nn.Conv2d(3, 8, 16, 16)(pictures)  # the first convolution of a process sets things up
+    torch.nn.Conv2d(3, 8, 16, 16)(images)  # the first convolution of a process sets things up
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
 model = {build}
 with torch.inference_mode():
-    model(pictures)
+    model(images)
 seconds = time.perf_counter() - start
 grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 print(json.dumps([seconds, grown]))

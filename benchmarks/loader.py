@@ -1,12 +1,12 @@
-"""How fast training pictures are made: ours beside torchvision's and timm's loaders, in one run, in turns.
+"""How fast training images are made: ours beside torchvision's and timm's loaders, in one run, in turns.
 
     python benchmarks/loader.py --photos photos.tar
 
 Each contender reads the same JPEG files with the same transforms: an inception crop to 224, a flip, with and without
 RandAugment (2 operations of magnitude 9), in one thread of one process. torchvision and timm give normalised float32
 tensors; ours gives uint8, which is normalised on the device, and in the rows "normalised" on the same core. The
-numbers are pictures a second of one core; the ratios compare passes that ran in turns. `--photos` is a folder
-of pictures or a tar of them.
+numbers are images/s of one core; the ratios compare passes that ran in turns. `--photos` is a folder
+of images or a tar of them.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def timm(folder: Path, augmented: bool) -> Callable[[], int]:
 
 
 def measured(passes: Passes, repeats: int) -> dict[str, list[float]]:
-    """Run the contenders in turns; return the pictures for each second of a core's time, for every turn."""
+    """Run the contenders in turns; return the images for each second of a core's time, for every turn."""
     for run in passes.values():
         run()
     rates: dict[str, list[float]] = {name: [] for name in passes}
@@ -122,10 +122,10 @@ def laid_out(photos: list[Path], folder: Path, copies: int, megapixels: float | 
         if megapixels is None:
             shutil.copy(photo, target)
             continue
-        with Image.open(photo) as picture:
-            grow = (megapixels * 1e6 / (picture.width * picture.height)) ** 0.5
-            size = round(picture.width * grow), round(picture.height * grow)
-            picture.convert("RGB").resize(size, Image.Resampling.BICUBIC).save(target, "JPEG", quality=90)
+        with Image.open(photo) as image:
+            grow = (megapixels * 1e6 / (image.width * image.height)) ** 0.5
+            size = round(image.width * grow), round(image.height * grow)
+            image.convert("RGB").resize(size, Image.Resampling.BICUBIC).save(target, "JPEG", quality=90)
     return folder
 
 
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--photos", type=Path, required=True, help="a folder of JPEGs, or a tar of them")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--large", type=int, default=32, help="how many pictures (at least 32) are enlarged to 12 megapixels"
+        "--large", type=int, default=32, help="how many images (at least 32) are enlarged to 12 megapixels"
     )
     parser.add_argument("--worker", choices=("torchvision", "vitrail"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -193,7 +193,7 @@ def main() -> None:
         photos = unpacked(options.photos, place / "photos")
         plain = laid_out(photos, place / "plain", 1, None)
         print(f"{len(photos)} photographs, one thread of {os.cpu_count()} cores")
-        print("| pictures | loader | pictures/s of a core | times torchvision |\n|---|---|---|---|")
+        print("| images | loader | images/s of a core | times torchvision |\n|---|---|---|---|")
         report("crop, flip", measured(contenders(plain, augmented=False), options.repeats))
         report("crop, flip, RandAugment", measured(contenders(plain, augmented=True), options.repeats))
         kept = cached(open_folder(plain), CacheSize(256), folder=place / "cache")

@@ -1,4 +1,4 @@
-"""Speed and peak memory of the model next to timm's, with the same weights and the same pictures.
+"""Speed and peak memory of the model next to timm's, with the same weights and the same images.
 
     python benchmarks/model.py
     python benchmarks/model.py --models B/16 --devices cuda --modes eager --json result.json
@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a case came to. Throughputs are pictures a second, memory is in MiB."""
+    """What a case came to. Throughputs are images/s, memory is in MiB."""
 
     case: Case
     control: bool
@@ -81,16 +81,16 @@ class Result(NamedTuple):
 class Side:
     """One of the two models, ready to run the steps of a case."""
 
-    def __init__(self, model: nn.Module, case: Case, pictures: Tensor, labels: Tensor) -> None:
+    def __init__(self, model: nn.Module, case: Case, images: Tensor, labels: Tensor) -> None:
         self.model = model.train(case.task == "training").to(case.device)
         # Without `fullgraph` a model that breaks the graph would be timed half eager, and nobody would notice.
         self.call = torch.compile(self.model, fullgraph=True) if case.mode == "compiled" else self.model
-        self.case, self.pictures, self.labels = case, pictures, labels
+        self.case, self.images, self.labels = case, images, labels
 
     def logits(self) -> Tensor:
-        """Classify the pictures, in the setting of the case."""
+        """Classify the images, in the setting of the case."""
         with torch.inference_mode(self.case.task == "forward"), self._precision():
-            return cast("Tensor", self.call(self.pictures))
+            return cast("Tensor", self.call(self.images))
 
     def step(self) -> None:
         """Do once what the case times."""
@@ -98,7 +98,7 @@ class Side:
             self.logits()
             return
         with self._precision():
-            loss = F.cross_entropy(self.call(self.pictures), self.labels)
+            loss = F.cross_entropy(self.call(self.images), self.labels)
         loss.backward()
         # Afterwards rather than before, so that the other side's step does not find these gradients in memory.
         self.model.zero_grad(set_to_none=True)
@@ -115,13 +115,13 @@ def build_sides(case: Case, *, control: bool) -> tuple[Side, Side]:
     """Return our side (or, as a control, a second one of timm's) and timm's, with equal weights."""
     generator = torch.Generator().manual_seed(0)
     config = variant_config(case.model)
-    pictures = torch.randn(case.batch, config.channels, *config.image_size, generator=generator).to(case.device)
+    images = torch.randn(case.batch, config.channels, *config.image_size, generator=generator).to(case.device)
     labels = torch.randint(config.classes, (case.batch,), generator=generator).to(case.device)
     # Fresh weights leave biases at zero, so that equal logits would prove little.
     timm = scramble(build_timm(case.model))
     ours = build_timm(case.model) if control else ViT(config)
     ours.load_state_dict(timm.state_dict())
-    return Side(ours, case, pictures, labels), Side(timm, case, pictures, labels)
+    return Side(ours, case, images, labels), Side(timm, case, images, labels)
 
 
 def measure(case: Case, repeats: int, *, control: bool = False) -> Result:
@@ -201,8 +201,8 @@ def process_growth(case: Case, timm: bool) -> float:
     before = process_peak()
     config = variant_config(case.model)
     model = build_timm(case.model) if timm else ViT(config)
-    pictures = torch.randn(case.batch, config.channels, *config.image_size)
-    Side(model, case, pictures, torch.zeros(case.batch, dtype=torch.long)).step()
+    images = torch.randn(case.batch, config.channels, *config.image_size)
+    Side(model, case, images, torch.zeros(case.batch, dtype=torch.long)).step()
     return process_peak() - before
 
 
@@ -283,7 +283,7 @@ def parse() -> argparse.Namespace:
     available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser = argparse.ArgumentParser(description="Compare the model's speed and memory with timm's.")
     parser.add_argument("--models", nargs="+", choices=TIMM_NAMES, default=["Ti/16", "S/16", "B/16"])
-    parser.add_argument("--batch", type=int, help=f"pictures a step (default: {BATCH})")
+    parser.add_argument("--batch", type=int, help=f"images a step (default: {BATCH})")
     parser.add_argument("--repeats", type=int, default=11, help="timings of each side, at least 2")
     parser.add_argument("--devices", nargs="+", choices=available, default=available)
     parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])

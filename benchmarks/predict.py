@@ -118,7 +118,7 @@ def contenders(folder: Path, batch: int, workers: int, engines: Sequence[str]) -
 
 
 def in_turns(passes: dict[str, Pass], work: Callable[[Pass], int], repeats: int) -> dict[str, list[float]]:
-    """Run everybody once to warm up, then in turns; return the seconds a picture of every turn."""
+    """Run everybody once to warm up, then in turns; return the seconds an image of every turn."""
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for turn in range(repeats + 1):
         order = list(passes.items())
@@ -160,14 +160,14 @@ def agreement(passes: dict[str, Pass], paths: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("photos", help="a folder of photographs")
-    parser.add_argument("--pictures", type=int, default=256, help="how many of them a pass takes")
+    parser.add_argument("--images", type=int, default=256, help="how many of them a pass takes")
     parser.add_argument("--single", type=int, default=30, help="how many one at a time")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engines", nargs="+", default=["torch", "onnx", "openvino"], help="of ours")
     options = parser.parse_args()
-    paths = [os.fsdecode(item.name) for item in islice(list_items([options.photos]), options.pictures)]
+    paths = [os.fsdecode(item.name) for item in islice(list_items([options.photos]), options.images)]
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.workers} workers, {len(paths)} photos"
     )

@@ -1,11 +1,11 @@
-"""How fast training pictures that live on the device are made (`data.on_device = true`).
+"""How fast training images that live on the device are made (`data.on_device = true`).
 
     python benchmarks/resident.py --device cuda --workers 4
 
-Random pictures of 32×32, batches of 1,024, padded crops, flips, RandAugment (2 operations of magnitude 9), mixup and
-CutMix. It says how many pictures a second one core draws and packs; how many the device makes of what was drawn before;
+Random images of 32×32, batches of 1,024, padded crops, flips, RandAugment (2 operations of magnitude 9), mixup and
+CutMix. It says how many images/s one core draws and packs; how many the device makes of what was drawn before;
 for how long this process is busy with a batch (on a GPU with Python and launches, on a CPU also with the pixels), and
-with how many operations of torch; how many pictures come out when workers draw; and, on a GPU, how long a caller waits
+with how many operations of torch; how many images come out when workers draw; and, on a GPU, how long a caller waits
 for a batch between steps that keep the device busy for `--step` milliseconds.
 """
 
@@ -29,7 +29,7 @@ from vitrail.data.resident import Planned, Planning, Resident
 from vitrail.data.sources.source import Arrays
 from vitrail.data.stream import Stream
 
-SIDE, BATCH, PICTURES, CLASSES = 32, 1024, 8192, tuple("abcdefghij")
+SIDE, BATCH, IMAGES, CLASSES = 32, 1024, 8192, tuple("abcdefghij")
 
 
 class Launches(TorchDispatchMode):
@@ -47,10 +47,10 @@ class Launches(TorchDispatchMode):
 
 def training(operations: Literal["usual", "big_vision"]) -> Training:
     augmentation = Augmentation(crop="padded", randaugment=RandAugment(layers=2, magnitude=9, operations=operations))
-    noise = np.random.default_rng(0).integers(0, 256, (PICTURES, SIDE, SIDE, 3), np.uint8)
-    source = Arrays(noise, np.arange(PICTURES) % len(CLASSES), CLASSES)
+    noise = np.random.default_rng(0).integers(0, 256, (IMAGES, SIDE, SIDE, 3), np.uint8)
+    source = Arrays(noise, np.arange(IMAGES) % len(CLASSES), CLASSES)
     mixing = Mixing(mixup=0.8, cutmix=1.0)
-    return Training(source, Stream(PICTURES, BATCH), Preprocess(size=(SIDE, SIDE)), augmentation, mixing)
+    return Training(source, Stream(IMAGES, BATCH), Preprocess(size=(SIDE, SIDE)), augmentation, mixing)
 
 
 def seconds(work: Callable[[int], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -117,7 +117,7 @@ def main() -> None:
 
     drawing = Planning(data)
     core = seconds(drawing.__getitem__, repeats, time.process_time)
-    print(f"drawing and packing, one core: {BATCH / core:,.0f} pictures/s ({1e3 * core:.1f} ms a batch)", flush=True)
+    print(f"drawing and packing, one core: {BATCH / core:,.0f} images/s ({1e3 * core:.1f} ms a batch)", flush=True)
 
     resident = Resident(data, device, given.workers)
     planned: list[Planned] = [drawing[step] for step in range(4)]
@@ -127,9 +127,7 @@ def main() -> None:
         finished(device)
 
     whole = seconds(made, repeats)
-    print(
-        f"making on {device}, drawn before: {BATCH / whole:,.0f} pictures/s ({1e3 * whole:.2f} ms a batch)", flush=True
-    )
+    print(f"making on {device}, drawn before: {BATCH / whole:,.0f} images/s ({1e3 * whole:.2f} ms a batch)", flush=True)
 
     with Launches() as launches:
         resident.make(planned[0])
@@ -143,7 +141,7 @@ def main() -> None:
     print(f"this process, for a batch: {busy:.2f} ms, {launches.count} operations of torch", flush=True)
 
     rate = by_workers(resident, max(20, 4 * repeats))
-    print(f"all together, {given.workers} workers: {BATCH / rate:,.0f} pictures/s", flush=True)
+    print(f"all together, {given.workers} workers: {BATCH / rate:,.0f} images/s", flush=True)
     if device.type == "cuda":
         waited, step = waits(resident, max(20, 4 * repeats), given.step / 1e3)
         print(

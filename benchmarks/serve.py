@@ -3,8 +3,8 @@
     python benchmarks/serve.py
 
 One run, in turns, the same weights (a Ti/16 at 224 with random numbers), the same JPEGs, 64 clients that each send one
-picture, wait for its answer and send the next. The obvious server opens the upload with Pillow, applies timm's own
-transform and calls the model, one picture at a time; it is written twice, as FastAPI's tutorial does it (`async def`)
+image, wait for its answer and send the next. The obvious server opens the upload with Pillow, applies timm's own
+transform and calls the model, one image at a time; it is written twice, as FastAPI's tutorial does it (`async def`)
 and in FastAPI's pool of threads (`def`). The ratios compare passes of one turn. Where other programs share the machine,
 look at the processor time that a request takes: it hardly depends on them, while more threads get more of the cores.
 Ours is measured in float32 and as it settles by itself; where that can be bf16, the obvious servers are measured
@@ -42,7 +42,7 @@ import vitrail
 from vitrail import Bundle, Preprocess
 from vitrail.runtime import faster_in_bf16
 
-CLIENTS, SECONDS, TURNS, PICTURES = 64, 8.0, 3, 16
+CLIENTS, SECONDS, TURNS, IMAGES = 64, 8.0, 3, 16
 PATIENCE = 120.0
 
 
@@ -196,7 +196,7 @@ class Connection:
 
 def encoded(place: str, photo: bytes) -> bytes:
     """Write a request as it goes over the wire: a form with one file."""
-    request = httpx.Request("POST", place, files={"picture": ("photo.jpg", photo, "image/jpeg")})
+    request = httpx.Request("POST", place, files={"image": ("photo.jpg", photo, "image/jpeg")})
     lines = [f"POST {request.url.path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]
     return "\r\n".join([*lines, "", ""]).encode() + request.read()
 
@@ -214,7 +214,7 @@ def check_alike(places: dict[str, tuple[str, int]], photos: list[bytes]) -> None
     """See to it that all servers say the same."""
     said: list[Any] = []
     for place, _ in places.values():
-        results = httpx.post(place, files={"picture": ("photo.jpg", photos[0], "image/jpeg")}, timeout=PATIENCE).json()[
+        results = httpx.post(place, files={"image": ("photo.jpg", photos[0], "image/jpeg")}, timeout=PATIENCE).json()[
             "results"
         ]
         said.append([row["index"] for row in results[0]["classes"]])
@@ -223,10 +223,10 @@ def check_alike(places: dict[str, tuple[str, int]], photos: list[bytes]) -> None
 
 
 def photographs() -> list[bytes]:
-    """Draw smooth pictures of 500×375 pixels, which compress as photographs do."""
+    """Draw smooth images of 500×375 pixels, which compress as photographs do."""
     generator = torch.Generator().manual_seed(1)
     made = []
-    for _ in range(PICTURES):
+    for _ in range(IMAGES):
         coarse = torch.randint(0, 256, (30, 40, 3), dtype=torch.uint8, generator=generator)
         file = io.BytesIO()
         Image.fromarray(coarse.numpy()).resize((500, 375), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
@@ -295,14 +295,14 @@ def run_peer(kind: str, precision: str, port: int, bundle: Path) -> None:
     if kind == "async def":
 
         @app.post("/predict")
-        async def predict(picture: UploadFile) -> dict[str, Any]:
-            return answer(await picture.read())
+        async def predict(image: UploadFile) -> dict[str, Any]:
+            return answer(await image.read())
 
     else:
 
         @app.post("/predict")
-        def predict_in_a_thread(picture: UploadFile) -> dict[str, Any]:
-            return answer(picture.file.read())
+        def predict_in_a_thread(image: UploadFile) -> dict[str, Any]:
+            return answer(image.file.read())
 
     uvicorn.run(app, port=port, log_level="error")
 

@@ -1,4 +1,4 @@
-"""How long one step of `vitrail train` takes, with pictures that are on the device already.
+"""How long one step of `vitrail train` takes, with images that are on the device already.
 
     python benchmarks/step.py cifar10 --side 32 --classes 10
     python benchmarks/step.py cifar10 --side 32 --classes 10 --mode default
@@ -6,7 +6,7 @@
 
 The step is the run's own: normalising, mixing, the model as it is compiled, the loss, clipping, the optimiser, the
 average. It says how long a step takes; for how long this process is busy with it, which on a GPU is well below; how
-many pictures that is a second, and the peak of memory. `--short N` takes the kernel for few tokens up to N of them,
+many images that is a second, and the peak of memory. `--short N` takes the kernel for few tokens up to N of them,
 `--mode` is torch.compile's. All is measured in `--rounds` rounds, of which the median counts.
 """
 
@@ -39,7 +39,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 
 
 def batch_of(plan: Plan, device: torch.device) -> Batch:
-    """Return random pictures, mixed in pairs as the recipe says."""
+    """Return random images, mixed in pairs as the recipe says."""
     generator, count = torch.Generator().manual_seed(0), plan.batch
     height, width = plan.model.image_size
     pixels = torch.randint(256, (count, plan.model.channels, height, width), dtype=torch.uint8, generator=generator)
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a recipe's name or file")
     parser.add_argument("--set", action="append", default=[], help="changes of the recipe, such as batch=512")
-    parser.add_argument("--side", type=int, default=32, help="of the pictures")
+    parser.add_argument("--side", type=int, default=32, help="of the images")
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--mode", choices=MODES, help="torch.compile's, in place of the one that training takes")

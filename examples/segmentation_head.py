@@ -1,7 +1,7 @@
 """A small segmentation head on a ViT's grid of patch features.
 
 A 1×1 convolution on `features(..., as_grid=True)` learns, together with a tiny ViT, to find a disc in noise. Run
-`python examples/segmentation_head.py`: it trains for a few seconds on pictures it paints itself and prints how well
+`python examples/segmentation_head.py`: it trains for a few seconds on images it paints itself and prints how well
 the found disc covers the real one (intersection over union).
 """
 
@@ -21,13 +21,13 @@ class Segmenter(nn.Module):
         self.head = nn.Conv2d(vit.config.width, 1, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map pictures (B, 3, H, W) to scores (B, 1, H, W)."""
+        """Map images (B, 3, H, W) to scores (B, 1, H, W)."""
         grid = self.vit.features(x, as_grid=True).tokens  # (B, D, rows, columns)
         return F.interpolate(self.head(grid), x.shape[2:], mode="bilinear")
 
 
 def paint(count: int, size: int) -> tuple[Tensor, Tensor]:
-    """Paint pictures of a bright disc in noise, and the masks that say where it is."""
+    """Paint images of a bright disc in noise, and the masks that say where it is."""
     y, x = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
     centre = torch.randint(size // 4, 3 * size // 4, (count, 2, 1, 1))
     mask = ((x - centre[:, 0]) ** 2 + (y - centre[:, 1]) ** 2 < (size // 5) ** 2).float()[:, None]
@@ -40,16 +40,16 @@ def main() -> None:
     model = Segmenter(vitrail.create(tiny))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(60):
-        pictures, masks = paint(16, 48)
-        loss = F.binary_cross_entropy_with_logits(model(pictures), masks)
+        images, masks = paint(16, 48)
+        loss = F.binary_cross_entropy_with_logits(model(images), masks)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    pictures, masks = paint(64, 48)
+    images, masks = paint(64, 48)
     with torch.no_grad():
-        found = model(pictures) > 0
+        found = model(images) > 0
     overlap = (found & masks.bool()).sum() / (found | masks.bool()).sum()
-    print(f"intersection over union on 64 new pictures: {overlap:.2f}")
+    print(f"intersection over union on 64 new images: {overlap:.2f}")
 
 
 if __name__ == "__main__":

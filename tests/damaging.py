@@ -29,7 +29,7 @@ from vitrail.checkpoints.writing import write_safetensors
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import check_data
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.choosing import choose_pictures, recorded_split
+from vitrail.data.sources.choosing import choose_images, recorded_split
 from vitrail.data.sources.listing import YOUNG_NS
 from vitrail.data.sources.opening import open_data
 from vitrail.errors import VitrailError
@@ -327,7 +327,7 @@ def _report(place: Path) -> object:
 
 
 def _recorded(place: Path) -> object:
-    return choose_pictures(place / "data", record=recorded_split(place / "run" / "best"))
+    return choose_images(place / "data", record=recorded_split(place / "run" / "best"))
 
 
 def _candidate(place: Path) -> None:

@@ -30,7 +30,7 @@ from vitrail.errors import ConfigError
         (["--curve", "5", "--starts", "2", "--nudges", "3", "--nudge", "0"], "and a share between 0 and 1"),
         (["--curve", "5", "--small", "--batch", "3"], "--small is a model of its own"),
         (["--json", "no/such/folder/file.json"], "make no/such/folder first"),
-        (["--pictures", "nothing.npy"], "give an .npy file that exists"),
+        (["--images", "nothing.npy"], "give an .npy file that exists"),
         (["--carried", "nothing"], "--carried nothing is no folder"),
     ],
 )

@@ -55,7 +55,7 @@ def test_good_data(run: Run, data: Path) -> None:
     done = run(data, "--workers", 0)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
-    assert lines[0] == "20 pictures in 2 classes; nothing wrong was found."
+    assert lines[0] == "20 images in 2 classes; nothing wrong was found."
     assert "Findings" not in done.out
     assert "cat        7    1     2" in lines
     assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
@@ -70,33 +70,33 @@ def test_good_data(run: Run, data: Path) -> None:
 
 
 def test_findings_are_told_and_what_cannot_be_read_is_a_failure(run: Run, data: Path) -> None:
-    (data / "cat" / "text.jpg").write_text("no picture")
+    (data / "cat" / "text.jpg").write_text("no image")
     for number in range(7):
         (data / "cat" / f"empty{number}.jpg").write_bytes(b"")
     shutil.copy(data / "cat" / "0.jpg", data / "dog" / "copy.jpg")
     done = run(data, "--workers", 2, "--images-per-second", 1e9)
     assert (done.code, done.err) == (2, "")
-    assert done.out.startswith("29 pictures in 2 classes; 8 cannot be read, 1 duplicate with different labels")
-    assert "! 8 pictures cannot be read. Mend or remove them" in done.out
+    assert done.out.startswith("29 images in 2 classes; 8 cannot be read, 1 duplicate with different labels")
+    assert "! 8 images cannot be read. Mend or remove them" in done.out
     assert "    … and 3 more" in done.out
     assert "copy.jpg" in done.out
-    assert "What would help where the device waits for pictures: more cores, or " in done.out
+    assert "What would help where the device waits for images: more cores, or " in done.out
 
 
 def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
-    (data / "cat" / "text.jpg").write_text("no picture")
+    (data / "cat" / "text.jpg").write_text("no image")
     sheet = tmp_path / "sheet.png"
     done = run(data, "--json", "--workers", 0, "--images-per-second", 10, "--sheet", sheet, "--size", 64)
     assert (done.code, done.err) == (2, "")
     found = json.loads(done.out)
-    assert found["verdict"].startswith("21 pictures in 2 classes; 1 cannot be read")
+    assert found["verdict"].startswith("21 images in 2 classes; 1 cannot be read")
     assert found["unreadable"][0]["label"] == "cat"
     assert found["sheet"] == str(sheet)
     assert found["speed"]["images_per_second"] > 0
     assert [bound["images_per_second"] for bound in found["bounds"]] == [10]
     assert found["bounds"][0]["by"] == "compute"
-    with Image.open(sheet) as picture:
-        assert picture.format == "PNG"
+    with Image.open(sheet) as image:
+        assert image.format == "PNG"
 
 
 def test_what_was_skipped_is_named(run: Run, data: Path) -> None:
@@ -127,11 +127,11 @@ def test_one_pass_lists_every_fault(run: Run, data: Path) -> None:
         f"{data}/cat/gone.jpg is a link to nowhere.jpg, which is not there; correct or remove the link",
         f"{data}/cat/round.jpg is a link in a circle; correct or remove the link",
         f"{data}/dog/up is a link to a folder that it lies in; remove the link",
-        f"the class folder {data}/emu has no pictures; add some, or remove the folder",
-        "class 'fox' has 1 picture, too few for 3 parts",
-        "! 1 picture cannot be read.",
+        f"the class folder {data}/emu has no images; add some, or remove the folder",
+        "class 'fox' has 1 image, too few for 3 parts",
+        "! 1 image cannot be read.",
         "1 duplicate with different labels",
-        "· 1 picture shows a single colour and nothing else.",
+        "· 1 image shows a single colour and nothing else.",
     ):
         assert text in done.out
     found = json.loads(run(data, "--json", "--workers", 0).out)
@@ -147,7 +147,7 @@ def test_the_sheet_is_named(run: Run, data: Path, tmp_path: Path) -> None:
 def test_digits(run: Run) -> None:
     done = run("digits", "--size", 32)
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("1,797 pictures in 10 classes; all tiny.")
+    assert done.out.startswith("1,797 images in 10 classes; all tiny.")
     assert "all array; all grey" in done.out
 
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
     done = run(data)
     assert (done.code, done.err) == (2, "")
     for label in ("cat", "dog"):
-        assert f"class {label!r} has 1 picture, too few for 3 parts" in done.out
+        assert f"class {label!r} has 1 image, too few for 3 parts" in done.out
 
 
 def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path) -> None:
@@ -194,12 +194,12 @@ def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path)
 
 
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])
-def test_no_picture_that_can_be_read(run: Run, data: Path, option: str) -> None:
+def test_no_image_that_can_be_read(run: Run, data: Path, option: str) -> None:
     for path in data.rglob("*.jpg"):
-        path.write_text("no picture")
+        path.write_text("no image")
     done = run(data, option)
     assert (done.code, done.out) == (2, "")
-    assert "none of the 20 pictures can be read; the first, " in done.err
+    assert "none of the 20 images can be read; the first, " in done.err
     assert len(done.err.splitlines()) == 1
 
 
@@ -244,5 +244,5 @@ def test_every_fault_is_named_also_where_no_image_can_be_read(run: Run, data: Pa
     done = run(data, "--workers", 0)
     assert done.code == 2
     assert "is a link to nowhere, which is not there" in done.err
-    assert "empty has no pictures" in done.err
-    assert "none of the 20 pictures can be read" in done.err
+    assert "empty has no images" in done.err
+    assert "none of the 20 images can be read" in done.err

@@ -76,7 +76,7 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
     done = run(bundle, data)
     assert done.code == 0
     lines = done.out.splitlines()
-    assert "% on 20 pictures, 95% interval " in lines[0]
+    assert "% on 20 images, 95% interval " in lines[0]
     assert "; always 'cat' gives 50.0%, chance 50.0%; " in lines[0]
     assert lines[0].endswith("; evaluated on all images; whether the model was trained on them is not known.")
     assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be told apart"
@@ -88,11 +88,11 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
 
 
 def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
-    (data / "cat" / "text.png").write_text("no picture")
+    (data / "cat" / "text.png").write_text("no image")
     done = run(bundle, data, "--json", "--batch", 3)
     assert done.code == 0
     found = json.loads(done.out)
-    assert (found["part"], found["pictures"], found["top5"]) == ("all", 20, None)
+    assert (found["part"], found["images"], found["top5"]) == ("all", 20, None)
     assert np.array(found["confusion"]).sum() == 20
     assert found["bad"][0]["name"].endswith("text.png")
     assert "; 1 more could not be read; evaluated on all images; whether" in found["verdict"]
@@ -100,19 +100,19 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     assert found["warnings"]
     text = run(bundle, data).out
     assert text.startswith(found["verdict"] + ".\n")
-    assert "Pictures that could not be read" in text
+    assert "Images that could not be read" in text
 
 
-def test_the_pictures_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Path, data: Path) -> None:
+def test_the_images_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Path, data: Path) -> None:
     parts = open_data(data, seed=3, val=0.2, test=0.3)
     (bundle.parent / "split.json").write_text(json.dumps(parts.split))
     by = "; compared with the images of its run by name only."
     expected = {
-        "test": ("% on 6 held-out pictures, ", f"; evaluated on the test split{by}"),
-        "val": ("% on 4 held-out pictures, ", f"; evaluated on the validation split; selected on these images{by}"),
-        "train": ("% on 10 training pictures, ", f"; evaluated on the training split{by}"),
+        "test": ("% on 6 held-out images, ", f"; evaluated on the test split{by}"),
+        "val": ("% on 4 held-out images, ", f"; evaluated on the validation split; selected on these images{by}"),
+        "train": ("% on 10 training images, ", f"; evaluated on the training split{by}"),
         "all": (
-            "% on 20 pictures, ",
+            "% on 20 images, ",
             f"; evaluated on all images; selected on 4 of these images; trained on 10 of these images{by}",
         ),
     }
@@ -124,7 +124,7 @@ def test_the_pictures_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: 
     found = json.loads(run(bundle, data, "--part", "val", "--json").out)
     assert (found["part"], found["selected_on"], found["trained_on"]) == ("val", 4, 0)
     (bundle.parent / "split.json").write_text("[1]")
-    assert "% on 20 pictures, " in run(bundle, data).out
+    assert "% on 20 images, " in run(bundle, data).out
 
 
 def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
@@ -232,9 +232,9 @@ def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
     names = (*(str(digit) for digit in range(10)), *(f"other {number}" for number in range(15)))
     done = run(saved(tmp_path / "b", names), "digits", "--part", "test", "--precision", "bf16", "--device", "cpu")
     assert done.code == 0
-    assert "% on 359 pictures, " in done.out
+    assert "% on 359 images, " in done.out
     assert "top-5" in done.out
-    assert "The model has 15 other classes, without pictures here." in done.out
+    assert "The model has 15 other classes, without images here." in done.out
 
 
 def test_the_weakest_twenty_classes_unless_all_are_asked_for(run: Run, tmp_path: Path) -> None:
@@ -309,10 +309,10 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
     parts = open_data(data, seed=0, val=0.2, test=0.2)
     (bundle.parent / "split.json").write_text(json.dumps(parts.split))
     held_out = vitrail.evaluate(bundle, data, workers=0)
-    assert (held_out.split, held_out.kind, held_out.pictures) == ("test", "held-out pictures", 4)
+    assert (held_out.split, held_out.kind, held_out.images) == ("test", "held-out images", 4)
     assert held_out.verdict.endswith("; evaluated on the test split; compared with the images of its run by name only")
     selecting = vitrail.evaluate(bundle, data, split="val", workers=0)
-    assert (selecting.seen.selected_on, selecting.pictures) == (4, 4)
+    assert (selecting.seen.selected_on, selecting.images) == (4, 4)
     assert "; evaluated on the validation split; selected on these images" in selecting.verdict
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from vitrail import Preprocess, ViTConfig, variant_config
 from vitrail.data.given import fitted, item_of
-from vitrail.models.stages import sample_picture, stages
+from vitrail.models.stages import sample_image, stages
 from vitrail.models.vit import ViT
 from vitrail.training.recipe import Recipe, preset_names
 
@@ -243,7 +243,7 @@ def test_the_drawing_shows_the_shapes_of_the_model() -> None:
     # It cuts the image and flattens the patches, as the paper writes; a convolution does both at once.
     config = variant_config("B/16").replace(stem="linear")
     with torch.device("meta"):  # shapes only
-        found = stages(ViT(config).eval(), sample_picture(config.channels, config.image_size))
+        found = stages(ViT(config).eval(), sample_image(config.channels, config.image_size))
     written = words(DOCS / "drawings" / "how-a-vit-sees.svg")
     for stage in found:
         assert " × ".join(map(str, stage.shape[1:])) in written, stage

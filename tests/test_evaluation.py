@@ -1,4 +1,4 @@
-"""Measuring a model: every picture once, by the names of the classes, whoever reads the pictures."""
+"""Measuring a model: every image once, by the names of the classes, whoever reads the images."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import Evaluation as EveryPicture
+from vitrail.data.batches import Evaluation as EveryImage
 from vitrail.data.batches import evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.builtin import digits
@@ -34,12 +34,12 @@ def bundle() -> Bundle:
         model = ViT(
             ViTConfig(image_size=8, patch_size=4, channels=1, width=24, depth=1, heads=2, classes=10, mlp_dropout=0.1)
         )
-        pictures = PRE.normalise(torch.from_numpy(ALL_DIGITS.pictures)[:, None])
+        images = PRE.normalise(torch.from_numpy(ALL_DIGITS.images)[:, None])
         labels = torch.from_numpy(ALL_DIGITS.labels)
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         for _ in range(40):
             chosen = torch.randint(0, len(labels), (128,))
-            loss = nn.functional.cross_entropy(model(pictures[chosen]), labels[chosen])
+            loss = nn.functional.cross_entropy(model(images[chosen]), labels[chosen])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -74,13 +74,13 @@ def same(one: Evaluation, other: Evaluation) -> bool:
 
 def test_every_number_agrees_with_the_model_itself(bundle: Bundle) -> None:
     found = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
-    pictures = np.stack([DIGITS.read(index) for index in range(len(DIGITS))])
+    images = np.stack([DIGITS.read(index) for index in range(len(DIGITS))])
     bundle.model.eval()
     with torch.no_grad():
-        outputs = bundle.model(PRE.normalise(torch.from_numpy(pictures)[:, None]))
+        outputs = bundle.model(PRE.normalise(torch.from_numpy(images)[:, None]))
     labels, answers = torch.from_numpy(DIGITS.labels), outputs.argmax(1)
     right = answers == labels
-    assert found.pictures == len(DIGITS) == 200
+    assert found.images == len(DIGITS) == 200
     assert 0.5 < found.top1 < 1
     assert found.top1 == pytest.approx(right.float().mean().item())
     assert found.top1_interval.low < found.top1 < found.top1_interval.high
@@ -120,14 +120,14 @@ def test_as_dict_is_json(bundle: Bundle) -> None:
     found = evaluate_bundle(bundle, Damaged(3), device="cpu", workers=0)
     again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert again == found.as_dict()
-    assert np.array(again["confusion"]).sum() == again["pictures"] == 199
+    assert np.array(again["confusion"]).sum() == again["images"] == 199
     assert len(again["reliability"]) == 15
     assert again["worst"][0].keys() == {"index", "name", "true", "predicted", "confidence"}
 
 
 def test_classes_in_another_order_are_renumbered(bundle: Bundle) -> None:
     straight = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
-    turned = Arrays(ALL_DIGITS.pictures, 9 - ALL_DIGITS.labels, tuple(str(9 - digit) for digit in range(10)))
+    turned = Arrays(ALL_DIGITS.images, 9 - ALL_DIGITS.labels, tuple(str(9 - digit) for digit in range(10)))
     assert same(evaluate_bundle(bundle, part_of(turned, DIGITS.indices), device="cpu", workers=0), straight)
     wrong = evaluate_bundle(bundle, part_of(turned, DIGITS.indices), device="cpu", workers=0, by_number=True)
     assert wrong.top1 < 0.5
@@ -135,39 +135,39 @@ def test_classes_in_another_order_are_renumbered(bundle: Bundle) -> None:
 
 def test_some_of_the_classes_are_enough(bundle: Bundle) -> None:
     some = np.isin(ALL_DIGITS.labels, (3, 8))
-    source = Arrays(ALL_DIGITS.pictures[some], (ALL_DIGITS.labels[some] == 8).astype(np.int64), ("3", "8"))
+    source = Arrays(ALL_DIGITS.images[some], (ALL_DIGITS.labels[some] == 8).astype(np.int64), ("3", "8"))
     found = evaluate_bundle(bundle, source, device="cpu", workers=0)
-    assert [row.name for row in found.per_class if row.pictures] == ["3", "8"]
+    assert [row.name for row in found.per_class if row.images] == ["3", "8"]
     assert {row.name for row in found.weakest_first} == {"3", "8"}
     assert found.per_class[0].recall is None
     assert found.confusion.shape == (10, 10)
 
 
 def test_classes_that_do_not_match(bundle: Bundle) -> None:
-    other = Arrays(ALL_DIGITS.pictures[:2], np.array([0, 1]), ("7", "cat"))
+    other = Arrays(ALL_DIGITS.images[:2], np.array([0, 1]), ("7", "cat"))
     with pytest.raises(DataError, match="the data has the class 'cat', which the model does not have; its 10 classes"):
         evaluate_bundle(bundle, other, device="cpu", workers=0)
     nameless = Bundle(bundle.model, PRE)
     with pytest.raises(DataError, match="the data has 2 classes and the model 10"):
         evaluate_bundle(nameless, other, device="cpu", workers=0)
-    assert evaluate_bundle(nameless, DIGITS, device="cpu", workers=0).pictures == 200
-    without = Arrays(ALL_DIGITS.pictures[:2], np.array([-1, 1]), ("7", "8"))
-    with pytest.raises(DataError, match="picture 0 has no class"):
+    assert evaluate_bundle(nameless, DIGITS, device="cpu", workers=0).images == 200
+    without = Arrays(ALL_DIGITS.images[:2], np.array([-1, 1]), ("7", "8"))
+    with pytest.raises(DataError, match="image 0 has no class"):
         evaluate_bundle(bundle, without, device="cpu", workers=0)
     headless = Bundle(ViT(bundle.model.config.replace(classes=0)), PRE)
     with pytest.raises(CheckpointError, match="no head"):
         evaluate_bundle(headless, DIGITS, device="cpu", workers=0)
-    batches = evaluation_batches(EveryPicture(other, PRE, 2), workers=0)
+    batches = evaluation_batches(EveryImage(other, PRE, 2), workers=0)
     with pytest.raises(DataError, match="the model has 10 classes and the data 2"):
         evaluate(bundle.model, batches, other, preprocess=PRE, device=CPU)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_pictures_are_listed_and_left_out(bundle: Bundle, workers: int) -> None:
+def test_bad_images_are_listed_and_left_out(bundle: Bundle, workers: int) -> None:
     damaged = (0, *range(64, 128), 199)  # the second batch has none that can be read
     found = evaluate_bundle(bundle, Damaged(*damaged), device="cpu", workers=workers)
     assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in damaged]
-    assert found.pictures == 200 - len(damaged)
+    assert found.images == 200 - len(damaged)
     assert found.verdict.endswith("; 66 more could not be read")
     assert not {mistake.index for mistake in found.worst} & set(damaged)
 
@@ -175,27 +175,27 @@ def test_bad_pictures_are_listed_and_left_out(bundle: Bundle, workers: int) -> N
 def test_nothing_that_can_be_read(bundle: Bundle) -> None:
     with pytest.raises(DataError, match=r"none of the 200 can be read; the first, digits/0.png: "):
         evaluate_bundle(bundle, Damaged(*range(200)), device="cpu", workers=0)
-    with pytest.raises(DataError, match="there are no pictures to measure"):
+    with pytest.raises(DataError, match="there are no images to measure"):
         evaluate(bundle.model, [], DIGITS, preprocess=PRE, device=CPU)
 
 
 class Odd(nn.Module):
-    """Answers with what is not a number where a picture begins with a bright row."""
+    """Answers with what is not a number where an image begins with a bright row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.frozen = nn.Dropout(0.5).eval()
         self.inner = nn.Dropout(0.5)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        flat = self.inner(self.frozen(pictures.flatten(1)))
+    def forward(self, images: Tensor) -> Tensor:
+        flat = self.inner(self.frozen(images.flatten(1)))
         return torch.where(flat[:, :1] > 0.9, torch.nan, flat[:, :10])
 
 
 def odd_source(*bright: int) -> Arrays:
-    pictures = np.zeros((6, 8, 8), np.uint8)
-    pictures[list(bright)] = 255
-    return Arrays(pictures, np.zeros(6, np.int64), ALL_DIGITS.classes)
+    images = np.zeros((6, 8, 8), np.uint8)
+    images[list(bright)] = 255
+    return Arrays(images, np.zeros(6, np.int64), ALL_DIGITS.classes)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def odd() -> Iterator[Callable[..., Predictions]]:
     model = Odd()
 
     def ask(source: Arrays, **options: str) -> Predictions:
-        batches = evaluation_batches(EveryPicture(source, PRE, 4), workers=0)
+        batches = evaluation_batches(EveryImage(source, PRE, 4), workers=0)
         return predict_all(model, batches, PRE, CPU, name=source.name, **options)
 
     yield ask
@@ -218,10 +218,10 @@ def test_the_mode_is_given_back_and_nothing_is_dropped(odd: Callable[..., Predic
     assert found.probabilities.tolist() == [pytest.approx([0.1] * 10)] * 6
 
 
-def test_an_answer_that_is_not_finite_names_the_picture(odd: Callable[..., Predictions]) -> None:
-    with pytest.raises(Diverged, match="the model's answer to picture 5 is not a finite number; its weights"):
+def test_an_answer_that_is_not_finite_names_the_image(odd: Callable[..., Predictions]) -> None:
+    with pytest.raises(Diverged, match="the model's answer to image 5 is not a finite number; its weights"):
         odd(odd_source(5))
-    with pytest.raises(Diverged, match="picture 2 is not a finite number; measure in float32"):
+    with pytest.raises(Diverged, match="image 2 is not a finite number; measure in float32"):
         odd(odd_source(2, 5), precision="bf16")
 
 
@@ -246,15 +246,15 @@ def source_of(count: int) -> Arrays:
 def test_the_verdict() -> None:
     found = measure(predictions(354, 6), source_of(360))
     assert found.verdict == (
-        "98.3% on 360 held-out pictures, 95% interval 96.4–99.2; always 'cat' gives 98.3%, chance 50.0%; "
+        "98.3% on 360 held-out images, 95% interval 96.4–99.2; always 'cat' gives 98.3%, chance 50.0%; "
         "weakest class dog"
     )
     assert found.as_dict()["baselines"] == {"majority_class": "cat", "majority": 354 / 360, "chance": 0.5}
     assert [text.split(":")[0] for text in found.as_dict()["warnings"]] == ["no better than guessing"]
     assert found.top5 is None
     assert found.ece == pytest.approx(354 / 360 - 0.8)
-    perfect = measure(predictions(1, 0), source_of(1), kind="pictures")
-    assert perfect.verdict == "100.0% on 1 picture, 95% interval 20.7–100.0"
+    perfect = measure(predictions(1, 0), source_of(1), kind="images")
+    assert perfect.verdict == "100.0% on 1 image, 95% interval 20.7–100.0"
     assert (perfect.weakest, perfect.worst) == (None, ())
 
 

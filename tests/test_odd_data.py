@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.choosing import choose_pictures
+from vitrail.data.sources.choosing import choose_images
 from vitrail.data.sources.opening import open_data, open_source
 from vitrail.errors import CheckpointError, DataError, InputError
 from vitrail.evaluation import evaluate_bundle
@@ -41,7 +41,7 @@ FUNCTIONS: dict[str, Callable[[object], object]] = {
     "probe": lambda data: vitrail.probe(tiny(), data),
     "open_data": lambda data: open_data(data),
     "open_source": lambda data: open_source(data),
-    "choose_pictures": lambda data: choose_pictures(data),
+    "choose_images": lambda data: choose_images(data),
 }
 ODD = {
     "dataset": Mine(),

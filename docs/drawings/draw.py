@@ -1,6 +1,6 @@
-"""Draw the pictures of the documentation: `make drawings`.
+"""Draw the images of the documentation: `make drawings`.
 
-Every shape written in a drawing is read from the code, by running a real model on the picture. Each drawing brings its
+Every shape written in a drawing is read from the code, by running a real model on the image. Each drawing brings its
 own background and follows the reader's light or dark mode; no font, script or file is fetched.
 """
 
@@ -31,13 +31,13 @@ Colour = tuple[int, int, int]
 Point = tuple[float, float]
 Pixels = NDArray[np.uint8]
 
-# ── the picture: a boat at sunset, in glass ──
+# ── the image: a boat at sunset, in glass ──
 
 LEAD: Colour = (30, 27, 36)
 
 
 def scene() -> list[tuple[list[Point], Colour]]:
-    """Return the picture as coloured polygons in a unit square, the farthest first."""
+    """Return the image as coloured polygons in a unit square, the farthest first."""
 
     def disc(x: float, y: float, radius: float) -> list[Point]:
         turns = [2 * math.pi * i / 48 for i in range(48)]
@@ -97,7 +97,7 @@ def paint(size: int = 224, fine: int = 3) -> Pixels:
 
 
 def as_uri(pixels: Pixels, colours: int = 96, gaps: NDArray[np.bool_] | None = None) -> str:
-    """Return pixels as a PNG data URI with a palette; where `gaps` holds, the picture is transparent."""
+    """Return pixels as a PNG data URI with a palette; where `gaps` holds, the image is transparent."""
     small = Image.fromarray(pixels).convert("RGB").quantize(colours, dither=Image.Dither.NONE)
     options = {}
     if gaps is not None:
@@ -170,8 +170,8 @@ class Drawing:
             f'stroke-width="1.3"/>'
         )
 
-    def picture(self, x: float, y: float, size: tuple[float, float], uri: str) -> None:
-        """Place a picture, its pixels left sharp."""
+    def image(self, x: float, y: float, size: tuple[float, float], uri: str) -> None:
+        """Place an image, its pixels left sharp."""
         width, height = size
         self.add(
             f'<image class="pixels" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
@@ -212,7 +212,7 @@ CHOSEN = (6, 4)
 
 
 def draw_how_a_vit_sees(folder: Path = HERE) -> None:
-    """Follow the picture through a B/16 of random weights."""
+    """Follow the image through a B/16 of random weights."""
     config = variant_config("B/16").replace(stem="linear")
     torch.manual_seed(0)
     model = ViT(config).eval()
@@ -226,10 +226,10 @@ def draw_how_a_vit_sees(folder: Path = HERE) -> None:
     drawing = Drawing(
         1235,
         "How a ViT sees",
-        "One picture on its way through a ViT-B/16: cut into patches, each patch turned into a token, a class token "
+        "One image on its way through a ViT-B/16: cut into patches, each patch turned into a token, a class token "
         "added, twelve blocks of attention and MLP, and a score for each class.",
     )
-    _picture_and_patches(drawing, config, pixels, shape)
+    _image_and_patches(drawing, config, pixels, shape)
     _one_patch(drawing, config, pixels, shape)
     _tokens(drawing, config, pixels, shape)
     _encoder(drawing, config, traced.attention[0][0], shape)
@@ -238,7 +238,7 @@ def draw_how_a_vit_sees(folder: Path = HERE) -> None:
 
 
 def _heading(drawing: Drawing, y: float, number: int, words: str, stage: Stage | None = None) -> None:
-    """Write a numbered heading, and at the right the shape of its tensor for one picture."""
+    """Write a numbered heading, and at the right the shape of its tensor for one image."""
     drawing.add(f'<circle class="ink" cx="{MARGIN + 11}" cy="{y - 5.5:g}" r="12"/>')
     drawing.text(MARGIN + 11, y, str(number), "number", size=15, more='text-anchor="middle" font-weight="700"')
     drawing.text(MARGIN + 32, y, words, size=17, more='font-weight="600"')
@@ -250,13 +250,13 @@ def _shape(drawing: Drawing, x: float, y: float, numbers: Iterable[int], more: s
     drawing.text(x, y, times(numbers), "shape", size=17, more=f'font-weight="700" {more}')
 
 
-def _picture_and_patches(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[str, Stage]) -> None:
-    """Draw steps 1 and 2: the picture whole, and cut."""
+def _image_and_patches(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[str, Stage]) -> None:
+    """Draw steps 1 and 2: the image whole, and cut."""
     (rows, columns), (h, w), gap = config.grid, config.patch_size, 5
-    _heading(drawing, 46, 1, "a picture")
-    drawing.picture(MARGIN, 66, (pixels.shape[1], pixels.shape[0]), as_uri(pixels))
-    _shape(drawing, MARGIN, 316, shape["picture"].shape[1:])
-    drawing.text(MARGIN, 338, f"{math.prod(shape['picture'].shape):,} numbers", "soft")
+    _heading(drawing, 46, 1, "an image")
+    drawing.image(MARGIN, 66, (pixels.shape[1], pixels.shape[0]), as_uri(pixels))
+    _shape(drawing, MARGIN, 316, shape["image"].shape[1:])
+    drawing.text(MARGIN, 338, f"{math.prod(shape['image'].shape):,} numbers", "soft")
 
     apart = np.zeros((rows * (h + gap) - gap, columns * (w + gap) - gap, 3), dtype=np.uint8)
     empty = np.ones(apart.shape[:2], dtype=np.bool_)
@@ -270,7 +270,7 @@ def _picture_and_patches(drawing: Drawing, config: ViTConfig, pixels: Pixels, sh
     drawing.add(f'<g transform="translate({left - MARGIN},0)">')
     _heading(drawing, 46, 2, f"cut into {rows} × {columns} patches")
     drawing.add("</g>")
-    drawing.picture(left, top, (apart.shape[1], apart.shape[0]), as_uri(apart, gaps=empty))
+    drawing.image(left, top, (apart.shape[1], apart.shape[0]), as_uri(apart, gaps=empty))
     x, y = left + CHOSEN[1] * (w + gap), top + CHOSEN[0] * (h + gap)
     drawing.add(
         f'<rect x="{x - 2}" y="{y - 2}" width="{w + 4}" height="{h + 4}" fill="none" stroke="#fff" stroke-width="5"/>'
@@ -285,7 +285,7 @@ def _one_patch(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[
     row, column = CHOSEN
     patch = pixels[row * h : (row + 1) * h, column * w : (column + 1) * w]
     _heading(drawing, 398, 3, "each patch is a row of numbers", shape["patches"])
-    drawing.picture(MARGIN, top, (112, 112), as_uri(patch, 256))
+    drawing.image(MARGIN, top, (112, 112), as_uri(patch, 256))
     drawing.add(
         f'<rect x="{MARGIN}" y="{top}" width="112" height="112" fill="none" stroke="#d6006c" stroke-width="2.5"/>'
     )
@@ -294,7 +294,7 @@ def _one_patch(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[
         plane = np.zeros_like(patch)
         plane[..., channel] = patch[..., channel]
         x = MARGIN + 156 + channel * 90
-        drawing.picture(x, top, (82, 82), as_uri(plane, 256))
+        drawing.image(x, top, (82, 82), as_uri(plane, 256))
         drawing.text(x + 41, top + 104, name, "soft", more='text-anchor="middle"')
     drawing.arrow([(MARGIN + 428, top + 56), (MARGIN + 452, top + 56)])
     values = (patch.astype(float) / 127.5 - 1).transpose(2, 0, 1).ravel()
@@ -346,7 +346,7 @@ def _encoder(drawing: Drawing, config: ViTConfig, attention: torch.Tensor, shape
     top += 10
     for head in range(config.heads):
         x, y = MARGIN + 16 + 50 * (head % 6), top + 14 + 50 * (head // 6)
-        drawing.picture(x, y, (46, 46), _attention_map(attention[head]))
+        drawing.image(x, y, (46, 46), _attention_map(attention[head]))
     drawing.text(MARGIN + 16, top + 134, "attention")
     _shape(drawing, MARGIN + 92, top + 134, shape["attention, layer 0"].shape[1:])
     drawing.text(MARGIN + 16, top + 155, f"{config.heads} heads: who looks at whom", "soft")
@@ -415,7 +415,7 @@ def draw_project(folder: Path = HERE) -> None:
     drawing = Drawing(
         520,
         "Vitrail",
-        "Names, configs and checkpoints go in today, pictures are planned. In the middle a ViT made of pieces. "
+        "Names, configs and checkpoints go in today, images are planned. In the middle a ViT made of pieces. "
         "Out come features, traces, other sizes and other formats today; training, measuring, explaining and serving "
         "are planned.",
     )
@@ -426,7 +426,7 @@ def draw_project(folder: Path = HERE) -> None:
 
     right = WIDTH - 24 - CARD
     into: tuple[Card, ...] = (
-        (354, "pictures", ("a folder of them",), False),
+        (354, "images", ("a folder of them",), False),
         (276, "a checkpoint", ("of any library",), True),
         (76, "a name", ("B/16, S/32, …", f"{len(VARIANTS)} named models"), True),
         (176, "a config", ("every option one", "checked field"), True),

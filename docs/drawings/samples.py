@@ -1,7 +1,7 @@
-"""Draw the pictures that the explorer page offers to begin with: `python -m docs.drawings.samples`.
+"""Draw the images that the explorer page offers to begin with: `python -m docs.drawings.samples`.
 
 All of them are made here: three scenes painted by code, the boat of the documentation, and digits that come with the
-package. So the page has something to show before anyone has found a picture of their own.
+package. So the page has something to show before anyone has found an image of their own.
 """
 
 import math
@@ -25,7 +25,7 @@ Point = tuple[float, float]
 
 
 class Canvas:
-    """A picture in a unit square, painted larger than it is kept so that edges come out soft."""
+    """An image in a unit square, painted larger than it is kept so that edges come out soft."""
 
     def __init__(self, above: Colour, below: Colour) -> None:
         side = SIDE * FINE
@@ -54,7 +54,7 @@ class Canvas:
         self.image = self.image.filter(ImageFilter.GaussianBlur(radius * SIDE * FINE))
 
     def finished(self) -> Image.Image:
-        """Return the picture in its size, with a little grain."""
+        """Return the image in its size, with a little grain."""
         small = np.asarray(self.image.resize((SIDE, SIDE), Image.Resampling.LANCZOS)).astype(np.float32)
         grain = np.random.default_rng(4).normal(0, 2.2, (SIDE, SIDE, 1)).astype(np.float32)
         return Image.fromarray((small + grain).clip(0, 255).astype(np.uint8))
@@ -183,7 +183,7 @@ def boat() -> Image.Image:
 def digit(wanted: int) -> Image.Image:
     """Return the first of the built-in digits that shows a number."""
     arrays = digits()
-    pixels: NDArray[np.uint8] = np.asarray(arrays.pictures[int(np.flatnonzero(arrays.labels == wanted)[0])])
+    pixels: NDArray[np.uint8] = np.asarray(arrays.images[int(np.flatnonzero(arrays.labels == wanted)[0])])
     return Image.fromarray(pixels.reshape(8, 8))
 
 

@@ -13,7 +13,7 @@ from vitrail.acceleration.accelerate import accelerate
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load, ready_bundle
-from vitrail.data.sources.choosing import choose_pictures, recorded_split
+from vitrail.data.sources.choosing import choose_images, recorded_split
 from vitrail.errors import ConfigError, unknown_argument
 from vitrail.evaluation import Evaluation, evaluate_chosen
 from vitrail.explanations.explain import explain
@@ -24,7 +24,7 @@ from vitrail.inference.probe import probe
 from vitrail.inference.probed import Probed
 from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.cost import Cost, cost
-from vitrail.models.stages import Stage, sample_picture, stages
+from vitrail.models.stages import Stage, sample_image, stages
 from vitrail.models.variants import variant_config
 from vitrail.models.vit import ViT
 from vitrail.reports.report import report, report_of_finished
@@ -99,7 +99,7 @@ def train(
     verdict_on: Literal["test", "val"] = "test",
     **unknown: Never,
 ) -> Run:
-    """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
+    """Train a classifier on images, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
     "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
@@ -142,7 +142,7 @@ def evaluate(
     record = recorded_split(bundle.origin)
     return evaluate_chosen(
         bundle,
-        choose_pictures(data, split, record=record),
+        choose_images(data, split, record=record),
         record,
         device=device,
         precision=precision,
@@ -159,19 +159,19 @@ class Description(NamedTuple):
     cost: Cost
     stages: list[Stage]
     computed: bool
-    """Whether a real picture went through the model; if not, only shapes were worked out."""
+    """Whether a real image went through the model; if not, only shapes were worked out."""
 
 
 def describe(name: str | ViTConfig) -> Description:
-    """Send a picture made on the spot through a fresh model, and say what it becomes at every stage."""
+    """Send an image made on the spot through a fresh model, and say what it becomes at every stage."""
     config = _config(name)
     spent = cost(config)
     computed = spent.parameters <= LARGE
     with torch.device("cpu" if computed else "meta"), torch.random.fork_rng(devices=[]):
-        model, picture = ViT(config).eval(), sample_picture(config.channels, config.image_size)
+        model, image = ViT(config).eval(), sample_image(config.channels, config.image_size)
     if not computed:
         model = model.to("meta")
-    return Description(config, spent, stages(model, picture), computed)
+    return Description(config, spent, stages(model, image), computed)
 
 
 def _unknown_of_model(argument: str, value: object) -> ConfigError:

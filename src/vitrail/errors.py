@@ -2,7 +2,7 @@
 
     VitrailError
     ├── ConfigError       a setting is impossible, or contradicts another
-    ├── InputError        a tensor, picture or argument does not fit the model
+    ├── InputError        a tensor, image or argument does not fit the model
     ├── DataError         a data set, or a file in it, cannot be used
     ├── CheckpointError   a weight file cannot be opened, understood or written
     └── Diverged          training produced numbers that are not finite
@@ -29,7 +29,7 @@ class ConfigError(VitrailError):
 
 
 class InputError(VitrailError):
-    """A tensor, a picture or an argument does not fit what it was given to."""
+    """A tensor, an image or an argument does not fit what it was given to."""
 
 
 class DataError(VitrailError):

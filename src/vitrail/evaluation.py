@@ -1,4 +1,4 @@
-"""Measuring a model: every picture once, and what the answers are worth."""
+"""Measuring a model: every image once, and what the answers are worth."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.engine import made_ready
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import BadPicture, Batch, evaluation_batches
-from vitrail.data.batches import Evaluation as EveryPicture
+from vitrail.data.batches import BadImage, Batch, evaluation_batches
+from vitrail.data.batches import Evaluation as EveryImage
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.choosing import CONTENT, Chosen, Seen, match_classes, seen_by_run
 from vitrail.data.sources.contents import recorded_contents
@@ -43,30 +43,30 @@ from vitrail.runtime import Precision, autocast, choose_device
 UNSEEN = Seen()
 WORST = 20
 """How many of the most confident mistakes are kept."""
-HELD_OUT = "held-out pictures"
+HELD_OUT = "held-out images"
 SPLITS = {
     "test": "the test split", "val": "the validation split", "train": "the training split", "all": "all images"
 }  # fmt: skip
 
 
 class Predictions(NamedTuple):
-    """What a model answered to every picture that could be read."""
+    """What a model answered to every image that could be read."""
 
     probabilities: NDArray[np.float32]
     """(N, K)."""
     labels: NDArray[np.int64]
     """(N,)."""
     indices: NDArray[np.int64]
-    """(N,), which pictures of the source these are."""
-    bad: tuple[BadPicture, ...] = ()
-    """The pictures that could not be read."""
+    """(N,), which images of the source these are."""
+    bad: tuple[BadImage, ...] = ()
+    """The images that could not be read."""
 
 
 class ClassScore(NamedTuple):
     """How one class fared; None where there is nothing to divide by."""
 
     name: str
-    pictures: int
+    images: int
     precision: float | None
     recall: float | None
     f1: float | None
@@ -74,7 +74,7 @@ class ClassScore(NamedTuple):
 
 @dataclass(frozen=True)
 class Mistake:
-    """A picture that was taken for another class."""
+    """An image that was taken for another class."""
 
     index: int
     name: str
@@ -85,11 +85,11 @@ class Mistake:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What a model is worth on some pictures. Shares go from 0 to 1; intervals are of 95%."""
+    """What a model is worth on some images. Shares go from 0 to 1; intervals are of 95%."""
 
-    pictures: int
+    images: int
     kind: str
-    """What the pictures are, in the plural: "held-out pictures"."""
+    """What the images are, in the plural: "held-out images"."""
     classes: tuple[str, ...]
     top1: float
     top1_interval: Interval
@@ -113,7 +113,7 @@ class Evaluation:
     reliability: tuple[ReliabilityBin, ...]
     worst: tuple[Mistake, ...]
     """The most confident mistakes, the most confident first."""
-    bad: tuple[BadPicture, ...]
+    bad: tuple[BadImage, ...]
     warnings: tuple[str, ...] = ()
     """Why the result may be worth less than it looks, each with the next step."""
     split: str | None = None
@@ -128,12 +128,12 @@ class Evaluation:
 
     @property
     def weakest_first(self) -> list[ClassScore]:
-        """The classes that have pictures, by recall, then by F1."""
-        return sorted((row for row in self.per_class if row.pictures), key=lambda row: (row.recall, row.f1))
+        """The classes that have images, by recall, then by F1."""
+        return sorted((row for row in self.per_class if row.images), key=lambda row: (row.recall, row.f1))
 
     @property
     def weakest(self) -> ClassScore | None:
-        """The class with the least recall; None where no picture is mistaken."""
+        """The class with the least recall; None where no image is mistaken."""
         return self.weakest_first[0] if self.top1 < 1 else None
 
     def most_confused(self, most: int) -> list[Confusion]:
@@ -143,9 +143,9 @@ class Evaluation:
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
-        noun = self.kind if self.pictures != 1 else self.kind.removesuffix("s")
+        noun = self.kind if self.images != 1 else self.kind.removesuffix("s")
         low, high = self.top1_interval
-        said = [f"{percent(self.top1)}% on {self.pictures:,} {noun}, 95% interval {percent(low)}–{percent(high)}"]
+        said = [f"{percent(self.top1)}% on {self.images:,} {noun}, 95% interval {percent(low)}–{percent(high)}"]
         base = self.baselines
         if base.majority < 1:  # on images of one class there is nothing to guess
             largest = self.classes[base.majority_class]
@@ -155,8 +155,8 @@ class Evaluation:
         if self.bad:
             said.append(f"{len(self.bad):,} more could not be read")
         if self.split is not None:
-            images = self.pictures + len(self.bad)
-            said.append(f"evaluated on {SPLITS[self.split]}{self.seen.said(images)}")
+            asked = self.images + len(self.bad)
+            said.append(f"evaluated on {SPLITS[self.split]}{self.seen.said(asked)}")
             if not (self.seen.selected_on or self.seen.trained_on):
                 if self.seen.compared_by == CONTENT:
                     said.append("by content, none of these images was trained on")
@@ -170,7 +170,7 @@ class Evaluation:
         return {
             **({} if self.split is None else {"part": self.split, **self.seen._asdict()}),
             "verdict": self.verdict,
-            "pictures": self.pictures,
+            "images": self.images,
             "kind": self.kind,
             "classes": list(self.classes),
             "top1": self.top1,
@@ -207,10 +207,10 @@ def evaluate_bundle(
     kind: str = HELD_OUT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Measure a bundle on data whose classes it knows; its model goes to the device. Unreadable pictures are listed.
+    """Measure a bundle on data whose classes it knows; its model goes to the device. Unreadable images are listed.
 
     `by_number` takes the classes of the data to be those of the bundle in the same order, whatever they are called.
-    `on_progress` is told how many pictures are done, and of how many.
+    `on_progress` is told how many images are done, and of how many.
     """
     bundle = bundle.in_dtype("float32")
     if not bundle.model.config.classes:
@@ -220,7 +220,7 @@ def evaluate_bundle(
     source = match_classes(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
     bundle.announce()
     place = choose_device(device)
-    data = EveryPicture(source, bundle.preprocess, batch, bad_files="skip")
+    data = EveryImage(source, bundle.preprocess, batch, bad_files="skip")
     batches = evaluation_batches(data, workers=workers, pin=place.type == "cuda")
     if on_progress is not None:
         batches = _told(batches, on_progress, len(source))
@@ -252,7 +252,7 @@ def evaluate_chosen(
     `record` is the split that this run recorded, if there is one.
     """
     # They are called held out only where that is known.
-    kind = HELD_OUT if chosen.held_out else "training pictures" if chosen.part == "train" else "pictures"
+    kind = HELD_OUT if chosen.held_out else "training images" if chosen.part == "train" else "images"
     found = evaluate_bundle(
         bundle,
         chosen.source,
@@ -282,7 +282,7 @@ def evaluate(
     if not len(predictions.labels):
         bad = predictions.bad
         why = f"none of the {len(bad):,} can be read; the first, {bad[0].name}: {bad[0].reason}" if bad else "none"
-        raise DataError(f"there are no pictures to measure: {why}")
+        raise DataError(f"there are no images to measure: {why}")
     return measure(predictions, source, kind=kind)
 
 
@@ -293,14 +293,14 @@ def predict_all(
     device: torch.device,
     precision: Precision = "float32",
     *,
-    name: Callable[[int], str] = "picture {}".format,
+    name: Callable[[int], str] = "image {}".format,
 ) -> Predictions:
-    """Ask a model that is on `device` about every picture once; `name` says what a message calls a picture.
+    """Ask a model that is on `device` about every image once; `name` says what a message calls an image.
 
     The model answers as in use, without dropout, and is afterwards in the mode in which it was.
     """
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    bad: list[BadPicture] = []
+    bad: list[BadImage] = []
     with in_use(model), torch.inference_mode():
         for batch in batches:
             bad += batch.bad
@@ -317,7 +317,7 @@ def predict_all(
 
 
 def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -> Evaluation:
-    """Say what answers are worth; `source` gives the names of pictures and classes."""
+    """Say what answers are worth; `source` gives the names of images and classes."""
     probabilities, labels = predictions.probabilities, predictions.labels
     outputs = probabilities.shape[1]
     if outputs != len(source.classes):
@@ -329,7 +329,7 @@ def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -
     among_five = int(top_k_right(probabilities, labels, 5).sum())
     interval, scores = wilson_interval(right, len(labels)), bootstrap_scores(matrix)
     return Evaluation(
-        pictures=len(labels),
+        images=len(labels),
         kind=kind,
         classes=tuple(source.classes),
         top1=right / len(labels),
@@ -371,7 +371,7 @@ def in_use(model: nn.Module) -> Iterator[None]:
 
 
 def check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], precision: Precision) -> None:
-    """Refuse outputs (B, K) that are not finite, and name the first picture with such."""
+    """Refuse outputs (B, K) that are not finite, and name the first image with such."""
     wrong = ~outputs.isfinite().all(dim=1)
     if wrong.any():
         first = int(indices[wrong.cpu()][0])
@@ -379,18 +379,18 @@ def check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], p
         raise Diverged(f"the model's answer to {name(first)} is not a finite number; {help}")
 
 
-def _told(batches: Iterable[Batch], on_progress: Callable[[int, int], None], pictures: int) -> Iterator[Batch]:
+def _told(batches: Iterable[Batch], on_progress: Callable[[int, int], None], images: int) -> Iterator[Batch]:
     done = 0
     for batch in batches:
         yield batch
         done += len(batch.labels) + len(batch.bad)
-        on_progress(done, pictures)
+        on_progress(done, images)
 
 
 def _class_scores(matrix: NDArray[np.int64], classes: Iterable[str]) -> tuple[ClassScore, ...]:
     scores = per_class(matrix)
     numbers = ([None if np.isnan(x) else float(x) for x in column] for column in scores[1:])
-    return tuple(map(ClassScore, classes, scores.pictures.tolist(), *numbers))
+    return tuple(map(ClassScore, classes, scores.images.tolist(), *numbers))
 
 
 def _worst(predictions: Predictions, source: Source) -> tuple[Mistake, ...]:

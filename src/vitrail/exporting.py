@@ -54,7 +54,7 @@ def export(
     """Write a model as a graph for another runtime, for batches of any size, and check it before it gets its name.
 
     With `preprocess` the graph takes pixels as they are, uint8 0…255, and normalises them itself; without, it takes
-    what `Preprocess.normalise` makes of them. `channels_last` has it take (B, H, W, C), as decoders give pictures.
+    what `Preprocess.normalise` makes of them. `channels_last` has it take (B, H, W, C), as decoders give images.
     Decoding and resizing stay outside. Classes and preprocessing are written along: into ONNX, and as a .json beside
     the others. `opset` is the version of ONNX's operators.
     """

@@ -129,7 +129,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 LIMIT = 1_000_000
-"""No size of a model or a picture is larger; a larger number is a slip that would end in a lack of memory."""
+"""No size of a model or an image is larger; a larger number is a slip that would end in a lack of memory."""
 Positive = Annotated[int, BeforeValidator(_as_whole), Field(gt=0, le=LIMIT)]
 Count = Annotated[int, BeforeValidator(_as_whole), Field(ge=0, le=LIMIT)]
 Rate = Annotated[float, Field(ge=0, lt=1)]

@@ -23,57 +23,57 @@ def given(kind: str, **changes: object) -> tuple[Bundle, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_cpu_bf16_is_what_engines_have(kind: str) -> None:
-    made, pictures = given(kind)
+    made, images = given(kind)
     made.model.train()  # the caller's own model keeps its mode
     fast = vitrail.accelerate(made.model)
     with torch.inference_mode(), autocast(CPU, "bf16"):
-        expected = made_ready(made.model, "bf16").eval()(pictures).float()
-    assert torch.equal(fast(pictures), expected)
-    assert fast(pictures).dtype == torch.float32
+        expected = made_ready(made.model, "bf16").eval()(images).float()
+    assert torch.equal(fast(images), expected)
+    assert fast(images).dtype == torch.float32
     assert made.model.training
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
     made.model.eval()
-    assert relative_error(fast(pictures), made.model(pictures).detach()) < 0.1
+    assert relative_error(fast(images), made.model(images).detach()) < 0.1
 
 
 @pytest.mark.parametrize("kind", ["plain", "rope"])  # packed where the processor can, and never
 def test_a_model_in_training_answers_without_dropout(kind: str) -> None:
-    made, pictures = given(kind, mlp_dropout=0.5, proj_dropout=0.5)
-    expected = accelerate(made.model)(pictures)
+    made, images = given(kind, mlp_dropout=0.5, proj_dropout=0.5)
+    expected = accelerate(made.model)(images)
     made.model.train()
-    assert torch.equal(accelerate(made.model)(pictures), expected)
+    assert torch.equal(accelerate(made.model)(images), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "rope"])
 def test_a_model_that_is_not_in_float32(kind: str, dtype: torch.dtype) -> None:
-    made, pictures = given(kind)
-    found = accelerate(made.model.to(dtype))(pictures)
+    made, images = given(kind)
+    found = accelerate(made.model.to(dtype))(images)
     assert {parameter.dtype for parameter in made.model.parameters()} == {dtype}
-    assert torch.equal(found, accelerate(made.model.float())(pictures))
+    assert torch.equal(found, accelerate(made.model.float())(images))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pictures_of_any_floating_point_dtype(kind: str, dtype: torch.dtype) -> None:
-    made, pictures = given(kind)
+def test_images_of_any_floating_point_dtype(kind: str, dtype: torch.dtype) -> None:
+    made, images = given(kind)
     fast = accelerate(made.model)
-    found = fast(pictures.to(dtype))
+    found = fast(images.to(dtype))
     assert found.dtype == torch.float32
-    assert torch.equal(found, fast(pictures)) or dtype in (torch.float16, torch.bfloat16)
-    assert relative_error(found, fast(pictures)) < 0.05
+    assert torch.equal(found, fast(images)) or dtype in (torch.float16, torch.bfloat16)
+    assert relative_error(found, fast(images)) < 0.05
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 3, 16, 32, dtype=torch.uint8), [[0.0]]])
-def test_what_is_no_picture_is_refused(wrong: Any) -> None:
+def test_what_is_no_image_is_refused(wrong: Any) -> None:
     made, _ = given("plain")
     with pytest.raises(InputError, match="expected"):
         accelerate(made.model)(wrong)
 
 
 def test_graphs_mean_nothing_on_a_cpu() -> None:
-    made, pictures = given("plain")
-    assert torch.equal(accelerate(made.model, graphs=True)(pictures), accelerate(made.model)(pictures))
+    made, images = given("plain")
+    assert torch.equal(accelerate(made.model, graphs=True)(images), accelerate(made.model)(images))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_graphs_mean_nothing_on_a_cpu() -> None:
     ],
 )
 def test_what_cannot_be(precision: str, message: str) -> None:
-    made, pictures = given("plain")
+    made, images = given("plain")
     with pytest.raises(ConfigError) as error:
-        accelerate(made.model, precision, calibration=pictures)
+        accelerate(made.model, precision, calibration=images)
     assert str(error.value) == message
 
 

@@ -37,7 +37,7 @@ class Fake:
     def __call__(self, pixels: Tensor) -> Tensor:
         Clock.skipped += self.seconds
         self.asked += len(pixels)
-        return self.answers[pixels[:, 0, 0, 0].long()]  # the first pixel is the picture's number
+        return self.answers[pixels[:, 0, 0, 0].long()]  # the first pixel is the image's number
 
 
 def numbered(count: int) -> Tensor:
@@ -64,7 +64,7 @@ LOGITS = torch.randn(100, 5, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def swapped(number: int) -> Tensor:
-    """The same answers, but for one picture whose best two change places by a hair."""
+    """The same answers, but for one image whose best two change places by a hair."""
     logits = LOGITS.clone()
     first, second = logits[number].topk(2).indices
     logits[number, second] = logits[number, first] + 1e-3
@@ -87,7 +87,7 @@ def turned() -> Tensor:
 def test_bf16_is_taken_where_nothing_changes() -> None:
     engine, why = settle_precision(opener(LOGITS, LOGITS + 0.001 * torch.randn(100, 5)), numbered(100), CPU)
     assert engine.precision == "bf16"
-    assert "times as fast here; the first 64 pictures get the same answers, probabilities within 0.00" in why
+    assert "times as fast here; the first 64 images get the same answers, probabilities within 0.00" in why
     assert why.startswith("bf16: ")
     assert float(why.split()[1]) > 1.1
     assert isinstance(engine, Fake)
@@ -97,7 +97,7 @@ def test_bf16_is_taken_where_nothing_changes() -> None:
 @pytest.mark.usefixtures("fast")
 def test_one_answer_that_turns_is_enough() -> None:
     engine, why = settle_precision(opener(near_tie(), turned()), numbered(64), CPU)
-    assert (engine.precision, why) == ("float32", "float32: bf16 would answer 1 of the first 64 pictures differently")
+    assert (engine.precision, why) == ("float32", "float32: bf16 would answer 1 of the first 64 images differently")
 
 
 @pytest.mark.usefixtures("fast")
@@ -116,7 +116,7 @@ def test_probabilities_may_change_by_two_hundredths(share: float, taken: str) ->
     engine, why = settle_precision(opener(exact, quick), numbered(64), CPU)
     assert engine.precision == taken
     if taken == "float32":
-        assert why == "float32: bf16 would change a probability of the first 64 pictures by 0.021"
+        assert why == "float32: bf16 would change a probability of the first 64 images by 0.021"
 
 
 @pytest.mark.usefixtures("fast")
@@ -133,10 +133,10 @@ def test_numbers_that_are_none_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("fast")
-def test_one_picture_and_none() -> None:
-    assert "the first picture gets the same answer" in settle_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
+def test_one_image_and_none() -> None:
+    assert "the first image gets the same answer" in settle_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
     engine, why = settle_precision(opener(LOGITS, LOGITS), numbered(0), CPU)
-    assert (engine.precision, why) == ("float32", "float32: there are no pictures to try bf16 on")
+    assert (engine.precision, why) == ("float32", "float32: there are no images to try bf16 on")
 
 
 @pytest.mark.usefixtures("fast")
@@ -178,7 +178,7 @@ def test_with_a_real_model() -> None:
 
 
 @pytest.mark.usefixtures("fast")
-def test_an_engine_settles_after_64_pictures() -> None:
+def test_an_engine_settles_after_64_images() -> None:
     said: list[str] = []
     engine = SettlingEngine(opener(LOGITS, LOGITS + 0.001), CPU, said.append)
     engine(numbered(40))  # to warm up
@@ -189,7 +189,7 @@ def test_an_engine_settles_after_64_pictures() -> None:
     assert torch.equal(engine(numbered(100)[60:70]), LOGITS[60:70])  # float32 also in the batch that settles it
     assert engine.precision == "bf16"
     assert len(said) == 1
-    assert "the first 70 pictures get the same answers" in said[0]
+    assert "the first 70 images get the same answers" in said[0]
     assert torch.equal(engine(numbered(5)), LOGITS[:5] + 0.001)
 
 

@@ -28,39 +28,39 @@ def test_the_answers_are_the_models(engine: str, kind: str) -> None:
     ready = open_engine(made.model, made.preprocess, kind=engine, device=CPU)
     assert (ready.kind, ready.precision) == (engine, "float32")
     for count in (1, 2, 7):
-        pictures = pixels(count, made.preprocess.channels)
-        answers = ready(pictures)
+        images = pixels(count, made.preprocess.channels)
+        answers = ready(images)
         assert (answers.dtype, answers.device) == (torch.float32, CPU)
-        assert relative_error(answers, eager(made, pictures)) < 1e-4
+        assert relative_error(answers, eager(made, images)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_in_float32_is_the_model(kind: str) -> None:
     made = bundle(kind)
-    pictures = pixels(3, made.preprocess.channels)
-    assert torch.equal(open_engine(made.model, made.preprocess, device=CPU)(pictures), eager(made, pictures))
+    images = pixels(3, made.preprocess.channels)
+    assert torch.equal(open_engine(made.model, made.preprocess, device=CPU)(images), eager(made, images))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_matrices_cast_once_give_the_bits_of_autocast(kind: str) -> None:
     made = bundle(kind)
-    pictures = pixels(2, made.preprocess.channels)
+    images = pixels(2, made.preprocess.channels)
     with autocast(CPU, "bf16"):
-        expected = eager(made, pictures).float()
+        expected = eager(made, images).float()
     with autocast(CPU, "bf16"):
-        found = eager(Bundle(cast_once(made.model, "bf16"), made.preprocess), pictures).float()
+        found = eager(Bundle(cast_once(made.model, "bf16"), made.preprocess), images).float()
     assert torch.equal(found, expected)
-    assert not torch.equal(found, eager(made, pictures))
+    assert not torch.equal(found, eager(made, images))
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
 
 
 def test_openvino_computes_in_bf16_or_says_that_it_cannot() -> None:
     """Which of the two depends on the processor that runs the test."""
-    made, pictures = bundle(), pixels(2)
+    made, images = bundle(), pixels(2)
     if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         ready = open_engine(made.model, made.preprocess, kind="openvino", precision="bf16", device=CPU)
         assert ready.precision == "bf16"
-        assert 1e-6 < relative_error(ready(pictures), eager(made, pictures)) < 0.1
+        assert 1e-6 < relative_error(ready(images), eager(made, images)) < 0.1
     else:
         with pytest.raises(ConfigError, match="OpenVINO cannot compute in bf16 on this processor; use float32"):
             open_engine(made.model, made.preprocess, kind="openvino", precision="bf16", device=CPU)

@@ -26,9 +26,9 @@ def engine(kind: str = "plain", precision: Precision = "bf16", **changes: object
     return TorchEngine(made.model, made.preprocess, CUDA, precision)
 
 
-def expected(kind: str, pictures: Tensor) -> Tensor:
+def expected(kind: str, images: Tensor) -> Tensor:
     made = bundle(kind)
-    return TorchEngine(made.model, made.preprocess, CPU, "float32")(pictures)
+    return TorchEngine(made.model, made.preprocess, CPU, "float32")(images)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -36,47 +36,47 @@ def expected(kind: str, pictures: Tensor) -> Tensor:
 def test_every_kind_of_model_can_be_recorded(kind: str, precision: Precision) -> None:
     made, wanted = engine(kind, precision), bundle(kind)
     for count in (3, 1, 4):
-        pictures = pixels(count, wanted.preprocess.channels, seed=count)
-        found = made(pictures)
+        images = pixels(count, wanted.preprocess.channels, seed=count)
+        found = made(images)
         assert (found.dtype, found.device) == (torch.float32, CPU)
-        assert relative_error(found, expected(kind, pictures)) < ROUNDING[precision]
+        assert relative_error(found, expected(kind, images)) < ROUNDING[precision]
     assert made.replayed is not None
     assert sorted(key.shape[0] for key in made.replayed.recorded) == [1, 4]
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_a_picture_gets_the_same_answer_whatever_lies_beside_it(precision: Precision) -> None:
-    made, pictures = engine(precision=precision), pixels(8)
-    alone = made(pictures[:5])  # filled up to eight with zeros
-    assert torch.equal(made(pictures)[:5], alone)
-    assert torch.equal(made(pictures[:5]), alone)  # filled up with what was there before
+def test_a_image_gets_the_same_answer_whatever_lies_beside_it(precision: Precision) -> None:
+    made, images = engine(precision=precision), pixels(8)
+    alone = made(images[:5])  # filled up to eight with zeros
+    assert torch.equal(made(images)[:5], alone)
+    assert torch.equal(made(images[:5]), alone)  # filled up with what was there before
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 65, PART, PART + 1, 3 * PART + 5])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_batches_of_every_size(count: int, pinned: bool) -> None:
-    made, pictures = engine(), pixels(count)
-    given = pictures.pin_memory() if pinned and count else pictures
+    made, images = engine(), pixels(count)
+    given = images.pin_memory() if pinned and count else images
     found = made(given)
     assert found.shape == (count, 5)
     if count:
-        assert relative_error(found, expected("plain", pictures)) < ROUNDING["bf16"]
+        assert relative_error(found, expected("plain", images)) < ROUNDING["bf16"]
         assert torch.equal(made(given), found)
 
 
-def test_the_layout_of_pictures_changes_no_bit() -> None:
-    made, pictures = engine(), pixels(4)
-    assert torch.equal(made(pictures.contiguous()), made(pictures))
+def test_the_layout_of_images_changes_no_bit() -> None:
+    made, images = engine(), pixels(4)
+    assert torch.equal(made(images.contiguous()), made(images))
 
 
 def test_all_recordings_share_their_memory() -> None:
     made = engine()
-    pictures = pixels(64)
-    answers = {size: made(pictures[:size]) for size in SIZES}
+    images = pixels(64)
+    answers = {size: made(images[:size]) for size in SIZES}
     assert made.replayed is not None
     assert len(made.replayed.recorded) == len(SIZES)
     for size in (64, 1, 16, 2, 32, 8, 4):
-        assert torch.equal(made(pictures[:size]), answers[size])
+        assert torch.equal(made(images[:size]), answers[size])
 
 
 def test_several_threads_may_ask() -> None:

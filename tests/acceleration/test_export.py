@@ -63,13 +63,13 @@ def onnx_file(made: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Export:
 
 
 def test_onnx(onnx_file: Export, made: Bundle) -> None:
-    assert onnx_file.check.pictures == onnx_file.check.same_top1 == 32
+    assert onnx_file.check.images == onnx_file.check.same_top1 == 32
     assert 0 < onnx_file.check.relative < 1e-5
     assert 0 < onnx_file.check.probabilities < 1e-5
     path = onnx_file.files[0]
     for count in (1, 5):
-        pictures = pixels(count).contiguous()
-        assert relative_error(answers(path, pictures), eager(made, pictures)) < 1e-4
+        images = pixels(count).contiguous()
+        assert relative_error(answers(path, images), eager(made, images)) < 1e-4
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert [(given.name, given.shape, given.type) for given in session.get_inputs()] == [
         ("pixels", ["batch", 3, 16, 32], "tensor(uint8)")
@@ -91,8 +91,8 @@ def test_onnx_can_be_quantised(kind: str, tmp_path: Path) -> None:
     quantize_dynamic(path, quantised)
     stored = {tensor.data_type for tensor in onnx.load(quantised).graph.initializer}
     assert {onnx.TensorProto.INT8, onnx.TensorProto.UINT8} & stored, "nothing was quantised"
-    pictures = pixels(16).contiguous()
-    ours, theirs = eager(made, pictures), answers(quantised, pictures)
+    images = pixels(16).contiguous()
+    ours, theirs = eager(made, images), answers(quantised, images)
     assert relative_error(theirs, ours) < 0.1
     assert (ours.argmax(1) == theirs.argmax(1)).float().mean() >= 0.75
 
@@ -100,20 +100,20 @@ def test_onnx_can_be_quantised(kind: str, tmp_path: Path) -> None:
 def test_onnx_in_a_process_that_knows_nothing_of_us(onnx_file: Export, made: Bundle, tmp_path: Path) -> None:
     import numpy as np
 
-    pictures = pixels(4).contiguous()
-    np.save(tmp_path / "given.npy", pictures.numpy())
+    images = pixels(4).contiguous()
+    np.save(tmp_path / "given.npy", images.numpy())
     words = (onnx_file.files[0], tmp_path / "given.npy", tmp_path / "found.npy")
     subprocess.run([sys.executable, "-c", FRESH, *map(str, words)], check=True, timeout=120)
-    assert relative_error(torch.from_numpy(np.load(tmp_path / "found.npy")), eager(made, pictures)) < 1e-4
+    assert relative_error(torch.from_numpy(np.load(tmp_path / "found.npy")), eager(made, images)) < 1e-4
 
 
-def test_torch_takes_normalised_pictures_unless_told_otherwise(made: Bundle, tmp_path: Path) -> None:
+def test_torch_takes_normalised_images_unless_told_otherwise(made: Bundle, tmp_path: Path) -> None:
     done = export(made, tmp_path / "model.pt2", to="torch")
     assert [file.name for file in done.files] == ["model.pt2", "model.pt2.json"]
     for count in (1, 5):
-        pictures = pixels(count)
-        found = answers(tmp_path / "model.pt2", made.preprocess.normalise(pictures).contiguous())
-        assert relative_error(found, eager(made, pictures)) < 1e-4
+        images = pixels(count)
+        found = answers(tmp_path / "model.pt2", made.preprocess.normalise(images).contiguous())
+        assert relative_error(found, eager(made, images)) < 1e-4
     notes = json.loads((tmp_path / "model.pt2.json").read_text())
     assert notes["classes"] == list("abcde")
     assert notes["input"] == {
@@ -131,9 +131,9 @@ def test_openvino_with_channels_last(made: Bundle, tmp_path: Path) -> None:
     assert {file.name for file in done.files} == {"model.xml", "model.bin", "model.xml.json"}
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in done.files}
     for count in (1, 5):
-        pictures = pixels(count)
-        found = answers(tmp_path / "model.xml", pictures.permute(0, 2, 3, 1).contiguous())
-        assert relative_error(found, eager(made, pictures)) < 1e-4
+        images = pixels(count)
+        found = answers(tmp_path / "model.xml", images.permute(0, 2, 3, 1).contiguous())
+        assert relative_error(found, eager(made, images)) < 1e-4
     assert json.loads((tmp_path / "model.xml.json").read_text())["input"]["shape"] == ["batch", 16, 32, 3]
     # The weights are kept as they are, and not shortened to 16 bits.
     parameters = sum(parameter.numel() for parameter in made.model.parameters())
@@ -146,9 +146,9 @@ def test_openvino_with_channels_last(made: Bundle, tmp_path: Path) -> None:
 def test_every_kind_of_model(kind: str, to: Any, tmp_path: Path) -> None:
     model = bundle(kind)
     done = export(model, tmp_path / NAMES[to], to=to, preprocess=True)
-    assert done.check.same_top1 == done.check.pictures
-    pictures = pixels(5, model.preprocess.channels)
-    assert relative_error(answers(done.files[0], pictures.contiguous()), eager(model, pictures)) < 1e-4
+    assert done.check.same_top1 == done.check.images
+    images = pixels(5, model.preprocess.channels)
+    assert relative_error(answers(done.files[0], images.contiguous()), eager(model, images)) < 1e-4
 
 
 @pytest.mark.slow
@@ -158,8 +158,8 @@ def test_weights_too_large_for_one_file(
     monkeypatch.setattr("vitrail.acceleration.export.onnx.LARGEST_FILE", 1000)
     done = export(made, tmp_path / "model.onnx", preprocess=True)
     assert [file.name for file in done.files] == ["model.onnx", "model.onnx.data"]
-    pictures = pixels(5).contiguous()
-    assert relative_error(answers(tmp_path / "model.onnx", pictures), eager(made, pictures)) < 1e-4
+    images = pixels(5).contiguous()
+    assert relative_error(answers(tmp_path / "model.onnx", images), eager(made, images)) < 1e-4
 
 
 @pytest.mark.slow
@@ -207,8 +207,8 @@ def test_an_output_is_replaced_whole(made: Bundle, tmp_path: Path) -> None:
     second = export(bundle(), tmp_path / "model.xml", to="openvino", overwrite=True)
     assert [file.name for file in first.files] == [file.name for file in second.files]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.bin", "model.xml", "model.xml.json"]
-    pictures = bundle().preprocess.normalise(pixels(2)).contiguous()
-    assert relative_error(answers(tmp_path / "model.xml", pictures), eager(bundle(), pixels(2))) < 1e-4
+    images = bundle().preprocess.normalise(pixels(2)).contiguous()
+    assert relative_error(answers(tmp_path / "model.xml", images), eager(bundle(), pixels(2))) < 1e-4
 
 
 def test_a_model_that_answers_nothing_finite(tmp_path: Path) -> None:
@@ -239,9 +239,9 @@ def test_a_model_in_training_is_left_as_it_was(tmp_path: Path) -> None:
     model.model.train()
     export(model, tmp_path / "model.pt2", to="torch", preprocess=True)
     assert all(module.training for module in model.model.modules())
-    pictures = pixels(3)
+    images = pixels(3)
     model.model.eval()
-    assert relative_error(answers(tmp_path / "model.pt2", pictures), eager(model, pictures)) < 1e-5
+    assert relative_error(answers(tmp_path / "model.pt2", images), eager(model, images)) < 1e-5
 
 
 # ── the command ──
@@ -259,7 +259,7 @@ def test_the_command(
     said = run(monkeypatch, capsys, *words)
     assert (said.code, said.err) == (0, "")
     assert "takes pixels, batch × 16 × 32 × 3, uint8; gives logits" in said.out
-    assert "checked on 32 random pictures: logits differ by at most " in said.out
+    assert "checked on 32 random images: logits differ by at most " in said.out
     assert "the first answer is the same for 32 of 32" in said.out
     assert "note:" not in said.out
     again = run(monkeypatch, capsys, *words)
@@ -279,7 +279,7 @@ def test_a_head_that_was_never_trained_is_mentioned(
     fresh.model.reset_head(5)
     folder = fresh.save(tmp_path / "bundle")
     said = run(monkeypatch, capsys, "export", folder, tmp_path / "model.pt2", "--to", "torch")
-    assert "note: the model answers the same to every picture" in said.out
+    assert "note: the model answers the same to every image" in said.out
 
 
 @pytest.mark.parametrize(
@@ -367,16 +367,16 @@ def test_a_full_disk_leaves_the_output_as_it_was(to: str, folder: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("to", NAMES)
 def test_a_trained_model_answers_the_same(to: Any, trained: Bundle, tmp_path: Path) -> None:
-    """At least 999 of 1,000 pictures that a trained model was made for get the same answer."""
+    """At least 999 of 1,000 images that a trained model was made for get the same answer."""
     from vitrail.data.batches import Evaluation, evaluation_batches
     from vitrail.data.sources.opening import open_data
 
     done = export(trained, tmp_path / NAMES[to], to=to, preprocess=True)
     data = Evaluation(open_data("digits").train, trained.preprocess, 250)
-    pictures = torch.cat([batch.pixels for batch in evaluation_batches(data, workers=0)])[:1000].contiguous()
-    wanted = eager(trained, pictures).argmax(dim=1)
-    found = torch.cat([answers(done.files[0], part) for part in pictures.split(333)]).argmax(dim=1)
-    assert len(pictures) == 1000
+    images = torch.cat([batch.pixels for batch in evaluation_batches(data, workers=0)])[:1000].contiguous()
+    wanted = eager(trained, images).argmax(dim=1)
+    found = torch.cat([answers(done.files[0], part) for part in images.split(333)]).argmax(dim=1)
+    assert len(images) == 1000
     assert len(wanted.unique()) == 10
     assert (found == wanted).sum() >= 999
 

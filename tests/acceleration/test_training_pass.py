@@ -26,15 +26,15 @@ HASTENED = [kind for kind in KINDS if can_hasten(bundle(kind).model.config) and 
 
 def given(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
     made = bundle(kind, **changes)
-    pictures = made.preprocess.normalise(pixels(6, made.preprocess.channels))
-    return made.model.train(), pictures, torch.arange(6) % 5
+    images = made.preprocess.normalise(pixels(6, made.preprocess.channels))
+    return made.model.train(), images, torch.arange(6) % 5
 
 
-def gradients(model: ViT, forward: Callable[[Tensor], Tensor], pictures: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def gradients(model: ViT, forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return the logits and every gradient of a loss, with what is random drawn from the same seed."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
-    logits = forward(pictures)
+    logits = forward(images)
     logits = logits if logits.ndim == 2 else logits.mean(dim=1)
     F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -48,43 +48,43 @@ def gradients(model: ViT, forward: Callable[[Tensor], Tensor], pictures: Tensor,
     ids=["", "random"],
 )
 def test_every_gradient_is_the_models(kind: str, changes: dict[str, Any]) -> None:
-    model, pictures, labels = given(kind, **changes)
-    model, pictures = model.double(), pictures.double()
-    expected = gradients(model, model, pictures, labels)
-    found = gradients(model, TrainingPass(model), pictures, labels)
+    model, images, labels = given(kind, **changes)
+    model, images = model.double(), images.double()
+    expected = gradients(model, model, images, labels)
+    found = gradients(model, TrainingPass(model), images, labels)
     assert set(found) == set(expected) == {"logits", *(name for name, _ in model.named_parameters())}
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
 
 
 def test_the_last_block_thinks_about_one_token() -> None:
-    model, pictures, _ = given("plain")
+    model, images, _ = given("plain")
     seen: list[int] = []
     for block in model.blocks:
         block.mlp.fc2.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
-    TrainingPass(model)(pictures)
+    TrainingPass(model)(images)
     assert seen == [9, 1]
 
 
 @pytest.mark.parametrize("rate", ["attention_dropout", "proj_dropout", "mlp_dropout"])
 def test_the_last_block_drops_what_the_model_drops(rate: str) -> None:
-    model, pictures, _ = given("plain", depth=1, **{rate: 0.5})
+    model, images, _ = given("plain", depth=1, **{rate: 0.5})
     short = TrainingPass(model)
-    assert not torch.equal(short(pictures), short(pictures))
+    assert not torch.equal(short(images), short(images))
     model.eval()
-    assert torch.equal(short(pictures), short(pictures))
+    assert torch.equal(short(images), short(images))
 
 
 @pytest.mark.parametrize("kind", ["plain", "linear"])
 def test_a_model_that_is_resized_afterwards(kind: str) -> None:
-    model, pictures, _ = given(kind)
+    model, images, _ = given(kind)
     short = TrainingPass(model)
     model.resize((32, 32))
-    pictures = torch.cat([pictures, pictures.flip(0)], dim=2)
-    assert torch.allclose(short(pictures), model(pictures), atol=1e-5)
-    assert short(pictures[:0]).shape == (0, 5)
+    images = torch.cat([images, images.flip(0)], dim=2)
+    assert torch.allclose(short(images), model(images), atol=1e-5)
+    assert short(images[:0]).shape == (0, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        assert short(pictures[:0]).shape == (0, 5)
+        assert short(images[:0]).shape == (0, 5)
 
 
 @pytest.mark.parametrize("kind", ["rope", "relative", "post_norm"])
@@ -94,23 +94,23 @@ def test_what_would_be_computed_wrongly_is_refused(kind: str) -> None:
         TrainingPass(made.model)
 
 
-def test_pictures_of_another_size_are_refused() -> None:
-    model, pictures, _ = given("plain")
+def test_images_of_another_size_are_refused() -> None:
+    model, images, _ = given("plain")
     with pytest.raises(InputError) as wanted:
-        model(pictures[:, :, :8])
+        model(images[:, :, :8])
     with pytest.raises(InputError) as found:
-        TrainingPass(model)(pictures[:, :, :8])
+        TrainingPass(model)(images[:, :, :8])
     assert str(found.value) == str(wanted.value)
 
 
 def test_with_gradient_checkpointing() -> None:
-    model, pictures, labels = given("plain", stochastic_depth=0.4, depth=3)
-    expected = gradients(model, TrainingPass(model), pictures, labels)
+    model, images, labels = given("plain", stochastic_depth=0.4, depth=3)
+    expected = gradients(model, TrainingPass(model), images, labels)
     model.gradient_checkpointing = True
     computed: list[int] = []
     for number, block in enumerate(model.blocks):
         block.mlp.fc2.register_forward_pre_hook(lambda *_, number=number: computed.append(number))
-    found = gradients(model, TrainingPass(model), pictures, labels)
+    found = gradients(model, TrainingPass(model), images, labels)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert computed == [0, 1, 2, 2, 1, 0]  # again on the way back
 
@@ -120,15 +120,15 @@ def test_with_gradient_checkpointing() -> None:
 )
 def test_under_autocast(kind: str, activation: str) -> None:
     """The stream and gradients of trained numbers are float32, and these as near to the exact ones as autocast's."""
-    model, pictures, labels = given(kind, layer_scale=0.5, depth=3, activation=activation)
-    exact = gradients(model.double(), model, pictures.double(), labels)
+    model, images, labels = given(kind, layer_scale=0.5, depth=3, activation=activation)
+    exact = gradients(model.double(), model, images.double(), labels)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        usual = gradients(model, model, pictures, labels)
+        usual = gradients(model, model, images, labels)
         streams: list[torch.dtype] = []
         behind = model.norm if kind == "plain" else model.fc_norm  # which sees the stream as it leaves the blocks
         behind.register_forward_hook(lambda _, inputs, __: streams.append(inputs[0].dtype))
-        found = gradients(model, TrainingPass(model), pictures, labels)
+        found = gradients(model, TrainingPass(model), images, labels)
     assert streams == [torch.float32]
     assert set(found) == set(exact)
     for name, value in exact.items():
@@ -139,11 +139,11 @@ def test_under_autocast(kind: str, activation: str) -> None:
 
 def test_gradients_are_no_worse_than_autocasts_behind_many_blocks() -> None:
     """A stream that every block rounds to bf16 makes those of this head 1.7 times as wrong."""
-    model, pictures, labels = given("plain", depth=12)
-    exact = gradients(model.double(), model, pictures.double(), labels)
+    model, images, labels = given("plain", depth=12)
+    exact = gradients(model.double(), model, images.double(), labels)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        usual, found = (gradients(model, forward, pictures, labels) for forward in (model, TrainingPass(model)))
+        usual, found = (gradients(model, forward, images, labels) for forward in (model, TrainingPass(model)))
 
     def off(some: dict[str, Tensor], names: list[str]) -> float:
         squares = sum((some[name].double() - exact[name]).square().sum() for name in names)
@@ -155,7 +155,7 @@ def test_gradients_are_no_worse_than_autocasts_behind_many_blocks() -> None:
 
 
 def test_no_stream_is_kept_for_the_way_back() -> None:
-    model, pictures, _ = given("plain", depth=3)
+    model, images, _ = given("plain", depth=3)
     kept: list[Tensor] = []
 
     def keep(some: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def test_no_stream_is_kept_for_the_way_back() -> None:
         return some
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda some: some), torch.autocast("cpu", torch.bfloat16):
-        TrainingPass(model)(pictures)
+        TrainingPass(model)(images)
     tokens = [some.dtype for some in kept if some.shape == (6, 9, model.config.width)]
     assert tokens
     assert set(tokens) == {torch.bfloat16}
@@ -180,10 +180,10 @@ def test_no_stream_is_kept_for_the_way_back() -> None:
 )
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_kinds_under_autocast(kind: str, changes: dict[str, Any], low: torch.dtype) -> None:
-    model, pictures, labels = given(kind, depth=3, **changes)
+    model, images, labels = given(kind, depth=3, **changes)
     with torch.autocast("cpu", low):
-        usual, found = (gradients(model, forward, pictures, labels) for forward in (model, TrainingPass(model)))
-    exact = gradients(model, model, pictures, labels)
+        usual, found = (gradients(model, forward, images, labels) for forward in (model, TrainingPass(model)))
+    exact = gradients(model, model, images, labels)
     off, allowed = (
         sum(((some[name] - value).norm() / value.norm()).item() for name, value in exact.items())
         for some in (found, usual)
@@ -192,9 +192,9 @@ def test_kinds_under_autocast(kind: str, changes: dict[str, Any], low: torch.dty
 
 
 def test_without_autocast_in_bf16() -> None:
-    model, pictures, _ = given("plain")
-    low = model.bfloat16()(pictures.bfloat16())
-    found = TrainingPass(model)(pictures.bfloat16())
+    model, images, _ = given("plain")
+    low = model.bfloat16()(images.bfloat16())
+    found = TrainingPass(model)(images.bfloat16())
     assert found.dtype == low.dtype == torch.bfloat16
     assert relative_error(found.detach().float(), low.detach().float()) < 0.03
     found.sum().backward()
@@ -207,7 +207,7 @@ def test_without_autocast_in_bf16() -> None:
 def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -> None:
     """What is computed again on the way back, outside of autocast, is what was computed."""
     torch.compiler.reset()
-    model, pictures, labels = given("plain", depth=3)
+    model, images, labels = given("plain", depth=3)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen or "nothing"))
     found = []
@@ -218,7 +218,7 @@ def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -
             forward = torch.compile(forward, fullgraph=True, backend="aot_eager")
         model.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(forward(pictures).float(), labels)
+            loss = F.cross_entropy(forward(images).float(), labels)
         loss.backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert set(found[0]) == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -237,7 +237,7 @@ def test_checkpointing_compiled_keeps_no_more_than_the_models() -> None:
         partition_fn=min_cut_rematerialization_partition,
     )  # fmt: skip
     made = bundle("plain", depth=4)
-    model, pictures = made.model.train(), made.preprocess.normalise(pixels(64))
+    model, images = made.model.train(), made.preprocess.normalise(pixels(64))
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     model.gradient_checkpointing = True
     kept: list[int] = []
@@ -252,7 +252,7 @@ def test_checkpointing_compiled_keeps_no_more_than_the_models() -> None:
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16):
-            compiled(pictures)
+            compiled(images)
         kept.append(sum(t.numel() * t.element_size() for at, t in tensors.items() if at not in parameters))
     torch.compiler.reset()
     assert 0 < kept[1] <= kept[0]
@@ -262,13 +262,13 @@ def test_it_learns_what_the_model_learns() -> None:
     """Over some steps in bf16 the losses stay as near to those in float32 as autocast's do."""
     losses: dict[str, list[float]] = {}
     for way in ("exact", "autocast", "hastened"):
-        model, pictures, labels = given("plain", depth=3)
+        model, images, labels = given("plain", depth=3)
         forward: nn.Module = TrainingPass(model) if way == "hastened" else model
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         losses[way] = []
         for _ in range(12):
             with torch.autocast("cpu", torch.bfloat16, enabled=way != "exact"):
-                logits = forward(pictures)
+                logits = forward(images)
             loss = F.cross_entropy(logits.float(), labels)
             loss.backward()
             optimizer.step()
@@ -280,20 +280,20 @@ def test_it_learns_what_the_model_learns() -> None:
 
 
 def test_what_is_frozen_stays_so() -> None:
-    model, pictures, labels = given("plain")
+    model, images, labels = given("plain")
     for part in (model.head, model.blocks[0].norm1, model.blocks[1].mlp.fc1, model.blocks[1].attn.qkv.bias):
         part.requires_grad_(False)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(model, TrainingPass(model), pictures, labels)
+        found = gradients(model, TrainingPass(model), images, labels)
     assert set(found) == {"logits", *(name for name, p in model.named_parameters() if p.requires_grad)}
 
 
 def test_it_compiles_into_one_graph() -> None:
     torch.compiler.reset()
-    model, pictures, labels = given("plain")
-    expected = gradients(model, TrainingPass(model), pictures, labels)
+    model, images, labels = given("plain")
+    expected = gradients(model, TrainingPass(model), images, labels)
     compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
-    found = gradients(model, compiled, pictures, labels)
+    found = gradients(model, compiled, images, labels)
     assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in expected.items())
 
 
@@ -301,11 +301,11 @@ def test_it_compiles_into_one_graph() -> None:
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bf16"])
 def test_the_kinds_that_compile(low: bool) -> None:
     torch.compiler.reset()
-    model, pictures, labels = given("mean_of_all", stochastic_depth=0.3)
+    model, images, labels = given("mean_of_all", stochastic_depth=0.3)
     compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        expected = gradients(model, TrainingPass(model), pictures, labels)
-        found = gradients(model, compiled, pictures, labels)
+        expected = gradients(model, TrainingPass(model), images, labels)
+        found = gradients(model, compiled, images, labels)
     assert all(torch.allclose(found[name], value, atol=1e-2 if low else 1e-5) for name, value in expected.items())
 
 
@@ -339,9 +339,9 @@ def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     attention = F.scaled_dot_product_attention
     monkeypatch.setattr("vitrail.acceleration.training_pass.for_training", chosen)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    model, pictures, _ = given("plain", depth=3)
+    model, images, _ = given("plain", depth=3)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-        TrainingPass(model)(pictures)
+        TrainingPass(model)(images)
     assert asked == [(9, 9), (9, 9), (1, 9)]
     assert inside == [True] * 3
 
@@ -516,9 +516,9 @@ def test_attention_elsewhere_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.acceleration.training_pass.can_attend", lambda _: False)
     monkeypatch.setattr("vitrail.acceleration.training_pass.is_short", lambda *_: True)
     monkeypatch.setattr("vitrail.acceleration.training_pass.short_attention", lambda *_: pytest.fail("was taken"))
-    model, pictures, _ = given("plain")
+    model, images, _ = given("plain")
     with torch.autocast("cpu", torch.bfloat16):
-        TrainingPass(model)(pictures)
+        TrainingPass(model)(images)
 
 
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all"])
@@ -533,14 +533,14 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
 
     monkeypatch.setattr("vitrail.acceleration.training_pass.is_short", lambda *_: True)
     monkeypatch.setattr("vitrail.acceleration.training_pass.short_attention", short)
-    model, pictures, labels = given(kind, depth=3, **changes)
+    model, images, labels = given(kind, depth=3, **changes)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(model, TrainingPass(model), pictures, labels)
-        usual = gradients(model, model, pictures, labels)
+        found = gradients(model, TrainingPass(model), images, labels)
+        usual = gradients(model, model, images, labels)
     assert len(taken) == (0 if changes else 3 if kind == "mean_of_all" else 2)
     if "attention_dropout" in changes:  # which draws for one token in the last block
         return
-    exact = gradients(model.double(), model, pictures.double(), labels)
+    exact = gradients(model.double(), model, images.double(), labels)
     assert set(found) == set(exact)
     for name, value in exact.items():
         assert name == "logits" or found[name].dtype == torch.float32
@@ -554,9 +554,9 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
 def test_short_attention_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.acceleration.training_pass.is_short", lambda *_: True)
     torch.compiler.reset()
-    model, pictures, labels = given("mean_of_all")
+    model, images, labels = given("mean_of_all")
     compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        expected = gradients(model, TrainingPass(model), pictures, labels)
-        found = gradients(model, compiled, pictures, labels)
+        expected = gradients(model, TrainingPass(model), images, labels)
+        found = gradients(model, compiled, images, labels)
     assert all(torch.allclose(found[name], value, atol=1e-2) for name, value in expected.items())

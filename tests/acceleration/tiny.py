@@ -1,4 +1,4 @@
-"""Tiny models of every kind, pictures for them, and the command line without a new process."""
+"""Tiny models of every kind, images for them, and the command line without a new process."""
 
 import sys
 from typing import Any, NamedTuple
@@ -35,15 +35,15 @@ def bundle(kind: str = "plain", **changes: Any) -> Bundle:
 
 
 def pixels(count: int, channels: int = 3, seed: int = 1) -> Tensor:
-    """Return pictures as batches hold them, channels last in memory."""
+    """Return images as batches hold them, channels last in memory."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count, 16, 32, channels), dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)
 
 
 @torch.inference_mode()
-def eager(made: Bundle, pictures: Tensor) -> Tensor:
+def eager(made: Bundle, images: Tensor) -> Tensor:
     """Return what the model itself answers, in float32."""
-    answers: Tensor = made.model(made.preprocess.normalise(pictures))
+    answers: Tensor = made.model(made.preprocess.normalise(images))
     return answers
 
 

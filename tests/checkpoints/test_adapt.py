@@ -40,7 +40,7 @@ def test_everything_at_once_is_recorded_and_survives_saving(tmp_path: Path) -> N
         "channels 3 -> 1 by repeat",
         "patch 8x8 -> 12x12 by pseudo-inverse",
         "position 4x4 -> 4x8 by google",
-        "picture 32x32 -> 48x96",
+        "image 32x32 -> 48x96",
         "head reset 3 -> 2",
     ]
     assert bundle.provenance["adapted"] == done
@@ -62,8 +62,8 @@ def test_nothing_to_do_changes_nothing() -> None:
 
 @pytest.mark.parametrize("method", ["repeat", "mean"])
 @pytest.mark.parametrize("channels", [1, 2, 4, 13])
-def test_a_grey_picture_looks_the_same(method: Any, channels: int) -> None:
-    """A picture whose channels are all alike gets the embedding it had in colour, where the rule promises it."""
+def test_a_grey_image_looks_the_same(method: Any, channels: int) -> None:
+    """An image whose channels are all alike gets the embedding it had in colour, where the rule promises it."""
     kernel = torch.randn(5, 3, 4, 4)
     grey = torch.randn(1, 1, 4, 4)
     before = (grey.expand(-1, 3, -1, -1) * kernel).sum(dim=(1, 2, 3))

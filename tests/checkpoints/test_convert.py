@@ -65,9 +65,9 @@ def test_to_transformers(fields: dict[str, Any], crop: bool, tmp_path: Path) -> 
     assert again.classes == bundle.classes
     assert again.preprocess == bundle.preprocess.replace(half="down" if crop else "even")
     processor = module.AutoImageProcessor.from_pretrained(tmp_path / "hf")
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8))
-    expected = torch.as_tensor(np.asarray(processor(picture, return_tensors="pt")["pixel_values"][0]))
-    assert (bundle.preprocess(picture) - expected).abs().max() <= 2 / 255 / min(IMAGENET_STD) + 1e-4
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (60, 80, 3), np.uint8))
+    expected = torch.as_tensor(np.asarray(processor(image, return_tensors="pt")["pixel_values"][0]))
+    assert (bundle.preprocess(image) - expected).abs().max() <= 2 / 255 / min(IMAGENET_STD) + 1e-4
 
 
 def test_to_transformers_distilled(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_to_transformers_distilled(tmp_path: Path) -> None:
     same(bundle, module.DeiTForImageClassificationWithTeacher.from_pretrained(tmp_path / "hf"))
 
 
-def test_oblong_pictures_that_transformers_cannot_cover(tmp_path: Path) -> None:
+def test_oblong_images_that_transformers_cannot_cover(tmp_path: Path) -> None:
     bundle = tiny(image_size=(32, 48))
     bundle.preprocess = bundle.preprocess.replace(size=(32, 48), resize="cover", resize_to=(36, 54))
     words = r"preprocess\.resize='cover' to 36×54, cut to 32×48 \(no image processor of transformers does that"

@@ -62,8 +62,8 @@ def test_what_timm_says_is_followed(options: dict[str, Any], tmp_path: Path) -> 
     assert_same_logits(bundle, peer)
     assert bundle.preprocess.size == bundle.model.config.image_size
     assert bundle.preprocess.channels == bundle.model.config.channels
-    picture = Image.fromarray(np.zeros((50, 60, 3), np.uint8))
-    assert bundle.model(bundle.preprocess(picture)[None]).shape == (1, 7)
+    image = Image.fromarray(np.zeros((50, 60, 3), np.uint8))
+    assert bundle.model(bundle.preprocess(image)[None]).shape == (1, 7)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_what_a_processor_says_is_followed(kind: str, options: dict[str, Any], t
     processor.save_pretrained(tmp_path)
     bundle = load(tmp_path)
     smooth = np.random.default_rng(0).integers(0, 255, (5, 6, 3), np.uint8)
-    picture = Image.fromarray(smooth).resize((60, 50))
-    expected = torch.as_tensor(np.asarray(processor(picture, return_tensors="pt")["pixel_values"][0]))
+    image = Image.fromarray(smooth).resize((60, 50))
+    expected = torch.as_tensor(np.asarray(processor(image, return_tensors="pt")["pixel_values"][0]))
     scale = float(expected.max() - expected.min())
-    assert (bundle.preprocess(picture) - expected).abs().max() <= 3 / 255 * scale
+    assert (bundle.preprocess(image) - expected).abs().max() <= 3 / 255 * scale
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Form:
     representation: int | None = None
     resnet: tuple[int, ...] | None = None
     group_norm_axes: int = 1
-    picture: int = 32
+    image: int = 32
     patch: int = 8
     grid: int = 4
     width: int = 48
@@ -249,7 +249,7 @@ def resnet(p: Arrays, x: Array, depths: tuple[int, ...]) -> Array:
 
 
 def forward(p: Arrays, x: Array, form: Form) -> Array:
-    """Compute logits from a picture (B, height, width, 3)."""
+    """Compute logits from an image (B, height, width, 3)."""
     x = x if form.resnet is None else resnet(p, x, form.resnet)
     x = convolve(p["embedding/kernel"], x, form.patch) + p["embedding/bias"]
     x = x.reshape(len(x), -1, form.width)
@@ -275,9 +275,9 @@ FORMS = {
     "scanned, class token": Form(numbering=LINEN, scanned=True, position=ON_TOP, depth=3),
     "scanned, gap": Form(numbering=LINEN, scanned=True, position=ON_TOP, pool="gap", prefix="params/img/"),
     "scanned, map": Form(numbering=LINEN, scanned=True, position=ON_TOP, pool="map", depth=3),
-    "hybrid, root alone": Form(resnet=(), picture=64, patch=4),
-    "hybrid, two stages": Form(resnet=(1, 2), picture=48, patch=2, grid=3),
-    "hybrid, three stages": Form(resnet=(1, 1, 1), picture=48, patch=1, grid=3, representation=40),
+    "hybrid, root alone": Form(resnet=(), image=64, patch=4),
+    "hybrid, two stages": Form(resnet=(1, 2), image=48, patch=2, grid=3),
+    "hybrid, three stages": Form(resnet=(1, 1, 1), image=48, patch=1, grid=3, representation=40),
     "hybrid, old GroupNorm": Form(resnet=(1, 2), patch=1, group_norm_axes=4, prefix="opt/target/"),
 }
 
@@ -287,9 +287,9 @@ def test_google_logits(name: str, tmp_path: Path) -> None:
     form, random = FORMS[name], np.random.default_rng(0)
     arrays = {key: draw(random, key, shape) for key, shape in file_shapes(form).items()}
     np.savez(tmp_path / "vit.npz", **{form.prefix + key: array for key, array in arrays.items()})
-    picture = random.standard_normal((2, form.picture, form.picture, 3)).astype(np.float32)
-    expected = forward({key: array.astype(np.float64) for key, array in arrays.items()}, np.float64(picture), form)
+    image = random.standard_normal((2, form.image, form.image, 3)).astype(np.float32)
+    expected = forward({key: array.astype(np.float64) for key, array in arrays.items()}, np.float64(image), form)
     bundle = vitrail.load(tmp_path / "vit.npz", heads=form.heads)
     with torch.no_grad():
-        found = bundle.model(torch.from_numpy(picture).permute(0, 3, 1, 2))
+        found = bundle.model(torch.from_numpy(image).permute(0, 3, 1, 2))
     assert relative_error(found.double(), torch.from_numpy(expected)) <= 1e-5

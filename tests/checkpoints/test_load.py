@@ -225,7 +225,7 @@ def test_the_load_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixt
     position = f"position {old.grid[0]}x{old.grid[1]} -> {48 // old.patch_size[0]}x{48 // old.patch_size[1]} by google"
     count = sum(p.numel() for p in tiny().parameters()) / 1e6
     whole = f"{len(tiny().state_dict())} of {len(tiny().state_dict())} tensors, {count:.2f} M parameters"
-    assert bundle.coverage == f"{whole}, {position}, picture 32x32 -> 48x48, head reset {old.classes} -> 5"
+    assert bundle.coverage == f"{whole}, {position}, image 32x32 -> 48x48, head reset {old.classes} -> 5"
     told = [record.message for record in caplog.records if record.levelname == "INFO"]
     assert told == [f"{tmp_path / 'a.pth'}: {bundle.coverage}"]
     assumed = [record.message for record in caplog.records if record.levelname == "WARNING"]

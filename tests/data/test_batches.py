@@ -58,7 +58,7 @@ class Files:
         return len(self.contents)
 
     def name(self, index: int) -> str:
-        return f"pictures/{index}.jpg"
+        return f"images/{index}.jpg"
 
     def read(self, index: int) -> bytes | Pixels:
         return self.contents[index]
@@ -110,7 +110,7 @@ def test_what_a_batch_is() -> None:
     assert PRE.normalise(batch.pixels).dtype == torch.float32
 
 
-def test_pixels_are_the_pictures() -> None:
+def test_pixels_are_the_images() -> None:
     """Without augmentation a training batch holds what evaluation sees, and that is what Pillow makes of the file."""
     plain = training(Files(20), augmentation=preset("none"), mixing=Mixing())
     for step in range(3):
@@ -123,16 +123,16 @@ def test_pixels_are_the_pictures() -> None:
     assert torch.equal(pixels, torch.stack([PRE.pixels(Image.open(io.BytesIO(c))) for c in Files(20).contents]))
 
 
-def test_flips_and_crops_differ_by_position_and_not_by_picture() -> None:
+def test_flips_and_crops_differ_by_position_and_not_by_image() -> None:
     one = Training(Files(1), Stream(1, 6), PRE, Augmentation())
     assert len({batch.numpy().tobytes() for batch in one[0].pixels}) == 6
 
 
-@given(pictures=st.integers(1, 20), batch=st.integers(1, 9), parts=st.integers(1, 4))
+@given(images=st.integers(1, 20), batch=st.integers(1, 9), parts=st.integers(1, 4))
 @settings(deadline=None, derandomize=True, max_examples=25)
-def test_evaluation_sees_every_picture_once(pictures: int, batch: int, parts: int) -> None:
-    source = Arrays(np.arange(pictures, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8),
-                    np.zeros(pictures, np.int64), ("x",))  # fmt: skip
+def test_evaluation_sees_every_image_once(images: int, batch: int, parts: int) -> None:
+    source = Arrays(np.arange(images, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8),
+                    np.zeros(images, np.int64), ("x",))  # fmt: skip
     pre = Preprocess(size=4, channels=1, mean=(0.5,), std=(0.5,))
     seen = [
         int(row)
@@ -140,7 +140,7 @@ def test_evaluation_sees_every_picture_once(pictures: int, batch: int, parts: in
         for made in evaluation_batches(Evaluation(source, pre, batch, Share(part, parts)), workers=0)
         for row in made.pixels[:, 0, 0, 0]
     ]
-    assert seen == list(range(pictures))
+    assert seen == list(range(images))
 
 
 def test_fast_decoding_is_asked_for_and_close() -> None:
@@ -154,41 +154,39 @@ def test_fast_decoding_is_asked_for_and_close() -> None:
     assert 0 < (exact - fast).abs().float().mean() < 2
 
 
-# ── pictures that cannot be read ──
+# ── images that cannot be read ──
 
 
-def test_a_bad_picture_is_replaced_by_a_pure_rule_and_named() -> None:
+def test_a_bad_image_is_replaced_by_a_pure_rule_and_named() -> None:
     bad = {bad for batch in STRAIGHT for bad in batch.bad}
-    assert {name for name, _ in bad} == {"pictures/7.jpg"}
+    assert {name for name, _ in bad} == {"images/7.jpg"}
     assert all("JPEG" in reason for _, reason in bad)
     assert not any((batch.indices == 7).any() for batch in STRAIGHT)
     stream = Stream(20, 8, seed=3)
     for step, batch in enumerate(STRAIGHT):
-        wanted = stream.pictures_at(stream.positions(step))
+        wanted = stream.images_at(stream.positions(step))
         wanted[wanted == 7] = 8
         assert np.array_equal(batch.indices.numpy(), wanted)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_picture_stops_the_run_where_that_is_asked_for(workers: int) -> None:
-    with pytest.raises(DataError, match=r"^pictures/7\.jpg: a damaged JPEG: [^\n]*$"):
+def test_a_bad_image_stops_the_run_where_that_is_asked_for(workers: int) -> None:
+    with pytest.raises(DataError, match=r"^images/7\.jpg: a damaged JPEG: [^\n]*$"):
         list(training_batches(training(FILES, bad_files="refuse"), 0, 6, workers=workers))
-    with pytest.raises(DataError, match=r"^pictures/7\.jpg: a damaged JPEG"):
+    with pytest.raises(DataError, match=r"^images/7\.jpg: a damaged JPEG"):
         list(evaluation_batches(Evaluation(FILES, PRE, 8), workers=workers))
     seen = list(evaluation_batches(Evaluation(FILES, PRE, 8, bad_files="skip"), workers=workers))
     assert [len(batch.labels) for batch in seen] == [7, 8, 4]
-    assert [bad.name for batch in seen for bad in batch.bad] == ["pictures/7.jpg"]
+    assert [bad.name for batch in seen for bad in batch.bad] == ["images/7.jpg"]
 
 
-def test_nothing_but_bad_pictures() -> None:
-    with pytest.raises(DataError, match=r"4 pictures in a row cannot be read, from pictures/\d\.jpg"):
+def test_nothing_but_bad_images() -> None:
+    with pytest.raises(DataError, match=r"4 images in a row cannot be read, from images/\d\.jpg"):
         list(training_batches(training(Files(4, damaged=(0, 1, 2, 3)), batch=2), 0, 1, workers=0))
 
 
 def test_odd_parts_of_pairs_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="each of the 2 processes would get 3 pictures; use a batch that is a multiple"
-    ):
+    with pytest.raises(ConfigError, match="each of the 2 processes would get 3 images; use a batch that is a multiple"):
         training(FILES, batch=6, share=Share(0, 2))
 
 
@@ -231,7 +229,7 @@ def test_a_worker_that_dies_is_explained() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().read(index)
 
-    with pytest.raises(DataError, match=r"a process that reads pictures ended .*; this is most often a lack of memory"):
+    with pytest.raises(DataError, match=r"a process that reads images ended .*; this is most often a lack of memory"):
         list(evaluation_batches(Evaluation(Deadly(20), PRE, 4), workers=1, method="fork"))
 
 

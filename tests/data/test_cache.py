@@ -25,7 +25,7 @@ from vitrail.errors import DataError
 SIZE = CacheSize(short_side=30)
 
 
-def picture(width: int, height: int, seed: int) -> bytes:
+def image(width: int, height: int, seed: int) -> bytes:
     file = io.BytesIO()
     smooth = np.random.default_rng(seed).integers(0, 255, (4, 5, 3), np.uint8)
     Image.fromarray(smooth).resize((width, height)).save(file, "JPEG", quality=95)
@@ -34,9 +34,9 @@ def picture(width: int, height: int, seed: int) -> bytes:
 
 @pytest.fixture
 def files() -> Files:
-    """A large picture, a small one, and one that is damaged."""
+    """A large image, a small one, and one that is damaged."""
     made = Files(3)
-    made.contents = [picture(120, 90, 0), picture(40, 20, 1), picture(64, 64, 2)[:300]]
+    made.contents = [image(120, 90, 0), image(40, 20, 1), image(64, 64, 2)[:300]]
     return made
 
 
@@ -61,8 +61,8 @@ def test_nothing_is_decoded_twice_and_what_changed_is(files: Files, tmp_path: Pa
     seen: list[int] = []
     cached(files, SIZE, folder=tmp_path, on_progress=seen.append)
     assert seen == []
-    files.contents[1] = picture(44, 22, 9)
-    files.contents[2] = picture(64, 64, 2)
+    files.contents[1] = image(44, 22, 9)
+    files.contents[2] = image(64, 64, 2)
     again = cached(files, SIZE, folder=tmp_path, on_progress=seen.append)
     assert seen == [1, 2]
     assert np.array_equal(again.read(1), decode(files.read(1)))
@@ -100,7 +100,7 @@ def test_damage_is_noticed(files: Files, tmp_path: Path) -> None:
     assert source.name(0) == files.name(0)
 
 
-def test_sizes_and_pictures_have_caches_of_their_own(files: Files, tmp_path: Path) -> None:
+def test_sizes_and_images_have_caches_of_their_own(files: Files, tmp_path: Path) -> None:
     folders = {
         cached(source, size, folder=tmp_path).folder
         for source in (files, Files(4))
@@ -133,11 +133,11 @@ def test_files_that_change_places_are_noticed(tmp_path: Path) -> None:
 
 
 def test_what_was_replaced_is_not_kept_for_ever(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.contents[2] = picture(64, 64, 2)
+    files.contents[2] = image(64, 64, 2)
     big = CacheSize(1000)
     sizes = []
     for seed in range(12):
-        files.contents[0] = picture(900 + seed, 700, seed)
+        files.contents[0] = image(900 + seed, 700, seed)
         source = cached(files, big, folder=tmp_path)
         assert np.array_equal(source.read(0), decode(files.read(0)))
         sizes.append(next(tmp_path.rglob("pixels.bin")).stat().st_size)
@@ -151,7 +151,7 @@ def test_other_channels(tmp_path: Path) -> None:
 
 
 def test_training_from_the_cache(files: Files, tmp_path: Path) -> None:
-    files.contents[2] = picture(64, 64, 2)
+    files.contents[2] = image(64, 64, 2)
     source = cached(files, SIZE, folder=tmp_path)
     again = pickle.loads(pickle.dumps(source))
     assert np.array_equal(again.read(0), source.read(0))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, features
 
 from vitrail.data import decode as module
-from vitrail.data.decode import decode, open_picture
+from vitrail.data.decode import decode, open_image
 from vitrail.data.sniffing import ENDINGS, HEAD, reads_heic, sniff
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import DataError
@@ -26,15 +26,15 @@ Array = NDArray[Any]
 
 
 def scene(height: int = 37, width: int = 53) -> Array:
-    """Make a smooth picture whose corners all differ, so that a turn or a swap of channels shows."""
+    """Make a smooth image whose corners all differ, so that a turn or a swap of channels shows."""
     y, x = np.mgrid[0:height, 0:width]
     waves = (127 + 120 * np.sin(x / 9), 127 + 120 * np.cos(y / 7), 40 + 3 * x + 1.2 * y)
     return np.stack(waves, axis=2).clip(0, 255).astype(np.uint8)
 
 
-def saved(picture: Image.Image, form: str, **options: Any) -> bytes:
+def saved(image: Image.Image, form: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    picture.save(file, form, **options)
+    image.save(file, form, **options)
     return file.getvalue()
 
 
@@ -83,9 +83,9 @@ def test_orientation(form: str, orientation: int) -> None:
     options = {"quality": 100, "lossless": True} if form == "WEBP" else {"quality": 95} if form == "JPEG" else {}
     content = saved(Image.fromarray(scene()), form, exif=exif, **options)
     upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
-    picture = open_picture(content)
-    assert (picture.height, picture.width) == upright.shape[:2]
-    assert np.array_equal(picture.pixels(3), upright)
+    image = open_image(content)
+    assert (image.height, image.width) == upright.shape[:2]
+    assert np.array_equal(image.pixels(3), upright)
 
 
 def test_tags_that_cannot_be_read_do_no_harm() -> None:
@@ -97,7 +97,7 @@ def test_tags_that_cannot_be_read_do_no_harm() -> None:
 def test_a_smaller_scale_covers_what_is_asked_for(eighths: int) -> None:
     big = np.asarray(Image.fromarray(scene()).resize((530, 370)))
     content = simplejpeg.encode_jpeg(big, quality=95)
-    small = open_picture(content).pixels(3, scale=eighths / 8)
+    small = open_image(content).pixels(3, scale=eighths / 8)
     assert small.shape[0] >= 370 * eighths / 8
     assert small.shape[1] >= 530 * eighths / 8
     if eighths <= module.SLOW_SCALE:
@@ -108,22 +108,22 @@ def test_a_smaller_scale_covers_what_is_asked_for(eighths: int) -> None:
     assert np.abs(small.astype(int) - expected).mean() < 3
 
 
-def test_a_turned_picture_at_a_smaller_scale() -> None:
+def test_a_turned_image_at_a_smaller_scale() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     content = saved(Image.fromarray(scene(80, 160)), "JPEG", exif=exif, quality=95)
-    picture = open_picture(content)
-    assert (picture.height, picture.width) == (160, 80)
-    assert picture.pixels(3, scale=0.5).shape == (80, 40, 3)
+    image = open_image(content)
+    assert (image.height, image.width) == (160, 80)
+    assert image.pixels(3, scale=0.5).shape == (80, 40, 3)
 
 
 @pytest.mark.parametrize("scale", [1 / 8, 2 / 8, 3 / 8, 5 / 8])
-def test_a_smaller_picture_lies_where_the_whole_one_does(scale: float) -> None:
+def test_a_smaller_image_lies_where_the_whole_one_does(scale: float) -> None:
     """The last decoded pixel is only partly there, so sides are not in proportion; `extent` knows."""
     y, x = np.mgrid[0:377, 0:501]
     waves = np.stack([127 + 120 * np.sin(x / 5), 127 + 120 * np.sin(y / 5), 127 + 0 * x], axis=2).astype(np.uint8)
     content = simplejpeg.encode_jpeg(waves, quality=95, colorsubsampling="444")
-    small = open_picture(content).pixels(3, scale=scale)
+    small = open_image(content).pixels(3, scale=scale)
     whole = (module.extent(501, small.shape[1]), module.extent(377, small.shape[0]))
     assert whole == (501 * scale, 377 * scale)
     shown = Image.fromarray(small).resize((63, 48), Image.Resampling.BILINEAR, box=(0, 0, *whole))
@@ -137,7 +137,7 @@ def test_a_smaller_picture_lies_where_the_whole_one_does(scale: float) -> None:
 def test_the_size_of_a_png_is_known_without_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     content = saved(Image.fromarray(scene()), "PNG")
     monkeypatch.setattr(Image.Image, "load", None)
-    assert open_picture(content[:-40]).height == 37
+    assert open_image(content[:-40]).height == 37
 
 
 def test_stray_bytes_in_a_jpeg_are_passed_over_as_pillow_does() -> None:
@@ -178,7 +178,7 @@ def test_png_by_hand() -> None:
 
 @pytest.mark.parametrize("top", [65535, 300, 200])
 def test_sixteen_bits_are_scaled_and_not_cut(top: int) -> None:
-    """Also a dark picture, whose numbers would fit into eight bits, keeps its place on the scale."""
+    """Also a dark image, whose numbers would fit into eight bits, keeps its place on the scale."""
     deep = np.linspace(0, top, 20).round().astype(">u2").reshape(4, 5)
     expected = (deep.astype(float) * 255 / 65535).round()
     assert np.array_equal(decode(png(4, 5, 16, 0, deep.tobytes()), 1)[:, :, 0], expected)
@@ -217,7 +217,7 @@ def test_pages_are_channels() -> None:
     deep = np.random.default_rng(0).integers(0, 65535, (13, 6, 7), np.uint16)
     content = tiff(deep, photometric="minisblack")
     assert np.array_equal(decode(content, 13), (deep.astype(float) * 255 / 65535).round().transpose(1, 2, 0))
-    with pytest.raises(DataError, match="a picture of 13 channels, where 5 are wanted"):
+    with pytest.raises(DataError, match="an image of 13 channels, where 5 are wanted"):
         decode(content, 5)
 
 
@@ -264,7 +264,7 @@ def test_numpy_files_and_arrays() -> None:
     assert decode(np.ones((2, 2), bool), 1).max() == 255
     with pytest.raises(DataError, match=r"float64 numbers go from -1 to 1; whole numbers 0…255"):
         decode(np.array([[-1.0, 1.0]]))
-    with pytest.raises(DataError, match="a picture of 5 channels, where 3 are wanted"):
+    with pytest.raises(DataError, match="an image of 5 channels, where 3 are wanted"):
         decode(array)
 
 
@@ -328,13 +328,13 @@ def test_a_jpeg_that_claims_to_be_huge() -> None:
     frame = content.index(b"\xff\xc0") + 5
     content[frame : frame + 4] = struct.pack(">HH", 65_000, 65_000)
     with pytest.raises(DataError, match="65,000×65,000"):
-        open_picture(bytes(content))
+        open_image(bytes(content))
 
 
 @pytest.mark.parametrize("channels", [2, 5])
 def test_channels_a_file_does_not_have(channels: int) -> None:
     for content in (simplejpeg.encode_jpeg(scene()), saved(Image.fromarray(scene()), "PNG")):
-        with pytest.raises(DataError, match=f"a picture of 3 channels, where {channels} are wanted"):
+        with pytest.raises(DataError, match=f"an image of 3 channels, where {channels} are wanted"):
             decode(content, channels)
 
 
@@ -373,7 +373,7 @@ def test_heic_without_pillow_heif_is_recognised(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         DataError, match=r"^a HEIC image, which needs pillow-heif to be read: pip install 'vitrail\[heif\]'$"
     ):
-        open_picture(content)
+        open_image(content)
 
 
 def test_avif_is_read_or_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_avif_is_read_or_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         DataError, match=r"^an AVIF image, which this Pillow does not read: pip install 'pillow>=11\.3'$"
     ):
-        open_picture(content)
+        open_image(content)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "AVIF"])

@@ -1,4 +1,4 @@
-"""Pictures that nobody sees change nothing of those that are seen, and make batches alike."""
+"""Images that nobody sees change nothing of those that are seen, and make batches alike."""
 
 from collections import Counter
 from typing import Any

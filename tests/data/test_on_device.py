@@ -1,4 +1,4 @@
-"""Augmentation of whole batches does what augmentation of single pictures does."""
+"""Augmentation of whole batches does what augmentation of single images does."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from vitrail.errors import ConfigError
 SIZE = (24, 32)
 
 
-def pictures(count: int, channels: int = 3) -> np.ndarray:
+def images(count: int, channels: int = 3) -> np.ndarray:
     """Smooth ones, as photographs are, with some noise."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[: SIZE[0], : SIZE[1]]
@@ -31,7 +31,7 @@ def pictures(count: int, channels: int = 3) -> np.ndarray:
 
 def compare(plans: list[Plan], given: np.ndarray) -> tuple[float, int]:
     """Return the share of numbers that differ, and by how much the most."""
-    expected = np.stack([augment.apply(plan, picture, SIZE) for plan, picture in zip(plans, given, strict=True)])
+    expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, given, strict=True)])
     found = apply_all(plans, torch.from_numpy(given).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
     assert found.dtype == np.uint8
     apart = np.abs(found.astype(int) - expected)
@@ -47,7 +47,7 @@ def test_moves_flips_and_holes_are_equal(channels: int) -> None:
     some = Augmentation(crop="padded", flip=0.5, flip_vertical=0.5, erasing=0.5, fill=7)
     plans = planned(some, 40)
     assert len({plan.box for plan in plans}) > 10
-    assert compare(plans, pictures(40, channels)) == (0.0, 0)
+    assert compare(plans, images(40, channels)) == (0.0, 0)
 
 
 @pytest.mark.parametrize("name", sorted({*USUAL, *BIG_VISION} - {"identity"}))
@@ -64,7 +64,7 @@ def test_every_operation(name: str) -> None:
     # A level that is given and one that is found are never mixed in a run.
     if name == "contrast":
         plans = [plan for plan in plans if len(plan.operations[0].values) == 1]
-    differing, most = compare(plans, pictures(len(plans)))
+    differing, most = compare(plans, images(len(plans)))
     if name in ("rotate", "shear_x", "shear_y"):
         assert differing < 0.02
     else:
@@ -82,9 +82,9 @@ def test_whole_runs_of_drawn_operations() -> None:
         grey=0.1,
         erasing=0.3,
     )
-    given = pictures(64)
+    given = images(64)
     plans = planned(recipe, 64)
-    expected = np.stack([augment.apply(plan, picture, SIZE) for plan, picture in zip(plans, given, strict=True)])
+    expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, given, strict=True)])
     found = apply_all(plans, torch.from_numpy(given).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
     near = np.abs(found.astype(int) - expected) <= 4
     assert near.mean() > 0.95
@@ -98,18 +98,18 @@ def test_whole_runs_of_drawn_operations() -> None:
 )
 @settings(max_examples=25, deadline=None)
 def test_all_operations_together(seed: int, magnitude: int, operations: str, channels: int) -> None:
-    """Every picture has an operation of its own, and no other picture's."""
+    """Every image has an operation of its own, and no other image's."""
     chosen = Augmentation(
         crop="padded", erasing=0.2, randaugment=RandAugment(layers=1, magnitude=magnitude, operations=operations)
     )
     plans = [augment.plan(chosen, *SIZE, SIZE, draws(seed, position)) for position in range(80)]
-    some = pictures(80, channels)
-    expected = np.stack([augment.apply(plan, picture, SIZE) for plan, picture in zip(plans, some, strict=True)])
+    some = images(80, channels)
+    expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, some, strict=True)])
     given = torch.from_numpy(some).permute(0, 3, 1, 2)
     found = apply_all(plans, given)
     assert torch.equal(given, torch.from_numpy(some).permute(0, 3, 1, 2))
     assert torch.equal(found, apply_all(plans, given))
-    alone = [apply_all([plan], picture[None]) for plan, picture in zip(plans, given, strict=True)]
+    alone = [apply_all([plan], image[None]) for plan, image in zip(plans, given, strict=True)]
     assert torch.equal(found, torch.cat(alone))
     apart = np.abs(found.permute(0, 2, 3, 1).numpy().astype(int) - expected)
     for number, plan in enumerate(plans):
@@ -123,11 +123,11 @@ def test_levels_that_are_given_and_levels_that_are_found() -> None:
     plans = planned(Augmentation(crop="none", flip=0), 12)
     contrasts = [Operation("contrast", (1.5, 3) if number % 2 else (0.4,)) for number in range(12)]
     plans = [plan._replace(operations=(contrast,)) for plan, contrast in zip(plans, contrasts, strict=True)]
-    assert compare(plans, pictures(12))[1] <= 1
+    assert compare(plans, images(12))[1] <= 1
 
 
 @pytest.mark.parametrize("values", [[7], [0, 255], [99, 100, 101]])
-def test_pictures_of_few_values(values: list[int]) -> None:
+def test_images_of_few_values(values: list[int]) -> None:
     some = np.random.default_rng(0).choice(np.array(values, np.uint8), (16, *SIZE, 3))
     names = ("equalize", "autocontrast", "contrast", "sharpness")
     plans = [
@@ -140,14 +140,14 @@ def test_pictures_of_few_values(values: list[int]) -> None:
 def test_an_operation_that_a_device_does_not_know() -> None:
     plans = [plan._replace(operations=(Operation("blur", (1.0,)),)) for plan in planned(Augmentation(crop="none"), 2)]
     with pytest.raises(ValueError, match="no operation blur on a device"):
-        compare(plans, pictures(2))
+        compare(plans, images(2))
 
 
 def test_an_operation_that_does_nothing_does_nothing() -> None:
     plans = [
         plan._replace(operations=(Operation("identity"),)) for plan in planned(Augmentation(crop="none", flip=0), 2)
     ]
-    assert compare(plans, pictures(2)) == (0.0, 0)
+    assert compare(plans, images(2)) == (0.0, 0)
     assert usual_magnitude("identity", 9, SIZE) == 0.0
 
 

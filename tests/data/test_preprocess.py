@@ -1,4 +1,4 @@
-"""Preprocessing beside the peers' own: the same pictures through both."""
+"""Preprocessing beside the peers' own: the same images through both."""
 
 import io
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SIZES = [(500, 375), (375, 500), (224, 224), (64, 48), (1023, 301), (17, 333), (
 
 
 def photograph(size: tuple[int, int], mode: str = "RGB") -> Image.Image:
-    """Make a picture with edges, slopes and noise, and store it as a JPEG, so that both sides read a file."""
+    """Make an image with edges, slopes and noise, and store it as a JPEG, so that both sides read a file."""
     rng = np.random.default_rng(size[0] * 10_000 + size[1])
     x, y = np.meshgrid(np.linspace(0, 6, size[0]), np.linspace(0, 4, size[1]))
     waves = np.stack([np.sin(x * y), np.cos(x + 2 * y), np.sin(3 * x) * np.cos(y)], axis=-1)
@@ -29,7 +29,7 @@ def photograph(size: tuple[int, int], mode: str = "RGB") -> Image.Image:
 
 @pytest.mark.parametrize("resize", ["squash", "cover", "contain"])
 @pytest.mark.parametrize("channels", [1, 3, 5])
-def test_decoded_pixels_fare_as_pictures_do(resize: Any, channels: int) -> None:
+def test_decoded_pixels_fare_as_images_do(resize: Any, channels: int) -> None:
     five = np.random.default_rng(0).integers(0, 255, (37, 53, 5), np.uint8)
     pre = Preprocess(size=(32, 24), resize=resize, resize_to=(40, 30), channels=channels, mean=(0.4,) * channels,
                      std=(0.2,) * channels)  # fmt: skip
@@ -38,7 +38,7 @@ def test_decoded_pixels_fare_as_pictures_do(resize: Any, channels: int) -> None:
     for layer in range(channels):
         alone = pre.replace(channels=1, mean=(0.4,), std=(0.2,)).pixels(Image.fromarray(five[:, :, layer].copy()))
         assert np.array_equal(fitted[:, :, layer], alone[0])
-    with pytest.raises(InputError, match=f"takes {channels} channels, and the picture has 4"):
+    with pytest.raises(InputError, match=f"takes {channels} channels, and the image has 4"):
         pre.fit(five[:, :, :4])
 
 
@@ -67,24 +67,24 @@ def test_decoded_pixels_fare_as_pictures_do(resize: Any, channels: int) -> None:
 def test_timm(options: dict[str, Any], ours: dict[str, Any], size: tuple[int, int]) -> None:
     factory = import_peer("timm.data.transforms_factory").transforms_imagenet_eval
     statistics: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
-    picture = photograph(size)
-    pixels = factory(**{"img_size": 224, **statistics, **options}, normalize=False)(picture)
+    image = photograph(size)
+    pixels = factory(**{"img_size": 224, **statistics, **options}, normalize=False)(image)
     preprocess = Preprocess(**{"size": 224, **statistics, **ours})
-    assert torch.equal(preprocess.pixels(picture), torch.as_tensor(np.asarray(pixels)))
-    whole = factory(**{"img_size": 224, **statistics, **options})(picture)
-    assert torch.allclose(preprocess(picture), whole, atol=1e-6)
+    assert torch.equal(preprocess.pixels(image), torch.as_tensor(np.asarray(pixels)))
+    whole = factory(**{"img_size": 224, **statistics, **options})(image)
+    assert torch.allclose(preprocess(image), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_torchvision(size: tuple[int, int]) -> None:
     preset = import_peer("torchvision.transforms._presets").ImageClassification(crop_size=224, resize_size=256)
     ours = Preprocess(size=(224, 224), resize="cover", resize_to=(256, 256), mean=IMAGENET_MEAN, std=IMAGENET_STD)
-    picture = photograph(size)
-    assert torch.allclose(ours(picture), preset(picture), atol=1e-6)
-    assert worst(ours.pixels(picture), undo(preset(picture), IMAGENET_MEAN, IMAGENET_STD)) <= 1e-3
+    image = photograph(size)
+    assert torch.allclose(ours(image), preset(image), atol=1e-6)
+    assert worst(ours.pixels(image), undo(preset(image), IMAGENET_MEAN, IMAGENET_STD)) <= 1e-3
     # On tensors torchvision resizes with torch's own antialiasing.
-    tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-    assert worst(ours.pixels(picture), undo(preset(tensor), IMAGENET_MEAN, IMAGENET_STD)) <= 1 + 1e-3
+    tensor = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    assert worst(ours.pixels(image), undo(preset(tensor), IMAGENET_MEAN, IMAGENET_STD)) <= 1 + 1e-3
 
 
 def undo(normalised: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
@@ -101,21 +101,21 @@ def worst(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("resample", "tolerance"), [("bilinear", 1), ("bicubic", 2)])
 def test_transformers(size: tuple[int, int], resample: Any, tolerance: int) -> None:
-    picture = photograph(size)
+    image = photograph(size)
     number = Image.Resampling[resample.upper()]
     ours = Preprocess(interpolation=resample, mean=HALF, std=HALF)
     slow = import_peer("transformers.models.vit.image_processing_pil_vit").ViTImageProcessorPil(resample=number)
     fast = import_peer("transformers.models.vit.image_processing_vit").ViTImageProcessor(resample=number)
-    # Pillow rounds to whole pixel values between its two passes, torch (without AVX2) does not; where a picture is
+    # Pillow rounds to whole pixel values between its two passes, torch (without AVX2) does not; where an image is
     # enlarged in both directions, that can amount to one step more.
     tolerance += max(size) < 224
     for processor, limit in ((slow, 1e-3), (fast, tolerance + 1e-3)):
         call: Callable[..., Any] = processor
-        expected = torch.as_tensor(np.asarray(call(picture, return_tensors="pt")["pixel_values"][0]))
-        assert worst(ours.pixels(picture), undo(expected, HALF, HALF)) <= limit
+        expected = torch.as_tensor(np.asarray(call(image, return_tensors="pt")["pixel_values"][0]))
+        assert worst(ours.pixels(image), undo(expected, HALF, HALF)) <= limit
 
 
-def test_grey_pictures() -> None:
+def test_grey_images() -> None:
     ours = Preprocess(size=(32, 48), channels=1, mean=(0.5,), std=(0.25,))
     for mode in ("L", "RGB", "CMYK"):
         tensor = ours(photograph((100, 80), mode))
@@ -152,7 +152,7 @@ def test_bad_settings(fields: dict[str, Any], words: str) -> None:
 
 def test_many_channels_come_as_tensors() -> None:
     ours = Preprocess(channels=4, mean=(0.5,) * 4, std=(0.5,) * 4)
-    with pytest.raises(InputError, match="takes 4 channels, which a picture file does not have"):
+    with pytest.raises(InputError, match="takes 4 channels, which an image file does not have"):
         ours(photograph((30, 30)))
     assert ours.normalise(torch.zeros(2, 4, 8, 8, dtype=torch.uint8)).shape == (2, 4, 8, 8)
 

@@ -1,4 +1,4 @@
-"""Pictures that live on the device are those of the stream."""
+"""Images that live on the device are those of the stream."""
 
 import multiprocessing
 from contextlib import closing
@@ -70,7 +70,7 @@ def test_a_part_of_several_processes(folder: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["a/1.png", "a/4.png", "b/4.png"], ids=["", "before another class", "the last"])
 def test_bad_files_are_replaced_and_told_once(folder: Path, bad: str) -> None:
-    (folder / bad).write_text("no picture")
+    (folder / bad).write_text("no image")
     data = training(folder)
     found = list(Resident(data, CPU, 0).batches(0, 10))
     expected = list(training_batches(data, 0, 10, workers=0))
@@ -85,20 +85,20 @@ def test_bad_files_are_replaced_and_told_once(folder: Path, bad: str) -> None:
 
 def test_what_cannot_live_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
-    with pytest.raises(ConfigError, match="10 pictures of 8×8 pixels are too many to live on the device"):
+    with pytest.raises(ConfigError, match="10 images of 8×8 pixels are too many to live on the device"):
         Resident(training(folder), CPU, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("part", [Share(0, 1), Share(0, 2), Share(1, 2)])
 def test_what_is_measured_again_is_read_once(folder: Path, workers: int, part: Share) -> None:
-    (folder / "a" / "1.png").write_text("no picture")
+    (folder / "a" / "1.png").write_text("no image")
     data = Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, part, bad_files="skip")
     expected = list(evaluation_batches(data, workers=0))
     kept = Kept(data, CPU, workers)
     first = list(kept.batches())
-    for picture in folder.rglob("*.png"):
-        picture.unlink()
+    for image in folder.rglob("*.png"):
+        image.unlink()
     for found in (first, list(kept.batches()), list(kept.batches())):
         assert [batch.bad for batch in found] == [batch.bad for batch in expected]
         for one, other in zip(found, expected, strict=True):

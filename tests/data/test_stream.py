@@ -20,34 +20,34 @@ def streams(draw: st.DrawFn) -> tuple[Stream, int]:
     """Draw a stream, and a number of parts its batches can be cut into."""
     parts, repeats = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     batch = parts * repeats * draw(st.integers(1, 5))
-    pictures = draw(st.integers(1, 60))
+    images = draw(st.integers(1, 60))
     balance = None
     if draw(st.booleans()):
-        balance = np.array(draw(st.lists(st.integers(0, 4), min_size=pictures, max_size=pictures)), np.int64)
-    return Stream(pictures, batch, draw(st.integers(0, 2**63 - 1)), repeats, balance), parts
+        balance = np.array(draw(st.lists(st.integers(0, 4), min_size=images, max_size=images)), np.int64)
+    return Stream(images, batch, draw(st.integers(0, 2**63 - 1)), repeats, balance), parts
 
 
 @given(made=streams(), steps=st.integers(1, 8), start=st.integers(0, 50))
 @PURE
 def test_every_way_to_cut_it_gives_the_same_stream(made: tuple[Stream, int], steps: int, start: int) -> None:
     stream, parts = made
-    whole = stream.pictures_at(np.arange(start * stream.batch, (start + steps) * stream.batch))
+    whole = stream.images_at(np.arange(start * stream.batch, (start + steps) * stream.batch))
     cut = [
-        stream.pictures_at(stream.positions(step, Share(part, parts)))
+        stream.images_at(stream.positions(step, Share(part, parts)))
         for step in range(start, start + steps)
         for part in range(parts)
     ]
     assert np.array_equal(np.concatenate(cut), whole)
     assert whole.min() >= 0
-    assert whole.max() < stream.pictures
+    assert whole.max() < stream.images
 
 
-@given(pictures=st.integers(1, 200), batch=st.integers(1, 64), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 9))
+@given(images=st.integers(1, 200), batch=st.integers(1, 64), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 9))
 @PURE
-def test_an_epoch_shows_every_picture_once(pictures: int, batch: int, seed: int, epoch: int) -> None:
-    shown = Stream(pictures, batch, seed).pictures_at(np.arange(epoch * pictures, (epoch + 1) * pictures))
-    assert sorted(shown) == list(range(pictures))
-    assert np.array_equal(shown, shuffle(seed, epoch, pictures))
+def test_an_epoch_shows_every_image_once(images: int, batch: int, seed: int, epoch: int) -> None:
+    shown = Stream(images, batch, seed).images_at(np.arange(epoch * images, (epoch + 1) * images))
+    assert sorted(shown) == list(range(images))
+    assert np.array_equal(shown, shuffle(seed, epoch, images))
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -56,7 +56,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert tuple(shuffle(0, 0, 50)) != tuple(shuffle(0, 0, 50, "classes"))
 
 
-def test_every_picture_comes_everywhere_equally_often() -> None:
+def test_every_image_comes_everywhere_equally_often() -> None:
     places = np.array([[shuffle(7, epoch, 4)[slot] for slot in range(4)] for epoch in range(4800)])
     for slot in range(4):
         frequency = np.bincount(places[:, slot], minlength=4)
@@ -72,21 +72,21 @@ def test_the_same_in_another_process_and_for_ever() -> None:
 
 
 def test_repeats_stand_apart_and_are_all_there() -> None:
-    stream = Stream(pictures=30, batch=12, repeats=3)
+    stream = Stream(images=30, batch=12, repeats=3)
     for step in range(10):
-        shown = stream.pictures_at(stream.positions(step))
+        shown = stream.images_at(stream.positions(step))
         assert np.array_equal(shown[:4], shown[4:8])
         assert np.array_equal(shown[:4], shown[8:])
         assert all(shown[i] != shown[i + 1] for i in range(0, 12, 2))
-    seen = np.concatenate([stream.pictures_at(stream.positions(step))[:4] for step in range(15)])
+    seen = np.concatenate([stream.images_at(stream.positions(step))[:4] for step in range(15)])
     assert sorted(seen) == sorted([*range(30), *range(30)])
     assert stream.epoch(15) == 2
 
 
-def test_balance_shows_every_class_equally_often_and_every_picture_of_it_in_turn() -> None:
+def test_balance_shows_every_class_equally_often_and_every_image_of_it_in_turn() -> None:
     labels = np.array([0] * 90 + [1] * 9 + [3], np.int64)
-    stream = Stream(pictures=100, batch=9, seed=5, balance=labels)
-    shown = stream.pictures_at(np.arange(900))
+    stream = Stream(images=100, batch=9, seed=5, balance=labels)
+    shown = stream.images_at(np.arange(900))
     assert np.bincount(labels[shown]).tolist() == [300, 300, 0, 300]
     for label, size in ((0, 90), (1, 9), (3, 1)):
         own = shown[labels[shown] == label]
@@ -95,29 +95,29 @@ def test_balance_shows_every_class_equally_often_and_every_picture_of_it_in_turn
     assert len({tuple(labels[shown[i : i + 3]]) for i in range(0, 900, 3)}) == 6  # the classes come in every order
 
 
-@given(pictures=st.integers(0, 500), parts=st.integers(1, 9))
+@given(images=st.integers(0, 500), parts=st.integers(1, 9))
 @PURE
-def test_evaluation_scores_every_picture_exactly_once(pictures: int, parts: int) -> None:
-    shares = [evaluation_share(pictures, Share(part, parts)) for part in range(parts)]
-    assert [number for share in shares for number in share] == list(range(pictures))
+def test_evaluation_scores_every_image_exactly_once(images: int, parts: int) -> None:
+    shares = [evaluation_share(images, Share(part, parts)) for part in range(parts)]
+    assert [number for share in shares for number in share] == list(range(images))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(DataError, match="no pictures"):
+    with pytest.raises(DataError, match="no images"):
         Stream(0, 8)
-    with pytest.raises(ConfigError, match="a batch of 8 cannot show every picture 3 times; use a multiple of 3"):
+    with pytest.raises(ConfigError, match="a batch of 8 cannot show every image 3 times; use a multiple of 3"):
         Stream(10, 8, repeats=3)
     with pytest.raises(ConfigError, match="a batch of 8 cannot be cut into 3 equal parts"):
         Stream(10, 8).positions(0, Share(0, 3))
-    with pytest.raises(DataError, match="3 labels for 10 pictures"):
+    with pytest.raises(DataError, match="3 labels for 10 images"):
         Stream(10, 8, balance=np.zeros(3, np.int64))
 
 
 def test_balancing_large_classes_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = np.repeat(np.arange(3), 110_000).astype(np.int64)
     stream = Stream(len(labels), 64, balance=labels)
-    stream.pictures_at(stream.positions(0))
+    stream.images_at(stream.positions(0))
     lengths: list[int] = []
     original = module._shuffle
 
@@ -127,19 +127,19 @@ def test_balancing_large_classes_is_quick(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(module, "_shuffle", counted)
     for step in range(1, 20):
-        stream.pictures_at(stream.positions(step))
+        stream.images_at(stream.positions(step))
     assert set(lengths) == {3}  # only the order of the classes, which changes with every round
 
 
-def test_pictures_of_no_class_are_not_balanced() -> None:
+def test_images_of_no_class_are_not_balanced() -> None:
     labels = np.array([-1, 0, 0, 1, -1], np.int64)
-    shown = Stream(5, 4, balance=labels).pictures_at(np.arange(40))
+    shown = Stream(5, 4, balance=labels).images_at(np.arange(40))
     assert set(shown.tolist()) == {1, 2, 3}
 
 
 def test_classes_and_laps_have_orders_of_their_own() -> None:
     labels = np.repeat(np.arange(2), 50).astype(np.int64)
-    shown = Stream(100, 2, balance=labels).pictures_at(np.arange(400))
+    shown = Stream(100, 2, balance=labels).images_at(np.arange(400))
     first, second = (shown[labels[shown] == label] % 50 for label in range(2))
     assert first[:50].tolist() != second[:50].tolist()
     assert first[:50].tolist() != first[50:100].tolist()

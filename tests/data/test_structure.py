@@ -30,7 +30,7 @@ from vitrail.data import limits
 from vitrail.data.augmentation.augment import preset
 from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.checking.survey import survey
-from vitrail.data.decode import decode, open_picture
+from vitrail.data.decode import decode, open_image
 from vitrail.data.sources.opening import open_data
 from vitrail.data.stream import Stream
 from vitrail.data.structure import outline
@@ -111,7 +111,7 @@ def test_absurd_work_is_refused_in_no_time(name: str) -> None:
     content, sentence = HOSTILE[name]
     start = time.process_time()
     with pytest.raises(DataError, match=sentence):
-        open_picture(content)
+        open_image(content)
     assert time.process_time() - start < 1  # the fake JPEG took 6 s, the scans minutes
 
 
@@ -210,7 +210,7 @@ def test_a_tiff_of_one_page_with_many_scans_is_refused() -> None:
     )
     page = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
     with pytest.raises(DataError, match="TIFF of more than 101 scans"):
-        open_picture((b"II*\0" + struct.pack("<I", 8) + page).ljust(200, b"\0") + scans)
+        open_image((b"II*\0" + struct.pack("<I", 8) + page).ljust(200, b"\0") + scans)
 
 
 def test_postscript_is_not_run() -> None:

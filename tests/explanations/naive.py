@@ -39,13 +39,13 @@ def build(name: str, **changes: Any) -> ViT:
     return model
 
 
-def pictures(config: ViTConfig, count: int = 2) -> Tensor:
+def images(config: ViTConfig, count: int = 2) -> Tensor:
     return torch.randn(count, config.channels, *config.image_size, generator=torch.Generator().manual_seed(5))
 
 
 @dataclass
 class Pass:
-    """A forward pass of one picture."""
+    """A forward pass of one image."""
 
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     attention: list[Tensor] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Pass:
 
 
 class Naive:
-    """A model's arithmetic, for one picture at a time."""
+    """A model's arithmetic, for one image at a time."""
 
     def __init__(self, model: ViT) -> None:
         self.config, self.stem = model.config, ViT(model.config).double().eval()
@@ -101,9 +101,9 @@ class Naive:
         wide = self.config.head_width
         return torch.cat([weights[h] @ value[:, h * wide : (h + 1) * wide] for h in range(self.config.heads)], dim=1)
 
-    def __call__(self, picture: Tensor) -> Pass:
+    def __call__(self, image: Tensor) -> Pass:
         found, config, D = Pass(), self.config, self.config.width
-        patches = self.stem.patch_embed(picture[None].double())[0].detach()
+        patches = self.stem.patch_embed(image[None].double())[0].detach()
         special = {"class": "cls_token", "distillation": "dist_token"}
         rows = [
             self.w["reg_token"][0, int(name[9:])] if name.startswith("register")
@@ -169,12 +169,12 @@ class Naive:
     def grid(self, row: Tensor) -> Tensor:
         return torch.stack([row[place] for place in self.patches]).reshape(self.config.grid).detach()
 
-    def attention(self, picture: Tensor, layer: int, query: str | None) -> Tensor:
+    def attention(self, image: Tensor, layer: int, query: str | None) -> Tensor:
         """Return the map of each head."""
-        return torch.stack([self.grid(self.row(head, query, None)) for head in self(picture).attention[layer]])
+        return torch.stack([self.grid(self.row(head, query, None)) for head in self(image).attention[layer]])
 
-    def rollout(self, picture: Tensor, query: str | None, fuse: str, discard: float) -> Tensor:
-        found = self(picture)
+    def rollout(self, image: Tensor, query: str | None, fuse: str, discard: float) -> Tensor:
+        found = self(image)
         product = torch.eye(len(self.names), dtype=torch.float64)
         for weights in found.attention:
             layer = self.without_smallest(self.fused(weights, fuse), discard)
@@ -196,8 +196,8 @@ class Naive:
             flat[i] = 0
         return flat.reshape(matrix.shape)
 
-    def relevance(self, picture: Tensor, target: int, query: str | None) -> Tensor:
-        found = self(picture)
+    def relevance(self, image: Tensor, target: int, query: str | None) -> Tensor:
+        found = self(image)
         layers = [*found.attention, *([] if found.pooling is None else [found.pooling])]
         slopes = torch.autograd.grad(self.score(found, target, query), layers)
         R = torch.eye(len(self.names), dtype=torch.float64)
@@ -208,8 +208,8 @@ class Naive:
         pool_row = None if found.pooling is None else (layers[-1] * slopes[-1]).clamp(min=0).mean(0)[0]
         return self.grid(self.row(R, query, pool_row))
 
-    def gradcam(self, picture: Tensor, target: int, layer: int | None, query: str | None) -> Tensor:
-        found = self(picture)
+    def gradcam(self, image: Tensor, target: int, layer: int | None, query: str | None) -> Tensor:
+        found = self(image)
         features = found.entering[-1 if layer is None else layer]
         if layer is None and self.config.pool in ("mean", "map"):
             features = found.normed

@@ -41,11 +41,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def size(path: str) -> tuple[int, int]:
-    with Image.open(path) as picture:
-        return picture.size
+    with Image.open(path) as image:
+        return image.size
 
 
-def test_pictures_beside_their_maps(run: Callable[..., Done]) -> None:
+def test_images_beside_their_maps(run: Callable[..., Done]) -> None:
     done = run("cat.png", "a dog?.png", "--class", "owl", "--arrays")
     assert done.code == 0, done.err
     assert sorted(path.name for path in Path("explanations").iterdir()) == [
@@ -54,7 +54,7 @@ def test_pictures_beside_their_maps(run: Callable[..., Done]) -> None:
     assert size("explanations/cat-relevance-owl.png") == (2 * 224 + 8, 134 + CAPTION)
     assert np.load("explanations/cat-relevance-owl.npy").shape == (3, 5)
     lines = done.out.splitlines()
-    assert lines[0].split() == ["picture", "class", "sure", "written"]
+    assert lines[0].split() == ["image", "class", "sure", "written"]
     assert lines[1].startswith("cat.png")
     assert "owl" in lines[1]
     assert "explanations/cat-relevance-owl.png" in lines[1]
@@ -75,7 +75,7 @@ def test_what_exists_is_replaced_only_on_request(run: Callable[..., Done]) -> No
     assert Path("o/cat-rollout-discard0.5.png").is_file()
 
 
-def test_of_many_pictures_the_first_are_listed(run: Callable[..., Done]) -> None:
+def test_of_many_images_the_first_are_listed(run: Callable[..., Done]) -> None:
     content = Path("cat.png").read_bytes()
     Path("many").mkdir()
     for number in range(23):
@@ -107,7 +107,7 @@ def test_paths_from_stdin(run: Callable[..., Done], monkeypatch: pytest.MonkeyPa
     assert len(list(Path("explanations").iterdir())) == 2
 
 
-def test_one_bad_picture_does_not_stop_the_others(run: Callable[..., Done]) -> None:
+def test_one_bad_image_does_not_stop_the_others(run: Callable[..., Done]) -> None:
     Path("bad.png").write_bytes(b"nothing")
     done = run(".")
     assert done.code == 0
@@ -125,7 +125,7 @@ def test_one_bad_picture_does_not_stop_the_others(run: Callable[..., Done]) -> N
         (("cat.png", "--grid", "heads"), "only attention has a map for every head, not relevance"),
         (("none.png",), "there is no none.png"),
         (("cat.png", "--out", "cat.png"), "cat.png is a file"),
-        (("empty",), "there are no pictures in empty"),
+        (("empty",), "there are no images in empty"),
     ],
 )
 def test_mistakes_get_one_sentence(run: Callable[..., Done], words: tuple[object, ...], message: str) -> None:
@@ -139,10 +139,8 @@ def test_mistakes_get_one_sentence(run: Callable[..., Done], words: tuple[object
 
 
 def notes(path: str) -> dict[str, str]:
-    with Image.open(path) as picture:
-        return {
-            key.removeprefix("vitrail:"): str(value) for key, value in picture.info.items() if "vitrail:" in str(key)
-        }
+    with Image.open(path) as image:
+        return {key.removeprefix("vitrail:"): str(value) for key, value in image.info.items() if "vitrail:" in str(key)}
 
 
 @pytest.mark.parametrize("method", ["relevance", "attention", "rollout", "pca"])

@@ -1,4 +1,4 @@
-"""`vitrail.explain` and the pictures it makes."""
+"""`vitrail.explain` and the images it makes."""
 
 import itertools
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.explanations.naive import build, pictures
+from tests.explanations.naive import build, images
 
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
@@ -39,15 +39,15 @@ def noise(height: int = 30, width: int = 31, seed: int = 0) -> Image.Image:
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
 @pytest.mark.parametrize("name", ["class first", "grey", "hybrid"])
-def test_one_picture(name: str, method: Any) -> None:
+def test_one_image(name: str, method: Any) -> None:
     ours = bundle(name)
     found = vitrail.explain(ours, noise(), method=method, device="cpu")
     assert isinstance(found, Explanation)
     assert found.map.shape == ((3, 5, 3) if method == "pca" else (3, 5))
     assert found.map.dtype == np.float32
-    assert (found.picture.mode, found.picture.size) == ("RGB", (20, 12))
+    assert (found.image.mode, found.image.size) == ("RGB", (20, 12))
     assert np.array_equal(
-        np.asarray(found.picture.convert("L" if name == "grey" else "RGB")).reshape(12, 20, -1),
+        np.asarray(found.image.convert("L" if name == "grey" else "RGB")).reshape(12, 20, -1),
         ours.preprocess.pixels(noise()).permute(1, 2, 0).numpy(),
     ), "this is what the model saw"
     if method in ("relevance", "gradcam"):
@@ -61,7 +61,7 @@ def test_one_picture(name: str, method: Any) -> None:
     assert found.overlay(side=400).size == (400, 240)
 
 
-def test_several_pictures_of_every_kind(tmp_path: Path) -> None:
+def test_several_images_of_every_kind(tmp_path: Path) -> None:
     ours = bundle()
     noise(12, 20).save(tmp_path / "a.png")
     given = [tmp_path / "a.png", noise(12, 20), np.asarray(noise(12, 20)), (tmp_path / "a.png").read_bytes()]
@@ -115,7 +115,7 @@ def test_every_token_for_itself() -> None:
 def test_channels_that_are_no_colours() -> None:
     ours = bundle("class first", channels=2)
     found = vitrail.explain(ours, np.zeros((12, 20, 2), np.uint8) + np.array([0, 200], np.uint8), device="cpu")
-    assert found.picture.getpixel((0, 0)) == (100, 100, 100)
+    assert found.image.getpixel((0, 0)) == (100, 100, 100)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +184,11 @@ def test_models_that_cannot_say_a_class() -> None:
         vitrail.explain(bundle(names=None), noise(), target="cat", device="cpu")
 
 
-def test_pictures_that_are_none(tmp_path: Path) -> None:
-    (tmp_path / "bad.png").write_bytes(b"no picture")
+def test_images_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"bad\.png: "):
         vitrail.explain(bundle(), tmp_path / "bad.png", device="cpu")
-    with pytest.raises(InputError, match=r"picture 1: expected a path, .* found int"):
+    with pytest.raises(InputError, match=r"image 1: expected a path, .* found int"):
         vitrail.explain(bundle(), [noise(), 7], device="cpu")  # type: ignore[list-item]
     with pytest.raises(InputError, match="expected a path"):
         vitrail.explain(bundle(), 7, device="cpu")  # type: ignore[call-overload]
@@ -237,7 +237,7 @@ def test_a_grid_of_what_has_none(wanted: Wanted, each: Any, message: str) -> Non
         Explainer(bundle(), wanted, device="cpu").grid(item, each)
 
 
-# ── pictures and files ──
+# ── images and files ──
 
 
 def test_more_is_lighter() -> None:
@@ -251,13 +251,13 @@ def test_more_is_lighter() -> None:
 def test_the_overlay_lies_where_the_map_says() -> None:
     map = np.zeros((4, 6), np.float32)
     map[1, 4] = 1
-    picture = Image.new("RGB", (240, 160), (120, 90, 60))
-    found = Explanation(map, picture, "attention")
+    image = Image.new("RGB", (240, 160), (120, 90, 60))
+    found = Explanation(map, image, "attention")
     light = np.asarray(found.overlay(opacity=1).convert("L"), np.float32)
     row, column = np.unravel_index(light.argmax(), light.shape)
     assert 40 <= row < 80
     assert 160 <= column < 200
-    assert found.overlay(opacity=0).tobytes() == picture.tobytes()
+    assert found.overlay(opacity=0).tobytes() == image.tobytes()
     assert found.side_by_side().size == (240 + 8 + 240, 160)
     for wrong in (-0.1, 1.1):
         with pytest.raises(ConfigError, match="opacity"):
@@ -267,15 +267,15 @@ def test_the_overlay_lies_where_the_map_says() -> None:
 def test_saving(tmp_path: Path) -> None:
     found = Explanation(np.eye(3, dtype=np.float32), noise(), "attention")
     assert found.save(tmp_path / "new" / "x.png") == tmp_path / "new" / "x.png"
-    with Image.open(tmp_path / "new" / "x.png") as picture:
+    with Image.open(tmp_path / "new" / "x.png") as image:
         width, height = found.side_by_side().size
-        assert picture.size == (width, height + CAPTION)
+        assert image.size == (width, height + CAPTION)
     found.save(tmp_path / "x.npy")
     assert np.array_equal(np.load(tmp_path / "x.npy"), found.map)
     with pytest.raises(CheckpointError, match="exists already"):
         found.save(tmp_path / "x.npy")
     found.save(tmp_path / "x.npy", overwrite=True)
-    with pytest.raises(ConfigError, match=r"does not end as a picture"):
+    with pytest.raises(ConfigError, match=r"does not end as an image"):
         found.save(tmp_path / "x.txt")
 
 
@@ -286,8 +286,8 @@ def test_saving(tmp_path: Path) -> None:
         (b"a b?c*<script>.PNG", "a_b_c_script_"),
         (b"x.tar/..\\con.png", "_con"),
         (b"nul", "_nul"),
-        (b"..png", "picture"),
-        (b"/", "picture"),
+        (b"..png", "image"),
+        (b"/", "image"),
         (b"list.csv, line 7", "list.csv_line_7"),
         (b"\xff\xfe.png", "_"),
         ("grün/Größe 1.webp".encode(), "Größe_1"),
@@ -298,15 +298,15 @@ def test_names_that_every_file_system_takes(name: bytes, expected: str) -> None:
     assert safe_name(name) == expected
 
 
-def test_no_two_pictures_get_the_same_file(tmp_path: Path) -> None:
+def test_no_two_images_get_the_same_file(tmp_path: Path) -> None:
     planned = plan_outputs([b"a/1.png", b"b/1.png", b"c/1.JPG"], tmp_path, "pca", arrays=True, overwrite=False)
-    assert [files.picture.name for files in planned] == ["1-pca.png", "1-2-pca.png", "1-3-pca.png"]
+    assert [files.image.name for files in planned] == ["1-pca.png", "1-2-pca.png", "1-3-pca.png"]
     assert planned[1].array == tmp_path / "1-2-pca.npy"
 
 
 def test_pure_functions_take_batches() -> None:
     model = build("class first")
-    x = pictures(model.config, 3)
+    x = images(model.config, 3)
     together = relevance_maps(model, x, torch.tensor([0, 1, 2]))
     for i in range(3):
         torch.testing.assert_close(relevance_maps(model, x[i : i + 1], i)[0], together[i])

@@ -117,7 +117,7 @@ def test_every_stem_has_filters(fields: dict[str, Any], shape: tuple[int, ...], 
     assert filters(made.model).components.shape[1:] == shape
     figure = drawn(filters_figure(made))
     assert words in figure.caption
-    assert figure.picture is not None
+    assert figure.image is not None
 
 
 def test_a_hybrids_kernels_are_standardised_first() -> None:
@@ -131,9 +131,9 @@ def test_a_hybrids_kernels_are_standardised_first() -> None:
 def test_the_drawing_shows_the_first_filter_at_the_top_left() -> None:
     made = bundle()
     component = filters(made.model).components[0]
-    picture = drawn(filters_figure(made)).picture
-    assert picture is not None
-    tile = np.asarray(picture)[16 : 16 + 96 : 24, 16 : 16 + 96 : 24]  # 4×4 pixels, each 24 wide, after the margin
+    image = drawn(filters_figure(made)).image
+    assert image is not None
+    tile = np.asarray(image)[16 : 16 + 96 : 24, 16 : 16 + 96 : 24]  # 4×4 pixels, each 24 wide, after the margin
     expected = 127.5 * (1 + component / np.abs(component).max())
     np.testing.assert_allclose(tile, expected, atol=0.51)
 
@@ -195,27 +195,27 @@ def test_any_grid_can_be_drawn(rows: int, columns: int, height: int, width: int)
         assert isinstance(figure, Absent)
         assert "one patch" in figure.reason
     else:
-        picture = drawn(figure).picture
-        assert picture is not None
+        image = drawn(figure).image
+        assert image is not None
         # Every patch is just like itself, and that colour is in the drawing.
-        assert (np.asarray(picture) == coloured(np.ones(1), -1, 1)).all(axis=2).any()
+        assert (np.asarray(image) == coloured(np.ones(1), -1, 1)).all(axis=2).any()
         assert f"{rows}×{columns} patches" in drawn(figure).caption
 
 
 @pytest.mark.parametrize("size", [(1, 3000), (60, 60), (2000, 1)])
 def test_a_large_grid_is_drawn_in_part_and_says_so(size: tuple[int, int]) -> None:
     figure = drawn(positions_figure(bundle(image_size=size, patch_size=1, position="sincos_2d", depth=1)))
-    assert figure.picture is not None
-    assert max(figure.picture.size) < 1500
+    assert figure.image is not None
+    assert max(figure.image.size) < 1500
     assert "chosen evenly" in figure.caption
 
 
 def test_blocks_with_tables_of_their_own_are_drawn_apart() -> None:
     one = drawn(positions_figure(bundle()))
     many = drawn(positions_figure(bundle(position_at="every_block", depth=6)))
-    assert one.picture is not None
-    assert many.picture is not None
-    assert many.picture.height > one.picture.height
+    assert one.image is not None
+    assert many.image is not None
+    assert many.image.height > one.image.height
     assert "shown are blocks 1, 3, 4, 6 of 6" in many.caption
 
 
@@ -253,11 +253,11 @@ def test_positions_that_say_nothing() -> None:
 # ── attention distance ──
 
 
-def naive_distance(model: ViT, pictures: Tensor) -> NDArray[np.float64]:
+def naive_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
     """Compute every number by itself, from `trace` in float64."""
     model, config = model.double().eval(), model.config
     (rows, columns), (height, width) = config.grid, config.patch_size
-    traced = model.trace(pictures.double(), attention=range(config.depth))
+    traced = model.trace(images.double(), attention=range(config.depth))
     answer = np.zeros((config.depth, config.heads))
     for layer, head in product(range(config.depth), range(config.heads)):
         means = []
@@ -289,9 +289,9 @@ def naive_distance(model: ViT, pictures: Tensor) -> NDArray[np.float64]:
 )
 def test_distance_is_what_the_definition_says(fields: dict[str, Any]) -> None:
     model = vit(**fields)
-    pictures = torch.randn(3, 3, 12, 20)
-    found = attention_distance(model, pictures.split(2))
-    np.testing.assert_allclose(found, naive_distance(model, pictures), rtol=1e-4)
+    images = torch.randn(3, 3, 12, 20)
+    found = attention_distance(model, images.split(2))
+    np.testing.assert_allclose(found, naive_distance(model, images), rtol=1e-4)
 
 
 def even(model: ViT) -> ViT:
@@ -336,9 +336,9 @@ def test_patches_that_are_not_square() -> None:
 def test_batches_do_not_matter_and_the_model_stays_as_it_was() -> None:
     model = vit(attention_dropout=0.5, patch_dropout=0.5).train()
     model.blocks[0].eval()
-    pictures = torch.randn(5, 3, 12, 20)
-    whole = attention_distance(model, [pictures])
-    np.testing.assert_allclose(attention_distance(model, pictures.split(1)), whole, rtol=1e-5)
+    images = torch.randn(5, 3, 12, 20)
+    whole = attention_distance(model, [images])
+    np.testing.assert_allclose(attention_distance(model, images.split(1)), whole, rtol=1e-5)
     assert model.training
     assert not model.blocks[0].training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -382,7 +382,7 @@ def test_a_query_that_looks_at_no_patch_is_left_out() -> None:
 def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle(depth=5, heads=4)
     given = pixels(made.model.config, 130)
-    monkeypatch.setattr(distance_module, "AT_ONCE", 4 * 16**2 * 7)  # seven pictures at a time
+    monkeypatch.setattr(distance_module, "AT_ONCE", 4 * 16**2 * 7)  # seven images at a time
     figure = drawn(distance_figure(made, given, device="cpu"))
     assert figure.svg is not None
     root = ElementTree.fromstring(figure.svg)
@@ -392,7 +392,7 @@ def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -
     lines = [node.get("class", "") for node in root.iter() if "curve" in node.get("class", "")]
     assert sorted("dashed" in line for line in lines) == [False, False, True, True]
     assert "4 heads in each of 5 blocks" in figure.caption
-    assert "over all patches of 128 pictures;" in figure.caption
+    assert "over all patches of 128 images;" in figure.caption
     # A point lies at the height of its number.
     expected = attention_distance(made.model, [made.preprocess.normalise(given[:128])])
     heights = sorted(float(mark.get("cy") or 0) for mark in marks)
@@ -400,12 +400,12 @@ def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(start + slope * np.sort(expected.ravel())[::-1], heights, atol=0.06)
 
 
-def test_few_pictures_and_none() -> None:
+def test_few_images_and_none() -> None:
     made = bundle()
-    assert "of 1 picture (the paper takes 128)" in drawn(distance_figure(made, pixels(made.model.config, 1))).caption
-    with pytest.raises(InputError, match="at least one picture"):
+    assert "of 1 image (the paper takes 128)" in drawn(distance_figure(made, pixels(made.model.config, 1))).caption
+    with pytest.raises(InputError, match="at least one image"):
         distance_figure(made, pixels(made.model.config, 0))
-    with pytest.raises(InputError, match="at least one picture"):
+    with pytest.raises(InputError, match="at least one image"):
         attention_distance(made.model, [])
     with pytest.raises(InputError, match="12×20"):
         distance_figure(made, torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
@@ -431,5 +431,5 @@ def test_letters_beside_positions_can_be_read_on_a_phone(size: int) -> None:
     config = ViTConfig(image_size=size, patch_size=16 if size > 32 else 4, width=24, depth=1, heads=1, classes=2)
     figure = positions_figure(Bundle(ViT(config), Preprocess(size=(size, size))))
     assert isinstance(figure, Figure)
-    assert figure.picture is not None
-    assert TEXT * min(1.0, 354 / figure.picture.width) >= 9
+    assert figure.image is not None
+    assert TEXT * min(1.0, 354 / figure.image.width) >= 9

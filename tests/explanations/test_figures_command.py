@@ -71,12 +71,12 @@ def test_all_figures(run: Run) -> None:
     assert (done.code, done.err) == (0, "")
     assert files("all") == ["captions.md", "distance.svg", "filters.png", "positions.png", "rollout.png"]
     for name in ("filters.png", "positions.png", "rollout.png"):
-        with Image.open(Path("all", name)) as picture:
-            picture.load()
-            assert picture.mode == "RGB"
+        with Image.open(Path("all", name)) as image:
+            image.load()
+            assert image.mode == "RGB"
     captions = Path("all", "captions.md").read_text(encoding="utf-8")
     assert captions.count("## ") == 4
-    assert "over all patches of 5 pictures (the paper takes 128)" in captions
+    assert "over all patches of 5 images (the paper takes 128)" in captions
     assert "![How far each head looks](distance.svg)" in captions
     assert "distance: all/distance.svg" in done.out.splitlines()
 
@@ -89,11 +89,11 @@ def test_the_same_command_writes_the_same_bytes(run: Run) -> None:
     ]
 
 
-def test_without_pictures_it_says_what_is_left_out(run: Run) -> None:
+def test_without_images_it_says_what_is_left_out(run: Run) -> None:
     done = run("model", "-o", "some")
     assert done.code == 0
     assert files("some") == ["captions.md", "filters.png", "positions.png"]
-    assert done.err == "left out: distance and rollout, which need pictures; name some after the model\n"
+    assert done.err == "left out: distance and rollout, which need images; name some after the model\n"
 
 
 def test_only_some(run: Run) -> None:
@@ -111,12 +111,12 @@ def test_a_figure_that_the_model_has_not(run: Run) -> None:
     assert "There is no such figure: this model has no table" in Path("some", "captions.md").read_text(encoding="utf-8")
 
 
-def test_pictures_that_cannot_be_read_are_told(run: Run) -> None:
-    Path("photos", "5.png").write_bytes(b"no picture")
+def test_images_that_cannot_be_read_are_told(run: Run) -> None:
+    Path("photos", "5.png").write_bytes(b"no image")
     done = run("model", "photos", "-o", "some")
     assert done.code == 0
     assert done.err == "left out: photos/5.png: it is not an image: the file begins with b'no pictu'\n"
-    assert "over all patches of 5 pictures" in Path("some", "captions.md").read_text(encoding="utf-8")
+    assert "over all patches of 5 images" in Path("some", "captions.md").read_text(encoding="utf-8")
 
 
 # ── mistakes ──
@@ -128,11 +128,11 @@ def test_pictures_that_cannot_be_read_are_told(run: Run) -> None:
         (["model", "--only", "filter"], "no figure is called 'filter'; did you mean 'filters'?"),
         (
             ["model", "--only", "distance"],
-            "the figure 'distance' needs pictures; name files or folders after the model",
+            "the figure 'distance' needs images; name files or folders after the model",
         ),
         (["model", "nowhere"], "there is no nowhere; give files, folders"),
-        (["model", "empty"], "there are no pictures in the places given"),
-        (["model", "bad.png"], "none of the pictures can be read"),
+        (["model", "empty"], "there are no images in the places given"),
+        (["model", "bad.png"], "none of the images can be read"),
         (["model", "photos", "--out", "taken"], "filters.png exists already; choose another name, or replace it"),
         (["model", "photos", "--out", "bad.png"], "bad.png is a file, and figures are written to a folder"),
         (["no-model"], "no-model"),
@@ -159,14 +159,14 @@ def test_overwrite_replaces(run: Run) -> None:
     Path("taken", "notes.txt").write_text("stays", encoding="utf-8")
     assert run("model", "--out", "taken", "--overwrite").code == 0
     assert files("taken") == ["captions.md", "filters.png", "notes.txt", "positions.png"]
-    with Image.open("taken/filters.png") as picture:
-        assert picture.format == "PNG"
+    with Image.open("taken/filters.png") as image:
+        assert image.format == "PNG"
 
 
-# ── which pictures ──
+# ── which images ──
 
 
-def test_of_many_pictures_some_are_drawn_evenly_and_always_the_same() -> None:
+def test_of_many_images_some_are_drawn_evenly_and_always_the_same() -> None:
     items = [Item(b"%d" % number) for number in range(2000)]
     chosen = [int(item.name) for item in _drawn(items, 128)]
     assert chosen == [int(item.name) for item in _drawn(iter(items), 128)]
@@ -182,25 +182,25 @@ def test_of_many_pictures_some_are_drawn_evenly_and_always_the_same() -> None:
 
 class Shown(NamedTuple):
     map: Any
-    picture: Image.Image
+    image: Image.Image
     target: str | int | None = None
 
 
 def test_the_veil_is_clear_where_the_map_is_largest() -> None:
-    picture = Image.new("RGB", (8, 8), (200, 100, 0))
-    veiled = np.asarray(attended(picture, np.array([[1, 0]], np.float32)))
+    image = Image.new("RGB", (8, 8), (200, 100, 0))
+    veiled = np.asarray(attended(image, np.array([[1, 0]], np.float32)))
     assert tuple(veiled[4, 0]) == (200, 100, 0)
     assert tuple(veiled[4, 7]) == VEIL
-    assert np.asarray(attended(picture, np.zeros((2, 2), np.float32))).reshape(-1, 3).tolist() == [list(VEIL)] * 64
+    assert np.asarray(attended(image, np.zeros((2, 2), np.float32))).reshape(-1, 3).tolist() == [list(VEIL)] * 64
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, (8, 8)), (4, (40, 20)), (5, (300, 500))])
-def test_examples_stand_beside_their_pictures(count: int, size: tuple[int, int]) -> None:
+def test_examples_stand_beside_their_images(count: int, size: tuple[int, int]) -> None:
     colours = [(20 * number + 10, 255 - 20 * number, 99) for number in range(count)]
     shown = [Shown(np.ones((2, 3), np.float32), Image.new("RGB", size, colour)) for colour in colours]
-    picture = examples_figure(shown).picture
-    assert picture is not None
-    pixels = np.asarray(picture)
+    image = examples_figure(shown).image
+    assert image is not None
+    pixels = np.asarray(image)
     areas = [int((pixels == colour).all(axis=2).sum()) for colour in colours]
     assert len(set(areas)) == 1
     assert areas[0] >= 2 * 100 * 100  # each twice, and large enough to see
@@ -221,16 +221,16 @@ def test_rollout_of_a_bundle_is_the_rollout_drawn() -> None:
     assert isinstance(made, Figure)
     normal = bundle.preprocess.normalise(torch.from_numpy(pixels).permute(2, 0, 1)[None])
     map = rollout_maps(bundle.model.eval(), normal)[0].numpy()
-    picture = Image.fromarray(pixels)
-    expected = np.asarray(attended(picture.resize((192, 128), Image.Resampling.NEAREST), map))
-    assert made.picture is not None
+    image = Image.fromarray(pixels)
+    expected = np.asarray(attended(image.resize((192, 128), Image.Resampling.NEAREST), map))
+    assert made.image is not None
     # The first pair, after the margin and the heading: 192 wide, 6 between.
-    found = np.asarray(made.picture)[41 : 41 + 128, 24 + 192 + 6 : 24 + 2 * 192 + 6]
+    found = np.asarray(made.image)[41 : 41 + 128, 24 + 192 + 6 : 24 + 2 * 192 + 6]
     np.testing.assert_array_equal(found, expected)
 
 
 def test_no_examples() -> None:
-    with pytest.raises(InputError, match="at least one picture"):
+    with pytest.raises(InputError, match="at least one image"):
         rollout_figure(tiny(), [], device="cpu")
     alone = rollout_figure(tiny(image_size=4), [np.zeros((4, 4, 3), np.uint8)], device="cpu")
     assert isinstance(alone, Absent)

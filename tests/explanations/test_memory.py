@@ -39,23 +39,23 @@ def model(depth: int) -> ViT:
 
 
 @pytest.fixture(scope="module")
-def picture() -> Tensor:
+def image() -> Tensor:
     return torch.randn(1, 3, 384, 384)
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance"])
-def test_memory_does_not_grow_with_depth(method: str, picture: Tensor, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_depth(method: str, image: Tensor, tmp_path: Path) -> None:
     few, many = model(2), model(8)
-    shallow = peak(lambda: explain_pixels(few, picture, Wanted(method), 0), tmp_path)
-    deep = peak(lambda: explain_pixels(many, picture, Wanted(method), 0), tmp_path)
+    shallow = peak(lambda: explain_pixels(few, image, Wanted(method), 0), tmp_path)
+    deep = peak(lambda: explain_pixels(many, image, Wanted(method), 0), tmp_path)
     assert shallow > ONE_MAP, "the measure does not see the maps"
     assert deep < shallow + ONE_MAP / 2
 
 
-def test_the_measure_sees_maps_that_are_kept(picture: Tensor, tmp_path: Path) -> None:
+def test_the_measure_sees_maps_that_are_kept(image: Tensor, tmp_path: Path) -> None:
     """Six layers more, all asked for, are six maps more."""
     few, many = model(2), model(8)
     with torch.no_grad():
-        shallow = peak(lambda: few.trace(picture, attention=range(2)), tmp_path)
-        deep = peak(lambda: many.trace(picture, attention=range(8)), tmp_path)
+        shallow = peak(lambda: few.trace(image, attention=range(2)), tmp_path)
+        deep = peak(lambda: many.trace(image, attention=range(8)), tmp_path)
     assert deep > shallow + 5.5 * ONE_MAP

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.explanations.naive import CONFIGS, Naive, build, pictures
+from tests.explanations.naive import CONFIGS, Naive, build, images
 from torch import Tensor
 
 from vitrail.errors import InputError
@@ -33,8 +33,8 @@ def queries(naive: Naive) -> list[str | None]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_reference_is_the_same_model(name: str) -> None:
     model = build(name)
-    naive, x = Naive(model), pictures(model.config)
-    expected = torch.stack([naive(picture).logits for picture in x])
+    naive, x = Naive(model), images(model.config)
+    expected = torch.stack([naive(image).logits for image in x])
     with torch.no_grad():
         assert_close(model(x).double(), expected)
 
@@ -42,12 +42,12 @@ def test_the_reference_is_the_same_model(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention(name: str) -> None:
     model = build(name)
-    naive, x = Naive(model), pictures(model.config)
+    naive, x = Naive(model), images(model.config)
     for query in queries(naive):
         if query is None and model.config.pool == "map":
             continue
         found = attention_maps(model, x, 1, query)
-        expected = torch.stack([naive.attention(picture, 1, query) for picture in x])
+        expected = torch.stack([naive.attention(image, 1, query) for image in x])
         assert_close(found, expected)
         assert_close(choose_head(found, -1), expected[:, -1])
         assert_close(choose_head(found, None), expected.mean(1))
@@ -57,11 +57,11 @@ def test_attention(name: str) -> None:
 @pytest.mark.parametrize("name", ["map", "map over all"])
 def test_attention_of_the_pool(name: str) -> None:
     model = build(name)
-    naive, x = Naive(model), pictures(model.config)
+    naive, x = Naive(model), images(model.config)
     found = pooling_rows(model, x)
     torch.testing.assert_close(found.sum(-1), torch.ones(2, model.config.heads))
-    for b, picture in enumerate(x):
-        pooling = naive(picture).pooling
+    for b, image in enumerate(x):
+        pooling = naive(image).pooling
         assert pooling is not None
         assert_close(found[b][:, naive.pooled_over], pooling[:, 0].detach())
         places = [naive.pooled_over.index(place) for place in naive.patches]
@@ -74,23 +74,23 @@ def test_attention_of_the_pool(name: str) -> None:
 @pytest.mark.parametrize("name", ["class first", "class last", "distillation", "mean over all", "map", "hybrid"])
 def test_rollout(name: str, fuse: Any, discard: float) -> None:
     model = build(name)
-    naive, x = Naive(model), pictures(model.config)
+    naive, x = Naive(model), images(model.config)
     whole = rollout(model, x, fuse=fuse, discard=discard)
     torch.testing.assert_close(whole.sum(-1), torch.ones(2, model.config.tokens))
     for query in queries(naive):
-        expected = torch.stack([naive.rollout(picture, query, fuse, discard) for picture in x])
+        expected = torch.stack([naive.rollout(image, query, fuse, discard) for image in x])
         assert_close(rollout_maps(model, x, query, fuse=fuse, discard=discard), expected)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_relevance(name: str) -> None:
     model = build(name)
-    naive, x = Naive(model), pictures(model.config)
+    naive, x = Naive(model), images(model.config)
     for query in ("2,4", "class") if model.config.pool == "none" else (None,):
-        expected = torch.stack([naive.relevance(picture, 3, query) for picture in x])
+        expected = torch.stack([naive.relevance(image, 3, query) for image in x])
         assert_close(relevance_maps(model, x, 3, query), expected)
     each = torch.tensor([1, 4])
-    expected = torch.stack([naive.relevance(picture, int(c), None) for picture, c in zip(x, each, strict=True)])
+    expected = torch.stack([naive.relevance(image, int(c), None) for image, c in zip(x, each, strict=True)])
     assert_close(relevance_maps(model, x, each), expected)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -98,11 +98,11 @@ def test_relevance(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradcam(name: str) -> None:
     model = build(name)
-    naive, x = Naive(model), pictures(model.config)
+    naive, x = Naive(model), images(model.config)
     query = "0,1" if model.config.pool == "none" else None
     for layer in (0, -1, None):
         for target in range(5):  # for some classes nothing speaks, and the map is empty
-            expected = torch.stack([naive.gradcam(picture, target, layer, query) for picture in x])
+            expected = torch.stack([naive.gradcam(image, target, layer, query) for image in x])
             if expected.max() > 1e-3:
                 assert_close(gradcam_maps(model, x, target, layer, query), expected)
                 break
@@ -113,11 +113,11 @@ def test_gradcam(name: str) -> None:
 @pytest.mark.parametrize("name", ["class first", "class last", "registers", "map", "mean over all", "hybrid"])
 def test_pca(name: str) -> None:
     model = build(name)
-    naive, x = Naive(model), pictures(model.config)
+    naive, x = Naive(model), images(model.config)
     found = pca_maps(model, x)
     assert found.shape == (2, *model.config.grid, 3)
-    for b, picture in enumerate(x):
-        features = naive(picture).normed[naive.patches].detach().numpy()
+    for b, image in enumerate(x):
+        features = naive(image).normed[naive.patches].detach().numpy()
         centred = features - features.mean(0)
         _, vectors = np.linalg.eigh(centred.T @ centred)
         for i in range(3):
@@ -136,7 +136,7 @@ def test_colours_of_patches_that_are_all_the_same() -> None:
 
 def test_layers_may_differ_from_training() -> None:
     model = build("class first").train()
-    x = pictures(model.config)
+    x = images(model.config)
     for method in ("attention", "rollout", "relevance", "gradcam", "pca"):
         with pytest.raises(InputError, match=r"call model\.eval\(\) first"):
             explain_pixels(model, x, Wanted(method), 0)
@@ -145,13 +145,13 @@ def test_layers_may_differ_from_training() -> None:
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
 def test_tensors_of_another_size_are_refused(method: Any) -> None:
     model = build("class first")
-    with pytest.raises(InputError, match="takes pictures of 12×20 pixels, found 20×12"):
+    with pytest.raises(InputError, match="takes images of 12×20 pixels, found 20×12"):
         explain_pixels(model, torch.randn(1, 3, 20, 12), Wanted(method), 0)
 
 
 def test_gradients_are_had_where_they_are_switched_off() -> None:
     model = build("map").requires_grad_(False)
-    x = pictures(model.config)
+    x = images(model.config)
     expected = relevance(model, x, 1)
     with torch.no_grad():
         assert torch.equal(relevance(model, x, 1), expected)
@@ -162,7 +162,7 @@ def test_gradients_are_had_where_they_are_switched_off() -> None:
 @pytest.mark.parametrize("name", ["class last", "map over all"])
 def test_all_layers_in_one_pass(name: str) -> None:
     model = build(name)
-    x = pictures(model.config)
+    x = images(model.config)
     for query in (None, "register:1", "0,4"):
         found = maps_of_layers(model, x, query)
         assert len(found) == 3

@@ -16,7 +16,7 @@ SIDE, PATCH, CLASSES = 10, 4, 3
 def planted(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return noise with one patch, anywhere, whose pattern is the class; the classes; where it is.
 
-    Every fourth picture has none, and belongs to no class.
+    Every fourth image has none, and belongs to no class.
     """
     generator = torch.Generator().manual_seed(seed)
     patterns = torch.randn(CLASSES, PATCH * PATCH, generator=torch.Generator().manual_seed(3)).sign() * 2

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from vitrail.models.config import ViTConfig
-from vitrail.models.stages import sample_picture
+from vitrail.models.stages import sample_image
 from vitrail.models.vit import ViT
 
 HERE = Path(__file__).parent
@@ -50,13 +50,13 @@ def config_fields() -> str:
 
 
 def logits() -> str:
-    """Run a tiny model on the sample picture; its weights are a formula, because random draws differ by processor."""
+    """Run a tiny model on the sample image; its weights are a formula, because random draws differ by processor."""
     model = ViT(TINY).eval()
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             wave = torch.sin(torch.arange(parameter.numel()) * 0.7 + i).reshape(parameter.shape)
             parameter.copy_(wave * (0.3 if parameter.ndim > 1 else 0.5) + (1 if parameter.ndim == 1 else 0))
-        answer = model(sample_picture(3, TINY.image_size))
+        answer = model(sample_image(3, TINY.image_size))
     return json.dumps([round(float(x), 6) for x in answer[0]]) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""`vitrail.Classifier`: every kind of picture, one and many, and what is none."""
+"""`vitrail.Classifier`: every kind of image, one and many, and what is none."""
 
 import io
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.inference.tiny import tiny_bundle, tiny_pictures, tiny_pixels
+from tests.inference.tiny import tiny_bundle, tiny_images, tiny_pixels
 
 import vitrail
 from vitrail import CheckpointError, Classifier, ConfigError, DataError, Diverged, InputError
@@ -33,8 +33,8 @@ def test_an_answer_is_the_softmax_of_the_model(classifier: Classifier) -> None:
     assert repr(answer).count("%") == 3
 
 
-def test_every_kind_of_picture_gives_the_same_answer(classifier: Classifier, tmp_path: Path) -> None:
-    (path,) = tiny_pictures(tmp_path, 1)
+def test_every_kind_of_image_gives_the_same_answer(classifier: Classifier, tmp_path: Path) -> None:
+    (path,) = tiny_images(tmp_path, 1)
     pixels = tiny_pixels(0)
     grey = np.array(Image.fromarray(pixels).convert("L"))
     expected = classifier(str(path))
@@ -56,7 +56,7 @@ def test_every_kind_of_picture_gives_the_same_answer(classifier: Classifier, tmp
     ] * 3
 
 
-def test_a_picture_of_pillows_is_treated_as_its_file(tmp_path: Path) -> None:
+def test_a_image_of_pillows_is_treated_as_its_file(tmp_path: Path) -> None:
     """Turned upright, white where transparent, palettes made colours: as a file with the same content."""
     classifier = Classifier(tiny_bundle(), device="cpu")
     tags = Image.Exif()
@@ -75,7 +75,7 @@ def test_a_picture_of_pillows_is_treated_as_its_file(tmp_path: Path) -> None:
 
 
 def test_many_in_one_list_out(classifier: Classifier, tmp_path: Path) -> None:
-    paths = tiny_pictures(tmp_path, 7)
+    paths = tiny_images(tmp_path, 7)
     alone = [classifier(path) for path in paths]
     for many in (paths, tuple(paths), (path for path in paths), np.stack([tiny_pixels(n) for n in range(7)])):
         found = classifier.predict(many, batch=3)
@@ -99,13 +99,13 @@ def test_numbers_where_nobody_knows_the_names() -> None:
     assert set(Classifier(tiny_bundle(None), device="cpu")(tiny_pixels(0)).names) == {"0", "1", "2"}
 
 
-def test_bad_pictures_are_errors_or_answers(classifier: Classifier, tmp_path: Path) -> None:
-    good, *_ = tiny_pictures(tmp_path, 1)
-    (tmp_path / "text.jpg").write_text("no picture")
+def test_bad_images_are_errors_or_answers(classifier: Classifier, tmp_path: Path) -> None:
+    good, *_ = tiny_images(tmp_path, 1)
+    (tmp_path / "text.jpg").write_text("no image")
     bad = tmp_path / "text.jpg"
     with pytest.raises(DataError, match=r"text\.jpg: it is not an image: the file begins with"):
         classifier([good, bad])
-    with pytest.raises(DataError, match=r"^picture 1: the file is empty"):
+    with pytest.raises(DataError, match=r"^image 1: the file is empty"):
         classifier([good.read_bytes(), b""])
     first, second, third = classifier([bad, good, tmp_path / "gone.png"], errors="keep")
     assert (first.names, first.probabilities) == ((), ())
@@ -124,14 +124,14 @@ def test_bad_pictures_are_errors_or_answers(classifier: Classifier, tmp_path: Pa
     [
         (17, "expected a path, the bytes of a file, .* found int"),
         (None, "found NoneType"),
-        ([3.5], "picture 0: expected a path, .* found float"),
+        ([3.5], "image 0: expected a path, .* found float"),
         ("https://example.org/cat.jpg", "https://example.org/cat.jpg: a URL, .* download it first"),
         (".", "a folder; give its files, or name it on the command line"),
         (np.zeros((3, 20, 30), np.uint8), r"an array is taken as \(height, width, channels\), and this is \(3, 20, 30"),
         (torch.zeros(20, 30, 3), r"a tensor is taken as \(channels, height, width\), and this is \(20, 30, 3\)"),
     ],
 )
-def test_what_is_no_picture(classifier: Classifier, given: Any, words: str) -> None:
+def test_what_is_no_image(classifier: Classifier, given: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         classifier(given)
 
@@ -139,17 +139,17 @@ def test_what_is_no_picture(classifier: Classifier, given: Any, words: str) -> N
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (np.zeros((5, 5, 2), np.uint8), "a picture of 2 channels, where 3 are wanted"),
+        (np.zeros((5, 5, 2), np.uint8), "an image of 2 channels, where 3 are wanted"),
         (torch.full((3, 5, 5), -1.0), "go from -1 to -1; whole numbers"),
         (np.zeros(5, np.uint8), "is not an image; it needs"),
     ],
 )
-def test_arrays_that_are_no_pictures(classifier: Classifier, given: Any, words: str) -> None:
+def test_arrays_that_are_no_images(classifier: Classifier, given: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         classifier(given)
 
 
-def test_a_picture_as_narrow_as_a_hair() -> None:
+def test_a_image_as_narrow_as_a_hair() -> None:
     bundle = tiny_bundle()
     bundle.preprocess = bundle.preprocess.replace(resize="cover", size=(256, 256), resize_to=(256, 256))
     file = io.BytesIO()
@@ -169,7 +169,7 @@ def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
         Classifier(tiny_bundle(), precision="int3")
     broken = tiny_bundle()
     torch.nn.init.constant_(broken.model.head.bias, float("nan"))
-    with pytest.raises(Diverged, match="the model's answer to the picture is not a finite number; its weights are"):
+    with pytest.raises(Diverged, match="the model's answer to the image is not a finite number; its weights are"):
         Classifier(broken, device="cpu")(tiny_pixels(0))
 
 
@@ -179,16 +179,16 @@ def test_it_opens_what_load_opens(tmp_path: Path) -> None:
     assert Classifier(str(folder), precision="bf16", device="cpu")(tiny_pixels(0)).names
 
 
-def test_a_picture_of_pillows_may_be_given_many_times(classifier: Classifier, tmp_path: Path) -> None:
+def test_a_image_of_pillows_may_be_given_many_times(classifier: Classifier, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "large.png", compress_level=1)
     expected = classifier(tmp_path / "large.png")
-    for _ in range(3):  # threads that decode one picture together fail on most of the tries
-        with Image.open(tmp_path / "large.png") as picture:
-            assert classifier([picture] * 8) == [expected] * 8
+    for _ in range(3):  # threads that decode one image together fail on most of the tries
+        with Image.open(tmp_path / "large.png") as image:
+            assert classifier([image] * 8) == [expected] * 8
 
 
-def test_a_tensor_of_half_precision_is_a_picture(classifier: Classifier) -> None:
+def test_a_tensor_of_half_precision_is_a_image(classifier: Classifier) -> None:
     pixels = torch.zeros(3, 9, 12)
     pixels[:, :4] = 1
     assert classifier(pixels.bfloat16()) == classifier(pixels.half()) == classifier(pixels)

@@ -87,24 +87,24 @@ def test_what_the_features_are_is_written_with_them(photos: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
-def test_a_picture_that_cannot_be_read_has_no_row(
+def test_a_image_that_cannot_be_read_has_no_row(
     suffix: str, run: Run, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feature_files, "ROW_GROUP", 500)
     whole = bundle().save("model")
     assert run("embed", whole, photos, "-o", f"good.{suffix}", "--batch", 4).code == 0
-    (photos / "cat" / "00.png").write_text("no picture")
+    (photos / "cat" / "00.png").write_text("no image")
     done = run("embed", whole, photos, "-o", f"x.{suffix}", "--batch", 4)
     assert done.code == 0
     assert done.out.startswith(f"20 × 16 float32 in x.{suffix}")
-    assert done.err.splitlines()[0] == "1 picture could not be read and left out:"
+    assert done.err.splitlines()[0] == "1 image could not be read and left out:"
     assert done.err.splitlines()[1].startswith(f"  {photos / 'cat' / '00.png'}: ")
     (good, _), (found, rows) = read(Path(f"good.{suffix}")), read(Path(f"x.{suffix}"))
     np.testing.assert_allclose(found, good, atol=1e-6)
     assert [row["index"] for row in rows] == [0, *range(2, 21)]
 
 
-def test_pictures_without_classes(run: Run, photos: Path) -> None:
+def test_images_without_classes(run: Run, photos: Path) -> None:
     done = run("embed", bundle().save("model"), photos / "cat", "-o", "x.npy", "--normalise", "--tokens", "class")
     assert (done.code, done.err) == (0, "")
     assert done.out == "10 × 16 float32 in x.npy; names and labels are in x.npy.jsonl\n"
@@ -134,7 +134,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux says how much memory is in use")
 @pytest.mark.parametrize(
-    ("suffix", "pictures"),
+    ("suffix", "images"),
     [
         ("parquet", 3000),
         pytest.param("parquet", 10_000, marks=pytest.mark.slow),
@@ -142,19 +142,19 @@ def resident() -> int:
         pytest.param("safetensors", 10_000, marks=pytest.mark.slow),
     ],
 )
-def test_memory_does_not_grow_with_the_pictures(
-    suffix: str, pictures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_memory_does_not_grow_with_the_images(
+    suffix: str, images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(feature_files, "ROW_GROUP", 2**20)
-    picture = io.BytesIO()
-    Image.new("L", (4, 4), 100).save(picture, "PNG")
-    with tarfile.open(tmp_path / "pictures.tar", "w") as tar:
-        for number in range(pictures):
+    image = io.BytesIO()
+    Image.new("L", (4, 4), 100).save(image, "PNG")
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for number in range(images):
             entry = tarfile.TarInfo(f"{number:06d}.png")
-            entry.size = len(picture.getvalue())
-            tar.addfile(entry, io.BytesIO(picture.getvalue()))
-    # A wide vector from a tiny model: the features of 2,000 pictures are 32 MB.
+            entry.size = len(image.getvalue())
+            tar.addfile(entry, io.BytesIO(image.getvalue()))
+    # A wide vector from a tiny model: the features of 2,000 images are 32 MB.
     model = ViT(ViTConfig(image_size=4, patch_size=4, channels=1, width=8, depth=1, heads=1, representation=4096))
     tiny = Bundle(model, PRE.replace(size=(4, 4)))
     held: dict[int, int] = {}
@@ -164,8 +164,8 @@ def test_memory_does_not_grow_with_the_pictures(
             held[done] = resident()
 
     path = tmp_path / f"x.{suffix}"
-    done = vitrail.embed(tiny, tmp_path / "pictures.tar", path, batch=50, workers=0, device="cpu", on_progress=look)
-    assert done.shape == (pictures, 4096)
+    done = vitrail.embed(tiny, tmp_path / "images.tar", path, batch=50, workers=0, device="cpu", on_progress=look)
+    assert done.shape == (images, 4096)
     assert max(held.values()) - held[1000] < 12_000_000, held
 
 
@@ -257,6 +257,6 @@ def test_what_cannot_be_opened(run: Run, photos: Path) -> None:
     for words in (("nowhere", photos), (model, "nowhere"), (model, "empty")):
         done = run("embed", *words, "-o", "x.npy")
         assert (done.code, done.out) == (2, "")
-        assert "nowhere" in done.err or "empty has no pictures" in done.err
+        assert "nowhere" in done.err or "empty has no images" in done.err
         assert len(done.err.splitlines()) == 1
     assert not Path("x.npy").exists()

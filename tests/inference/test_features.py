@@ -26,16 +26,16 @@ HERE = Computing("cpu", workers=0)
 PRE = Preprocess(size=(32, 32))
 
 
-def pictures(count: int = 5, size: int = 32) -> Arrays:
+def images(count: int = 5, size: int = 32) -> Arrays:
     noise = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
     return Arrays(noise, np.arange(count) % 2, ("a", "b"))
 
 
 class Damaged(Arrays):
-    """Two pictures are none."""
+    """Two images are none."""
 
     def read(self, index: int) -> Any:
-        return b"no picture" if index in (2, 3) else super().read(index)
+        return b"no image" if index in (2, 3) else super().read(index)
 
 
 def bundle(**fields: Any) -> Bundle:
@@ -50,7 +50,7 @@ def normalised(source: Arrays) -> torch.Tensor:
 
 
 def features(model: Bundle, kind: Kind = "pooled", **wanted: Any) -> torch.Tensor:
-    found = gather(model, pictures(), Wanted(kind, **wanted), Computing("cpu", batch=2, workers=0))
+    found = gather(model, images(), Wanted(kind, **wanted), Computing("cpu", batch=2, workers=0))
     return torch.from_numpy(found.features)
 
 
@@ -68,7 +68,7 @@ def test_timm(options: dict[str, Any], fields: dict[str, Any]) -> None:
     peer = timm_vit(**options)
     ours = ViT(ViTConfig(**{**SMALL, **fields}))
     ours.load_state_dict(peer.state_dict())
-    model, x = Bundle(ours, PRE), normalised(pictures())
+    model, x = Bundle(ours, PRE), normalised(images())
     tokens = peer.forward_features(x)
     pooled = peer.forward_head(tokens, pre_logits=True)
     assert relative_error(features(model), pooled) <= TOLERANCE
@@ -86,7 +86,7 @@ def test_transformers(tmp_path: Path) -> None:
     size = {"image_size": 32, "patch_size": 8, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3}
     peer = scramble(peers.ViTForImageClassification(peers.ViTConfig(**size, intermediate_size=192, num_labels=7)))
     peer.save_pretrained(tmp_path)
-    hidden = peer.vit(normalised(pictures())).last_hidden_state
+    hidden = peer.vit(normalised(images())).last_hidden_state
     model = Bundle(load(tmp_path).model, PRE)
     assert relative_error(features(model, "class"), hidden[:, 0]) <= TOLERANCE
     assert relative_error(features(model, "patches"), hidden[:, 1:]) <= TOLERANCE
@@ -98,7 +98,7 @@ def test_transformers(tmp_path: Path) -> None:
 def test_every_layer_is_what_the_trace_shows(class_token: str) -> None:
     model = bundle(class_token=class_token, registers=2)
     vit, layout = model.model.eval(), model.model.config.layout
-    traced = vit.trace(normalised(pictures()), tokens=range(3)).tokens
+    traced = vit.trace(normalised(images()), tokens=range(3)).tokens
     places: dict[Kind, Any] = {
         "class": layout.class_token,
         "patches": layout.patches,
@@ -120,7 +120,7 @@ def test_pooled_is_what_the_head_sees() -> None:
     pooled = features(model)
     assert pooled.shape == (5, 20)
     with torch.no_grad():
-        torch.testing.assert_close(model.model.head(pooled), model.model.eval()(normalised(pictures())))
+        torch.testing.assert_close(model.model.head(pooled), model.model.eval()(normalised(images())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,14 +134,14 @@ def test_normalised(kind: Kind) -> None:
 
 def test_half_precision_is_near() -> None:
     model = bundle()
-    low = gather(model, pictures(), how=Computing("cpu", "bf16", workers=0)).features
+    low = gather(model, images(), how=Computing("cpu", "bf16", workers=0)).features
     assert relative_error(torch.from_numpy(low), features(model)) < 0.05
     assert low.dtype == np.float32
 
 
-def test_order_labels_and_bad_pictures() -> None:
-    source = pictures(7)
-    broken = Damaged(source.pictures, source.labels, source.classes)
+def test_order_labels_and_bad_images() -> None:
+    source = images(7)
+    broken = Damaged(source.images, source.labels, source.classes)
     model = bundle(mlp_dropout=0.5)
     model.model.train()
     steps: list[tuple[int, int]] = []
@@ -157,13 +157,13 @@ def test_order_labels_and_bad_pictures() -> None:
     assert not torch.is_inference_mode_enabled()
     assert [batch.indices.tolist() for batch in batches] == [[0, 1], [], [4, 5], [6]]
     assert [batch.features.shape for batch in batches] == [(2, 48), (0, 48), (2, 48), (1, 48)]
-    assert [picture.name for batch in batches for picture in batch.bad] == ["picture 2", "picture 3"]
+    assert [image.name for batch in batches for image in batch.bad] == ["image 2", "image 3"]
     assert steps == [(2, 7), (4, 7), (6, 7), (7, 7)]
     whole = gather(model, broken, how=HERE)
     np.testing.assert_array_equal(whole.labels, source.labels[[0, 1, 4, 5, 6]])
     expected = gather(model, source, how=HERE).features[[0, 1, 4, 5, 6]]
     np.testing.assert_allclose(whole.features, expected, atol=1e-5)
-    with pytest.raises(DataError, match=r"none of the 2 can be read; the first, picture 2: "):
+    with pytest.raises(DataError, match=r"none of the 2 can be read; the first, image 2: "):
         gather(model, part_of(broken, np.array([2, 3])), how=HERE)
 
 
@@ -183,7 +183,7 @@ def test_order_labels_and_bad_pictures() -> None:
 )
 def test_what_a_model_does_not_have(fields: dict[str, Any], wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gather(bundle(**fields), pictures(), Wanted(**wanted), HERE)
+        gather(bundle(**fields), images(), Wanted(**wanted), HERE)
 
 
 @pytest.mark.parametrize("layer", [3, -4])
@@ -196,7 +196,7 @@ def test_numbers_that_are_not_finite() -> None:
     model = bundle()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(Diverged, match="picture 0 is not a finite number"):
+    with pytest.raises(Diverged, match="image 0 is not a finite number"):
         features(model, "patches")
 
 
@@ -214,7 +214,7 @@ ASKED = [
 def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -> None:
     """Also where a head would read one token only, and features are of others."""
     model = bundle(class_token=class_token, pool=pool, registers=2).model.eval().double()
-    x = normalised(pictures()).double()
+    x = normalised(images()).double()
     for wanted in ASKED:
         with torch.inference_mode():
             expected = wanted.take(model, x)
@@ -227,7 +227,7 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
     "precision", ["float32", *(pytest.param(low, marks=pytest.mark.slow) for low in ("bf16", "fp16"))]
 )
 def test_on_a_cpu_features_are_those_of_the_model_bit_for_bit(precision: Precision) -> None:
-    model, x = bundle().model.eval(), normalised(pictures())
+    model, x = bundle().model.eval(), normalised(images())
     for wanted in ASKED:
         ready = wanted.ready(model, precision)
         assert isinstance(ready, ViT)

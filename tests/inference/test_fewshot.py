@@ -34,7 +34,7 @@ def test_the_closed_form(examples: int, width: int, dtype: torch.dtype) -> None:
     expected = reference_scores(x.double().numpy(), labels, test.double().numpy(), 5)
     assert found.dtype == torch.float64
     assert np.abs(expected[:, :]).max() > 0.1
-    # The constant feature is divided by 1e-5 alone, so that a test picture where it differs has scores of any size.
+    # The constant feature is divided by 1e-5 alone, so that a test image where it differs has scores of any size.
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 

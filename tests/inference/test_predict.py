@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from tests.inference.test_predict_jobs import read_rows
-from tests.inference.tiny import tiny_bundle, tiny_pictures
+from tests.inference.tiny import tiny_bundle, tiny_images
 
 from vitrail.__main__ import main
 from vitrail.data.given import Item
@@ -42,11 +42,11 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process, in a folder with a bundle and pictures."""
+    """Run the command in this process, in a folder with a bundle and images."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     tiny_bundle().save("bundle")
-    tiny_pictures(Path("p"), 9)
+    tiny_images(Path("p"), 9)
 
     def command(*words: object, stdin: bytes = b"") -> Done:
         monkeypatch.setattr(sys, "argv", ["vitrail", "predict", *map(str, words)])
@@ -61,7 +61,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_a_folder_as_jsonl(run: Run) -> None:
     done = run("bundle", "p")
     assert done.code == 0
-    assert done.err.startswith("9 pictures; ")
+    assert done.err.startswith("9 images; ")
     assert done.err.endswith(" a second, float32\n")
     assert len(done.rows) == 9
     first = done.rows[0]
@@ -86,11 +86,11 @@ def test_what_was_skipped_is_said(run: Run) -> None:
     again = run("bundle", "p", "--output", "rows.jsonl", "--resume")
     assert "nothing was left to do" in again.err
     assert "p/notes.txt" in again.err
-    for picture in Path("p").glob("*.png"):
-        picture.unlink()
+    for image in Path("p").glob("*.png"):
+        image.unlink()
     nothing = run("bundle", "p")
     assert nothing.code == 2
-    assert nothing.err.startswith("vitrail: no pictures were found; a picture's name ends in avif, ")
+    assert nothing.err.startswith("vitrail: no images were found; an image's name ends in avif, ")
     assert "rename it to upload.png); 1 file was skipped" in nothing.err
 
 
@@ -98,7 +98,7 @@ def test_a_table_for_people(run: Run) -> None:
     Path("p/00004.png").write_bytes(b"")
     done = run("bundle", "p/0000[345].png", "--format", "table", "--top", 2, "-q")
     lines = done.out.splitlines()
-    assert lines[0].split() == ["picture", "class", "sure", "then"]
+    assert lines[0].split() == ["image", "class", "sure", "then"]
     assert lines[1].startswith("p/00003.png  ")
     assert lines[1].count("%") == 2
     assert lines[2].split("  ")[0] == "p/00004.png"
@@ -107,11 +107,11 @@ def test_a_table_for_people(run: Run) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 def test_every_format_says_the_same(run: Run, suffix: str) -> None:
-    Path("p/00004.png").write_bytes(b"no picture")
+    Path("p/00004.png").write_bytes(b"no image")
     expected = run("bundle", "p", "--batch", 2, "--workers", 0).rows
     done = run("bundle", "p", "--output", f"out{suffix}", "--batch", 2, "--workers", 0)
     assert (done.code, done.out) == (0, "")
-    assert done.err.startswith("9 pictures; 1 could not be read; ")
+    assert done.err.startswith("9 images; 1 could not be read; ")
     assert done.err.endswith(f"; written to out{suffix}\n")
     assert read_rows(Path(f"out{suffix}")) == expected
     assert [row["number"] for row in expected if row["error"]] == [5]
@@ -171,9 +171,9 @@ def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
         (("headless", "p"), "the model has no head, so it knows no classes"),
         (("bundle", "gone.png"), "there is no gone.png; give files, folders"),
         (("bundle", "https://example.org/cat.jpg"), "is a URL, and nothing is fetched from there; download it first"),
-        (("bundle", "empty"), "no pictures were found; a picture's name ends in avif, bmp, gif, "),
-        (("bundle", "-"), "no pictures were found"),
-        (("bundle", "text.jpg"), "the only picture, text.jpg, cannot be read: it is not an image: "),
+        (("bundle", "empty"), "no images were found; an image's name ends in avif, bmp, gif, "),
+        (("bundle", "-"), "no images were found"),
+        (("bundle", "text.jpg"), "the only image, text.jpg, cannot be read: it is not an image: "),
         (("bundle", "p", "-o", "there.csv"), "there.csv exists already; choose another name, or replace it with --ov"),
         (("bundle", "p", "-o", "p"), "p does not say what to write"),
         (("bundle", "p", "-o", "p", "--format", "csv"), "p is a folder; give the name of a file to write"),
@@ -193,7 +193,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(run: Run, words: tuple[str, .
     tiny_bundle(None, classes=0).save("headless")
     os.mkdir("empty")
     Path("there.csv").write_text("mine")
-    Path("text.jpg").write_text("no picture")
+    Path("text.jpg").write_text("no image")
     done = run(*words)
     assert done.code == 2
     assert message in done.err
@@ -210,24 +210,22 @@ def test_an_output_that_may_not_be_written(run: Run) -> None:
     assert done.err.startswith("vitrail: /sys/o.csv cannot be written: ")
 
 
-def test_only_bad_pictures_are_rows_and_an_error(run: Run) -> None:
+def test_only_bad_images_are_rows_and_an_error(run: Run) -> None:
     Path("bad").mkdir()
     for name in ("a.jpg", "b.png"):
-        Path("bad", name).write_text("no picture")
+        Path("bad", name).write_text("no image")
     done = run("bundle", "bad")
     assert (done.code, len(done.rows)) == (2, 2)
-    assert done.err.startswith(
-        "vitrail: none of the 2 pictures can be read; the first, bad/a.jpg: it is not an image: "
-    )
+    assert done.err.startswith("vitrail: none of the 2 images can be read; the first, bad/a.jpg: it is not an image: ")
 
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_fault(tmp_path: Path) -> None:
     tiny_bundle().save(tmp_path / "bundle")
-    (picture,) = tiny_pictures(tmp_path / "p", 1)
+    (image,) = tiny_images(tmp_path / "p", 1)
     program = f"'{sys.executable}' -m vitrail predict -q '{tmp_path / 'bundle'}' - | head -n 1"
     done = subprocess.run(
-        program, shell=True, input=f"{picture}\n" * 3000, capture_output=True, text=True, check=False, timeout=120
+        program, shell=True, input=f"{image}\n" * 3000, capture_output=True, text=True, check=False, timeout=120
     )
     assert json.loads(done.stdout)["number"] == 1
     assert done.stderr == ""
@@ -237,9 +235,9 @@ def test_a_reader_that_leaves_early_is_no_fault(tmp_path: Path) -> None:
 
 
 def test_order_is_kept_by_several_workers(tmp_path: Path) -> None:
-    paths = tiny_pictures(tmp_path, 12)
+    paths = tiny_images(tmp_path, 12)
     Image.new("RGB", (4000, 3000)).save(tmp_path / "slow.png")
-    (tmp_path / "bad.png").write_text("no picture")
+    (tmp_path / "bad.png").write_text("no image")
     places = [str(path) for path in (tmp_path / "slow.png", *paths[:5], tmp_path / "bad.png", *paths[5:])]
     classifier = Classifier(tiny_bundle(), device="cpu")
     alone = list(chain(*predict_items(classifier, list_items(places), batch=2, workers=0)))
@@ -261,9 +259,9 @@ def _three_threads() -> Iterator[None]:
 @pytest.mark.parametrize("batch", [2, 5, 64])
 def test_order_is_kept_by_lanes(tmp_path: Path, batch: int) -> None:
     """Each of which decodes and computes; the answers are those of one after another, within rounding."""
-    paths = tiny_pictures(tmp_path, 40)
+    paths = tiny_images(tmp_path, 40)
     Image.new("RGB", (4000, 3000)).save(tmp_path / "slow.png")
-    (tmp_path / "bad.png").write_text("no picture")
+    (tmp_path / "bad.png").write_text("no image")
     places = [str(path) for path in (tmp_path / "slow.png", *paths[:5], tmp_path / "bad.png", *paths[5:])]
     classifier = Classifier(tiny_bundle(), device="cpu")
     alone = list(chain(*predict_items(classifier, list_items(places), workers=0)))
@@ -309,7 +307,7 @@ print(done, last - first)
 
 def grown(tmp_path: Path, rows: int, how: str) -> int:
     """Return by how many bytes the memory grows after the first 2,000 rows."""
-    paths = tiny_pictures(tmp_path, 5)
+    paths = tiny_images(tmp_path, 5)
     lines = "".join(f"{paths[number % 5]}\n" for number in range(rows))
     command = [sys.executable, "-c", MEMORY, str(rows), how]
     done = subprocess.run(command, input=lines, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
@@ -331,7 +329,7 @@ def test_memory_does_not_grow_with_the_list(tmp_path: Path, how: str) -> None:
 def test_a_list_is_read_only_as_far_as_it_is_needed(workers: int | None) -> None:
     """Two batches for each worker, the one that is being computed, and the one that told how many there are.
 
-    Lanes take less: two parts of up to eight pictures each, and one more.
+    Lanes take less: two parts of up to eight images each, and one more.
     """
     asked = 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from tests.inference.tiny import tiny_bundle, tiny_pictures
+from tests.inference.tiny import tiny_bundle, tiny_images
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference import jobs
@@ -51,10 +51,10 @@ def run(output: Path, places: list[Path] | list[str], **options: Any) -> Summary
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("pictures")
-    paths = tiny_pictures(folder, 20)
-    (folder / "bad.png").write_text("no picture")
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("images")
+    paths = tiny_images(folder, 20)
+    (folder / "bad.png").write_text("no image")
     odd = folder / os.fsdecode(b'caf\xe9 "new\nline", \r.png')
     shutil.copy(paths[0], odd)
     return [*paths[:9], folder / "bad.png", odd, *paths[9:]]
@@ -62,22 +62,22 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
 def test_a_file_cut_anywhere_is_gone_on_with(
-    format: str, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format: str, images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, target = tmp_path / f"straight.{format}", tmp_path / f"cut.{format}"
-    assert run(straight, pictures)[:3] == (22, 1, 0)
+    assert run(straight, images)[:3] == (22, 1, 0)
     assert {path.name for path in tmp_path.iterdir()} == {straight.name}
     expected = read_rows(straight)
     monkeypatch.setattr(jobs.Output, "finish", lambda self: None)
-    run(target, pictures)  # as if it had been stopped after the last row
+    run(target, images)  # as if it had been stopped after the last row
     monkeypatch.undo()
     lines = target.with_name(target.name + ".rows.jsonl") if format == "parquet" else target
     whole, job = lines.read_bytes(), target.with_name(target.name + ".job.json").read_bytes()
     for length in [0, 1, *range(7, len(whole), 97), len(whole) - 1, len(whole)]:
         lines.write_bytes(whole[:length])
         target.with_name(target.name + ".job.json").write_bytes(job)
-        done = run(target, pictures, resume=True)
-        assert done.pictures == 22
+        done = run(target, images, resume=True)
+        assert done.images == 22
         assert done.bad == 1
         found = read_rows(target)
         assert [row["number"] for row in found] == list(range(1, 23))
@@ -88,33 +88,33 @@ def test_a_file_cut_anywhere_is_gone_on_with(
         assert {path.name for path in tmp_path.iterdir()} == {straight.name, target.name}
 
 
-def test_names_of_any_bytes_survive(pictures: list[Path], tmp_path: Path) -> None:
-    odd = pictures[10]
+def test_names_of_any_bytes_survive(images: list[Path], tmp_path: Path) -> None:
+    odd = images[10]
     for format in ("jsonl", "csv"):
-        run(tmp_path / f"rows.{format}", pictures)
+        run(tmp_path / f"rows.{format}", images)
         path = read_rows(tmp_path / f"rows.{format}")[10]["path"]
         assert os.fsencode(path) == os.fsencode(odd)
         assert Path(path).is_file()
     assert b"caf\\udce9" in (tmp_path / "rows.jsonl").read_bytes()
-    run(tmp_path / "rows.parquet", pictures)
+    run(tmp_path / "rows.parquet", images)
     assert read_rows(tmp_path / "rows.parquet")[10]["path"] == os.fsencode(odd).decode("utf-8", "backslashreplace")
-    # The rows are a manifest: another model can be asked about the same pictures.
+    # The rows are a manifest: another model can be asked about the same images.
     run(tmp_path / "again.jsonl", [tmp_path / "rows.jsonl"])
-    assert [row["path"] for row in read_rows(tmp_path / "again.jsonl")] == list(map(str, pictures))
+    assert [row["path"] for row in read_rows(tmp_path / "again.jsonl")] == list(map(str, images))
 
 
 @pytest.fixture
-def interrupted(pictures: list[Path], tmp_path: Path) -> Path:
+def interrupted(images: list[Path], tmp_path: Path) -> Path:
     """A job that was stopped after some rows."""
     target = tmp_path / "rows.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs.Output, "finish", lambda self: None)
-        run(target, pictures)
+        run(target, images)
     target.write_bytes(b"".join(target.read_bytes().splitlines(keepends=True)[:6]))
     return target
 
 
-def test_another_job_is_refused(interrupted: Path, pictures: list[Path], tmp_path: Path) -> None:
+def test_another_job_is_refused(interrupted: Path, images: list[Path], tmp_path: Path) -> None:
     before = interrupted.read_bytes()
     for options, words in (
         ({"top": 1}, r"another number of classes \(--top\)"),
@@ -125,70 +125,70 @@ def test_another_job_is_refused(interrupted: Path, pictures: list[Path], tmp_pat
         ({"top": 2, "precision": "bf16"}, r"another number of classes \(--top\) and another precision"),
     ):
         with pytest.raises(DataError, match=f"was begun with {words}; give the same as then, or start again with"):
-            run(interrupted, pictures, resume=True, **options)
-    with pytest.raises(DataError, match="was begun with other pictures"):
-        run(interrupted, pictures[:-1], resume=True)
+            run(interrupted, images, resume=True, **options)
+    with pytest.raises(DataError, match="was begun with other images"):
+        run(interrupted, images[:-1], resume=True)
     assert interrupted.read_bytes() == before
-    assert run(interrupted, pictures, resume=True, batch=9, workers=2).earlier == 6
+    assert run(interrupted, images, resume=True, batch=9, workers=2).earlier == 6
 
 
-def test_pictures_that_came_or_went_are_noticed(tmp_path: Path) -> None:
+def test_images_that_came_or_went_are_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    pictures = tiny_pictures(folder, 12)
+    images = tiny_images(folder, 12)
     target = tmp_path / "rows.csv"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs.Output, "finish", lambda self: None)
         run(target, [folder])
     target.write_bytes(b"".join(target.read_bytes().splitlines(keepends=True)[:7]))
-    shutil.copy(pictures[0], folder / "00002a.png")
-    with pytest.raises(DataError, match=r"row 4 of .*00003\.png, and now .*00002a\.png would be there: the pictures"):
+    shutil.copy(images[0], folder / "00002a.png")
+    with pytest.raises(DataError, match=r"row 4 of .*00003\.png, and now .*00002a\.png would be there: the images"):
         run(target, [folder], resume=True)
     (folder / "00002a.png").unlink()
-    shutil.copy(pictures[0], folder / "99999.png")  # after what is done: nothing is lost and nothing repeated
-    assert run(target, [folder], resume=True).pictures == 13
-    assert [Path(row["path"]).name for row in read_rows(target)] == [*(p.name for p in pictures), "99999.png"]
+    shutil.copy(images[0], folder / "99999.png")  # after what is done: nothing is lost and nothing repeated
+    assert run(target, [folder], resume=True).images == 13
+    assert [Path(row["path"]).name for row in read_rows(target)] == [*(p.name for p in images), "99999.png"]
 
 
-def test_what_exists_is_not_lost(interrupted: Path, pictures: list[Path], tmp_path: Path) -> None:
+def test_what_exists_is_not_lost(interrupted: Path, images: list[Path], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is of a job that was interrupted; go on with it with --resume, or start ag"):
-        run(interrupted, pictures)
-    assert run(interrupted, pictures, overwrite=True).earlier == 0
+        run(interrupted, images)
+    assert run(interrupted, images, overwrite=True).earlier == 0
     with pytest.raises(DataError, match="exists already; choose another name, or replace it with --overwrite"):
-        run(interrupted, pictures)
+        run(interrupted, images)
     with pytest.raises(ConfigError, match="give one of them"):
-        run(interrupted, pictures, resume=True, overwrite=True)
+        run(interrupted, images, resume=True, overwrite=True)
     with pytest.raises(ConfigError, match="a table is for reading and cannot be gone on with"):
-        run(tmp_path / "rows.txt", pictures, resume=True)
-    (tmp_path / "list.csv").write_text(f"path\n{pictures[0]}\n")
+        run(tmp_path / "rows.txt", images, resume=True)
+    (tmp_path / "list.csv").write_text(f"path\n{images[0]}\n")
     with pytest.raises(DataError, match=r"list\.csv is among what is to be predicted; write to another file"):
         run(tmp_path / "list.csv", [tmp_path / "list.csv"], overwrite=True)
-    assert (tmp_path / "list.csv").read_text() == f"path\n{pictures[0]}\n"
+    assert (tmp_path / "list.csv").read_text() == f"path\n{images[0]}\n"
     interrupted.with_name(interrupted.name + ".job.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read, so it is not known what was begun"):
-        run(interrupted, pictures, resume=True)
+        run(interrupted, images, resume=True)
 
 
-def test_an_overwritten_parquet_stays_until_the_new_one_is_whole(pictures: list[Path], tmp_path: Path) -> None:
+def test_an_overwritten_parquet_stays_until_the_new_one_is_whole(images: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "rows.parquet"
-    run(target, pictures[:3])
+    run(target, images[:3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs.Output, "finish", lambda self: None)
-        run(target, pictures, overwrite=True)
+        run(target, images, overwrite=True)
     assert len(read_rows(target)) == 3
-    assert run(target, pictures, resume=True).earlier == 22
+    assert run(target, images, resume=True).earlier == 22
     assert len(read_rows(target)) == 22
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
-def test_a_finished_file_is_gone_on_with_by_leaving_it_alone(format: str, pictures: list[Path], tmp_path: Path) -> None:
+def test_a_finished_file_is_gone_on_with_by_leaving_it_alone(format: str, images: list[Path], tmp_path: Path) -> None:
     target = tmp_path / f"rows.{format}"
-    run(target, pictures)
+    run(target, images)
     before = target.read_bytes()
-    assert run(target, pictures, resume=True)[:3] == (22, 1, 22)
+    assert run(target, images, resume=True)[:3] == (22, 1, 22)
     for others, row, there, now in (
-        (pictures[:-1], 22, "00019.png", "nothing"),
-        ([*pictures, pictures[0]], 23, "nothing", "00000.png"),
-        ([pictures[1], pictures[0], *pictures[2:]], 1, "00000.png", "00001.png"),
+        (images[:-1], 22, "00019.png", "nothing"),
+        ([*images, images[0]], 23, "nothing", "00000.png"),
+        ([images[1], images[0], *images[2:]], 1, "00000.png", "00001.png"),
     ):
         words = rf"row {row} of .*, which is finished, is .*{there}, and now .*{now} would be there"
         with pytest.raises(DataError, match=words):
@@ -197,7 +197,7 @@ def test_a_finished_file_is_gone_on_with_by_leaving_it_alone(format: str, pictur
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
 
 
-def test_somebody_elses_file_is_not_taken_for_finished(pictures: list[Path], tmp_path: Path) -> None:
+def test_somebody_elses_file_is_not_taken_for_finished(images: list[Path], tmp_path: Path) -> None:
     for name, content in (
         ("a.jsonl", b"[1]\n"),
         ("b.csv", b"path\n1\n"),
@@ -207,11 +207,11 @@ def test_somebody_elses_file_is_not_taken_for_finished(pictures: list[Path], tmp
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match="exists already and has no rows of predict; choose another name, or repl"):
-            run(tmp_path / name, pictures, resume=True)
+            run(tmp_path / name, images, resume=True)
         assert (tmp_path / name).read_bytes() == content
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "f.parquet")
     with pytest.raises(DataError, match="exists already and has no rows of predict"):
-        run(tmp_path / "f.parquet", pictures, resume=True)
+        run(tmp_path / "f.parquet", images, resume=True)
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
@@ -237,7 +237,7 @@ def test_what_another_process_finished_meanwhile_is_kept(format: str, tmp_path: 
     assert read_rows(target) == []
 
 
-def test_two_processes_do_not_write_one_file(pictures: list[Path], tmp_path: Path) -> None:
+def test_two_processes_do_not_write_one_file(images: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     code = (
         "import fcntl, os, sys; f = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); fcntl.lockf(f, fcntl.LOCK_EX);"
@@ -248,29 +248,29 @@ def test_two_processes_do_not_write_one_file(pictures: list[Path], tmp_path: Pat
         assert other.stdout is not None
         other.stdout.readline()
         with pytest.raises(DataError, match="is being written by another process; wait for it"):
-            run(target, pictures)
+            run(target, images)
         other.communicate()
-    assert run(target, pictures, resume=True).pictures == 22
+    assert run(target, images, resume=True).images == 22
 
 
-def test_a_disk_that_is_full(pictures: list[Path], tmp_path: Path) -> None:
+def test_a_disk_that_is_full(images: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # no file may grow larger
     try:
         with pytest.raises(DataError, match=r"rows\.jsonl cannot be written: File too large"):
-            run(target, pictures)
+            run(target, images)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert target.stat().st_size == 2000
-    done = run(target, pictures, resume=True)
-    assert 0 < done.earlier < done.pictures == 22
+    done = run(target, images, resume=True)
+    assert 0 < done.earlier < done.images == 22
     assert [row["number"] for row in read_rows(target)] == list(range(1, 23))
 
 
 def killed(tmp_path: Path, rows: int, kills: int, suffix: str) -> list[dict[str, Any]]:
     BUNDLE.save(tmp_path / "bundle")
-    some = list(map(str, tiny_pictures(tmp_path / "pictures", 25)))
+    some = list(map(str, tiny_images(tmp_path / "images", 25)))
     places = [some[number % 25] for number in range(rows)]
     target = tmp_path / f"rows{suffix}"
     command = [sys.executable, "-m", "tests.inference.killing", str(tmp_path / "bundle"), str(target), str(kills), "5"]
@@ -282,7 +282,7 @@ def killed(tmp_path: Path, rows: int, kills: int, suffix: str) -> list[dict[str,
     (tmp_path / "said").unlink()
     found = read_rows(target)
     assert [(row["number"], row["path"]) for row in found] == list(enumerate(places, start=1))
-    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "pictures", target.name}
+    assert {path.name for path in tmp_path.iterdir()} == {"bundle", "images", target.name}
     return found
 
 

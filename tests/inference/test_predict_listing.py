@@ -13,7 +13,7 @@ import pyarrow as arrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from tests.inference.tiny import tiny_pictures, tiny_pixels
+from tests.inference.tiny import tiny_images, tiny_pixels
 
 from vitrail.data.decode import decode
 from vitrail.data.given import A_URL, Item
@@ -91,31 +91,31 @@ def test_patterns() -> None:
     assert names(list_items(["p/*/b[0-9].jpg"])) == ["p/q/b3.jpg"]
     assert names(list_items([str(Path("p").absolute()) + "/a*"])) == [str(Path("p/a1.jpg").absolute())]
     assert names(list_items(["p/[x].jpg"])) == ["p/[x].jpg"]  # a file of that name comes first
-    with pytest.raises(DataError, match=r"no picture that p/\*\.tiff stands for; correct the pattern"):
+    with pytest.raises(DataError, match=r"no image that p/\*\.tiff stands for; correct the pattern"):
         list_items(["p/*.tiff"])
 
 
 def test_manifests_keep_every_row() -> None:
-    tiny_pictures(Path("m/pictures"), 2)
-    rows = ["pictures/00001.png", "pictures/gone.png", "pictures/00000.png", "pictures/00001.png", "http://x.org/1.jpg"]
+    tiny_images(Path("m/images"), 2)
+    rows = ["images/00001.png", "images/gone.png", "images/00000.png", "images/00001.png", "http://x.org/1.jpg"]
     Path("m/list.csv").write_text("label,path\n" + "".join(f"7,{row}\n" for row in rows) + "3, \n")
     items = list(list_items(["m/list.csv"]))
     assert names(items) == [*(f"m/{row}" for row in rows[:4]), rows[4], "m/list.csv, line 7"]
     assert np.array_equal(decode(items[2].read()), tiny_pixels(0))
     assert items[4].error == A_URL
-    assert "where the path of a picture should be" in str(items[5].error)
+    assert "where the path of an image should be" in str(items[5].error)
     Path("m/list.jsonl").write_text("".join(json.dumps({"file": row}) + "\n" for row in rows))
     assert names(list_items(["m/list.jsonl"])) == names(items[:5])
-    Path("m/odd.csv").write_text("label,path\n7,pictures/00001.png,\n7,pictures/00000.png\n")
+    Path("m/odd.csv").write_text("label,path\n7,images/00001.png,\n7,images/00000.png\n")
     odd = list(list_items(["m/odd.csv"]))
-    assert names(odd) == ["m/odd.csv, line 2", "m/pictures/00000.png"]
+    assert names(odd) == ["m/odd.csv, line 2", "m/images/00000.png"]
     assert "has 3 fields, but the header has 2" in str(odd[0].error)
     arrow.parquet.write_table(arrow.table({"image": rows}), "m/list.parquet")
     assert names(list_items(["m/list.parquet"])) == names(items[:5])
 
 
-def test_pictures_inside_parquet() -> None:
-    paths = tiny_pictures(Path("pictures"), 40)
+def test_images_inside_parquet() -> None:
+    paths = tiny_images(Path("images"), 40)
     rows = [{"bytes": path.read_bytes(), "path": path.name} for path in paths]
     arrow.parquet.write_table(arrow.table({"image": [*rows, None]}), "data.parquet")
     items = list(list_items(["data.parquet"]))
@@ -136,7 +136,7 @@ def test_a_folder_of_parquet_files() -> None:
 
 def test_broken_manifests() -> None:
     for name, content, words in (
-        ("a.csv", b"what,label\n1,2\n", "has no column for the pictures"),
+        ("a.csv", b"what,label\n1,2\n", "has no column for the images"),
         ("b.csv", b"path\n\xe9.png\n", "is not UTF-8"),
         ("c.jsonl", b"[1]\n", "is not a JSON object"),
         ("d.parquet", b"PAR2", "cannot be read as Parquet"),
@@ -146,17 +146,17 @@ def test_broken_manifests() -> None:
             list(list_items([name]))
 
 
-def packed(path: str, pictures: list[Path]) -> None:
+def packed(path: str, images: list[Path]) -> None:
     with tarfile.open(path, "w") as tar:
-        for picture in pictures:
-            tar.add(picture, arcname=f"set/{picture.name}")
+        for image in images:
+            tar.add(image, arcname=f"set/{image.name}")
 
 
 def test_tars() -> None:
-    pictures = tiny_pictures(Path("pictures"), 4)
-    Path("pictures/00000.cls").write_text("no number")  # labels are passed over
+    images = tiny_images(Path("images"), 4)
+    Path("images/00000.cls").write_text("no number")  # labels are passed over
     for number in range(2):
-        packed(f"s-{number}.tar", [*pictures[2 * number : 2 * number + 2], Path("pictures/00000.cls")])
+        packed(f"s-{number}.tar", [*images[2 * number : 2 * number + 2], Path("images/00000.cls")])
     expected = [f"s-{number // 2}.tar/set/{number:05d}.png" for number in range(4)]
     for places in (["s-0.tar", "s-1.tar"], ["s-{0..1}.tar"], ["s-*.tar"]):
         items = list(list_items(places))
@@ -175,7 +175,7 @@ def test_tars() -> None:
 
 
 def test_what_is_skipped_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    photo = tiny_pictures(Path("p"), 3)[0].read_bytes()
+    photo = tiny_images(Path("p"), 3)[0].read_bytes()
     touch("p/notes.txt", "p/.hidden", "p/in/list.csv", "p/__MACOSX/x.php")
     Path("p/upload.php").write_bytes(photo)
     for at_once in (65_536, 2):  # a folder that is looked through several times is counted once
@@ -196,10 +196,10 @@ def test_what_is_skipped_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_skipped_in_tars_is_counted_and_named() -> None:
-    pictures = tiny_pictures(Path("p"), 2)
-    Path("p/upload.php").write_bytes(pictures[0].read_bytes())
+    images = tiny_images(Path("p"), 2)
+    Path("p/upload.php").write_bytes(images[0].read_bytes())
     touch("p/00000.cls", "p/notes.md", "p/.hidden")
-    files = [*pictures, *(Path("p", name) for name in ("upload.php", "00000.cls", "notes.md", ".hidden"))]
+    files = [*images, *(Path("p", name) for name in ("upload.php", "00000.cls", "notes.md", ".hidden"))]
     os.makedirs("shards")
     packed("shards/s.tar", files)
     touch("shards/classes.txt", "shards/list.csv")

@@ -1,4 +1,4 @@
-"""Predictions beside those of the library that the weights come from, on the same pictures."""
+"""Predictions beside those of the library that the weights come from, on the same images."""
 
 import json
 from pathlib import Path
@@ -20,27 +20,27 @@ CLASSES = 7
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Photographs made on the spot: waves, edges and noise, in several sizes, modes and formats."""
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     paths = []
     for number in range(24):
         size = SIZES[number % len(SIZES)]
         x, y = np.meshgrid(np.linspace(0, 6, size[0]), np.linspace(0, 4, size[1]))
         waves = np.stack([np.sin(x * y + number), np.cos(x + number * y), np.sin(3 * x) * np.cos(y)], axis=-1)
         noise = np.random.default_rng(number).normal(0, 15, waves.shape)
-        picture = Image.fromarray((127 + 90 * waves + noise).clip(0, 255).astype(np.uint8))
+        image = Image.fromarray((127 + 90 * waves + noise).clip(0, 255).astype(np.uint8))
         mode, suffix = (("RGB", "jpg"), ("RGB", "png"), ("L", "jpg"))[number // len(SIZES)]
         paths.append(folder / f"{number:02d}.{suffix}")
-        picture.convert(mode).save(paths[-1])
+        image.convert(mode).save(paths[-1])
     return paths
 
 
-def compare(bundle: Bundle, pictures: list[Path], expected: Tensor, output: Path) -> None:
+def compare(bundle: Bundle, images: list[Path], expected: Tensor, output: Path) -> None:
     """See to it that every row says what the peer says."""
-    predict_files(bundle, list(map(str, pictures)), output=output, top=CLASSES, batch=5, workers=0, device="cpu")
+    predict_files(bundle, list(map(str, images)), output=output, top=CLASSES, batch=5, workers=0, device="cpu")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["path"] for row in rows] == list(map(str, pictures))
+    assert [row["path"] for row in rows] == list(map(str, images))
     names = bundle.classes or tuple(map(str, range(CLASSES)))
     worst = 0.0
     for row, shares in zip(rows, expected.softmax(dim=1), strict=True):
@@ -51,23 +51,23 @@ def compare(bundle: Bundle, pictures: list[Path], expected: Tensor, output: Path
     assert len({row["classes"][0] for row in rows}) > 1, "the same answer for all proves little"
 
 
-def through(peer: Any, transform: Any, pictures: list[Path]) -> Tensor:
+def through(peer: Any, transform: Any, images: list[Path]) -> Tensor:
     with torch.no_grad():
-        return torch.cat([peer(transform(Image.open(path).convert("RGB"))[None]) for path in pictures])
+        return torch.cat([peer(transform(Image.open(path).convert("RGB"))[None]) for path in images])
 
 
-def test_timm(pictures: list[Path], tmp_path: Path) -> None:
+def test_timm(images: list[Path], tmp_path: Path) -> None:
     timm = import_peer("timm")
     given = {"img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 2, "num_classes": CLASSES}
     peer = scramble(timm.create_model("vit_base_patch16_224", **given))
     timm.models.save_for_hf(peer, tmp_path / "timm", model_args=given)
     config = timm.data.resolve_data_config({"input_size": (3, 32, 32)}, model=peer)
     transform = timm.data.create_transform(**config, is_training=False)
-    compare(load(tmp_path / "timm"), pictures, through(peer, transform, pictures), tmp_path / "rows.jsonl")
+    compare(load(tmp_path / "timm"), images, through(peer, transform, images), tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize("size", [224, 32])
-def test_torchvision(size: int, pictures: list[Path], tmp_path: Path) -> None:
+def test_torchvision(size: int, images: list[Path], tmp_path: Path) -> None:
     vision_transformer = import_peer("torchvision.models.vision_transformer").VisionTransformer
     peer = scramble(vision_transformer(size, size // 4, 2, 2, 128, 192, num_classes=CLASSES))
     torch.save(peer.state_dict(), tmp_path / "vit.pth")
@@ -75,10 +75,10 @@ def test_torchvision(size: int, pictures: list[Path], tmp_path: Path) -> None:
     bicubic = import_peer("torchvision.transforms").InterpolationMode.BICUBIC
     # Torchvision's own models of other sizes than 224 come from SWAG, which resizes so.
     transform = preset(crop_size=224) if size == 224 else preset(crop_size=32, resize_size=32, interpolation=bicubic)
-    compare(load(tmp_path / "vit.pth", heads=2), pictures, through(peer, transform, pictures), tmp_path / "rows.jsonl")
+    compare(load(tmp_path / "vit.pth", heads=2), images, through(peer, transform, images), tmp_path / "rows.jsonl")
 
 
-def test_transformers(pictures: list[Path], tmp_path: Path) -> None:
+def test_transformers(images: list[Path], tmp_path: Path) -> None:
     module = import_peer("transformers")
     labels = {number: f"kind {number}" for number in range(CLASSES)}
     config = module.ViTConfig(
@@ -93,8 +93,8 @@ def test_transformers(pictures: list[Path], tmp_path: Path) -> None:
     )
     processor.save_pretrained(tmp_path / "hf")
     with torch.no_grad():
-        inputs = [processor(Image.open(path).convert("RGB"), return_tensors="pt") for path in pictures]
+        inputs = [processor(Image.open(path).convert("RGB"), return_tensors="pt") for path in images]
         expected = torch.cat([peer(**given).logits for given in inputs])
     bundle = load(tmp_path / "hf")
     assert bundle.classes == tuple(labels.values())
-    compare(bundle, pictures, expected, tmp_path / "rows.jsonl")
+    compare(bundle, images, expected, tmp_path / "rows.jsonl")

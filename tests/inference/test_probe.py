@@ -1,4 +1,4 @@
-"""`vitrail probe`: the three protocols on real pictures, and what it says to data that does not fit."""
+"""`vitrail probe`: the three protocols on real images, and what it says to data that does not fit."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_random_model_on_the_digits() -> None:
         ("knn", 1),
         ("knn", 20),
     ]
-    assert (found.pictures, found.examples, found.split, found.notes) == (359, 1259, "stratified", ())
+    assert (found.images, found.examples, found.split, found.notes) == (359, 1259, "stratified", ())
     # Random features of a linear kind keep much of a digit: well above the 10% of chance.
     assert accuracy(found, "fewshot", 25) > max(0.25, accuracy(found, "fewshot", 1))
     assert accuracy(found, "knn", 20) > 0.35
@@ -103,14 +103,14 @@ def test_the_command(run: Run) -> None:
     done = run("probe", model, "digits", "--only", "knn,fewshot", "--k", "10,20", "--shots", "2", "--seeds", 2)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
-    assert lines[0] == "359 test pictures and 1,259 train pictures of 10 classes, in parts drawn from the data."
+    assert lines[0] == "359 test images and 1,259 train images of 10 classes, in parts drawn from the data."
     assert [line.split("  ")[0] for line in lines[2:]] == ["few-shot", "k-NN", "k-NN"]
     assert "±" in lines[2]
     found = json.loads(run("probe", model, "digits", "--only", "fewshot", "--shots", "2", "--seeds", 2, "--json").out)
     (row,) = found["probes"]
     assert (row["method"], row["shots"], len(row["accuracies"]), row["interval"]) == ("fewshot", 2, 2, None)
     assert f"{100 * row['accuracy']:.1f}%" in lines[2]
-    assert (found["pictures"], found["examples"], found["bad"]) == (359, 1259, [])
+    assert (found["images"], found["examples"], found["bad"]) == (359, 1259, [])
 
 
 def test_another_layer_has_other_features(run: Run) -> None:
@@ -122,15 +122,15 @@ def test_another_layer_has_other_features(run: Run) -> None:
     assert whole == last != first
 
 
-def test_few_pictures(run: Run, photos: Path) -> None:
+def test_few_images(run: Run, photos: Path) -> None:
     """The usual shots that are not possible are left out, and so are neighbours that there are not."""
-    (photos / "cat" / "bad.png").write_text("no picture")
+    (photos / "cat" / "bad.png").write_text("no image")
     done = run("probe", bundle().save("model"), photos)
     assert (done.code, done.err) == (0, "")
     assert "few-shot  5 shots" in done.out
     assert "few-shot  10 shots" not in done.out
-    assert "25 shots are left out: class 'cat' (and 1 more) has only 7 train pictures." in done.out
-    assert "K is 14 instead of 20, because there are no more train pictures." in done.out
+    assert "25 shots are left out: class 'cat' (and 1 more) has only 7 train images." in done.out
+    assert "K is 14 instead of 20, because there are no more train images." in done.out
     assert "1 more could not be read:" in done.out
     assert "bad.png" in done.out
 
@@ -143,12 +143,12 @@ def test_more_neighbours_than_examples_are_refused_before_features_are_computed(
 
 def test_a_class_of_which_nothing_can_be_read_is_not_passed_over(run: Run, photos: Path) -> None:
     for file in (photos / "dog").iterdir():
-        file.write_text("no picture")
+        file.write_text("no image")
     done = run("probe", bundle().save("model"), photos, "--only", "fewshot,knn", "--part", "val")
-    assert "1 shots are left out: class 'dog' has only 0 train pictures." in done.out
+    assert "1 shots are left out: class 'dog' has only 0 train images." in done.out
     done = run("probe", bundle().save("other"), photos, "--only", "fewshot", "--shots", "1", "--part", "val")
     assert done.code == 2
-    assert "1 shots need 1 train pictures of every class, but class 'dog' has only 0" in done.err
+    assert "1 shots need 1 train images of every class, but class 'dog' has only 0" in done.err
 
 
 def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
@@ -168,7 +168,7 @@ def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
     )
     done = run("probe", model, "parted", "--part", "val")
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("6 val pictures and 20 train pictures of 2 classes, in the parts that the data names.")
+    assert done.out.startswith("6 val images and 20 train images of 2 classes, in the parts that the data names.")
     assert "linear" in done.out
 
 
@@ -176,16 +176,14 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
     model = bundle().save(Path("run", "best"))
     Path("run", "split.json").write_text(json.dumps(open_data(photos, seed=5, val=0.2, test=0.3).split))
     done = run("probe", model, photos, "--only", "fewshot")
-    assert done.out.startswith(
-        "6 test pictures and 10 train pictures of 2 classes, in the parts of the model's own run."
-    )
+    assert done.out.startswith("6 test images and 10 train images of 2 classes, in the parts of the model's own run.")
     assert "in parts drawn from the data." in run("probe", model, "digits", "--only", "knn").out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--shots", "1,9"), "9 shots need 9 train pictures of every class, but class 'cat' has only 4; ask for fewer"),
+        (("--shots", "1,9"), "9 shots need 9 train images of every class, but class 'cat' has only 4; ask for fewer"),
         (("--shots", "five"), "'five' should be whole numbers, such as 1,5,10"),
         (("--shots", "0"), "shots is 0; it should be 1 or more"),
         (("--k", "500"), "k is 500; it should be from 1 to 11, the number of examples"),

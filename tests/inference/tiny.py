@@ -1,4 +1,4 @@
-"""A tiny model and tiny pictures, for jobs of many rows."""
+"""A tiny model and tiny images, for jobs of many rows."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def tiny_pixels(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 256, (9, 12, 3), np.uint8)
 
 
-def tiny_pictures(folder: Path, count: int) -> list[Path]:
+def tiny_images(folder: Path, count: int) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{number:05d}.png" for number in range(count)]
     for number, path in enumerate(paths):

@@ -11,10 +11,10 @@ PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 cases = st.tuples(st.integers(0, 10_000), st.integers(1, 200), st.integers(2, 6), st.integers(1, 20))
 
 
-def drawn(seed: int, pictures: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
+def drawn(seed: int, images: int, classes: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
-    scores = rng.random((pictures, classes)) ** 4 + 1e-6
-    return (scores / scores.sum(1, keepdims=True)).astype(np.float32), rng.integers(0, classes, pictures)
+    scores = rng.random((images, classes)) ** 4 + 1e-6
+    return (scores / scores.sum(1, keepdims=True)).astype(np.float32), rng.integers(0, classes, images)
 
 
 @PROPERTY
@@ -27,7 +27,7 @@ def test_as_a_loop_over_the_bins(case: tuple[int, int, int, int]) -> None:
     rows = [(max(row), row.index(max(row)) == label) for row, label in zip(probabilities.tolist(), labels, strict=True)]
     for number, found in enumerate(table):
         inside = [(sure, right) for sure, right in rows if edges[number] < sure <= edges[number + 1]]
-        assert (found.low, found.high, found.pictures) == (edges[number], edges[number + 1], len(inside))
+        assert (found.low, found.high, found.images) == (edges[number], edges[number + 1], len(inside))
         if inside:
             confidence, accuracy = (sum(column) / len(inside) for column in zip(*inside, strict=True))
             assert (found.confidence, found.accuracy) == pytest.approx((confidence, accuracy))
@@ -43,8 +43,8 @@ def test_bounds_and_sums(case: tuple[int, int, int, int]) -> None:
     probabilities, labels = drawn(*case[:3])
     table = reliability(probabilities, labels, case[3])
     assert 0 <= expected_calibration_error(table) <= 1
-    assert sum(row.pictures for row in table) == len(labels)
-    right = sum(row.pictures * row.accuracy for row in table if row.pictures)
+    assert sum(row.images for row in table) == len(labels)
+    right = sum(row.images * row.accuracy for row in table if row.images)
     assert right == pytest.approx((probabilities.argmax(1) == labels).sum())
     order = np.random.default_rng(case[0]).permutation(len(labels))
     again = reliability(probabilities[order], labels[order], case[3])
@@ -56,7 +56,7 @@ def test_values_worked_out_by_hand() -> None:
     table = reliability(probabilities, np.array([0, 0, 0, 0]))
     assert len(table) == BINS
     # 0.9 lies in (13/15, 14/15] with one right of two, 0.75 in (11/15, 12/15] with both right.
-    assert [number for number, row in enumerate(table) if row.pictures] == [11, 13]
+    assert [number for number, row in enumerate(table) if row.images] == [11, 13]
     assert (table[13].accuracy, table[11].accuracy) == (0.5, 1)
     assert expected_calibration_error(table) == pytest.approx(0.5 * 0.4 + 0.5 * 0.25)
 

@@ -23,15 +23,15 @@ from vitrail.metrics.classification import (
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 HAND = np.array([[3, 1, 0], [0, 2, 0], [2, 0, 2]])
-"""4 pictures of class 0, 2 of class 1, 4 of class 2."""
+"""4 images of class 0, 2 of class 1, 4 of class 2."""
 
 
-def drawn(seed: int, pictures: int, classes: int, ties: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def drawn(seed: int, images: int, classes: int, ties: bool = False) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
-    scores = rng.random((pictures, classes)) + 1e-3
+    scores = rng.random((images, classes)) + 1e-3
     if ties:
         scores = np.ceil(scores * 3)
-    return (scores / scores.sum(1, keepdims=True)).astype(np.float32), rng.integers(0, classes, pictures)
+    return (scores / scores.sum(1, keepdims=True)).astype(np.float32), rng.integers(0, classes, images)
 
 
 cases = st.tuples(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 8), st.booleans())
@@ -52,7 +52,7 @@ def test_top_k_follows_the_sorted_list(case: tuple[int, int, int, bool], k: int)
 
 @PROPERTY
 @given(cases)
-def test_confusion_matrix_counts_every_picture_once(case: tuple[int, int, int, bool]) -> None:
+def test_confusion_matrix_counts_every_image_once(case: tuple[int, int, int, bool]) -> None:
     probabilities, labels = drawn(*case)
     classes, predicted = probabilities.shape[1], probabilities.argmax(1)
     matrix = confusion_matrix(labels, predicted, classes)
@@ -78,7 +78,7 @@ def test_each_class_by_its_definition(case: tuple[int, int, int, bool]) -> None:
         taken, own = sum(p == number for _, p in pairs), sum(t == number for t, _ in pairs)
         precision, recall = right / taken if taken else math.nan, right / own if own else math.nan
         f1 = 0.0 if not right else 2 * precision * recall / (precision + recall)
-        assert scores.pictures[number] == own
+        assert scores.images[number] == own
         assert scores.precision[number] == pytest.approx(precision, nan_ok=True)
         assert scores.recall[number] == pytest.approx(recall, nan_ok=True)
         assert scores.f1[number] == pytest.approx(f1 if taken or own else math.nan, nan_ok=True)
@@ -90,7 +90,7 @@ def test_each_class_by_its_definition(case: tuple[int, int, int, bool]) -> None:
 
 def test_values_worked_out_by_hand() -> None:
     scores = per_class(HAND)
-    assert scores.pictures.tolist() == [4, 2, 4]
+    assert scores.images.tolist() == [4, 2, 4]
     assert scores.precision.tolist() == pytest.approx([3 / 5, 2 / 3, 1])
     assert scores.recall.tolist() == pytest.approx([3 / 4, 1, 1 / 2])
     assert scores.f1.tolist() == pytest.approx([2 / 3, 4 / 5, 2 / 3])
@@ -98,7 +98,7 @@ def test_values_worked_out_by_hand() -> None:
     assert balanced_accuracy(HAND) == pytest.approx(3 / 4)
 
 
-def test_a_class_without_pictures_is_left_out_of_the_means() -> None:
+def test_a_class_without_images_is_left_out_of_the_means() -> None:
     matrix = np.array([[2, 0, 0], [0, 1, 1], [0, 0, 0]])
     scores = per_class(matrix)
     assert math.isnan(scores.recall[2])
@@ -122,7 +122,7 @@ def test_an_impossible_answer_costs_much_and_is_finite() -> None:
 
 @PROPERTY
 @given(cases)
-def test_the_order_of_pictures_and_the_numbers_of_classes_do_not_matter(case: tuple[int, int, int, bool]) -> None:
+def test_the_order_of_images_and_the_numbers_of_classes_do_not_matter(case: tuple[int, int, int, bool]) -> None:
     probabilities, labels = drawn(*case[:3])
     rng = np.random.default_rng(case[0])
     order, new = rng.permutation(len(labels)), rng.permutation(probabilities.shape[1])
@@ -144,7 +144,7 @@ def test_the_most_frequent_confusions() -> None:
 @pytest.mark.parametrize(
     ("probabilities", "labels", "message"),
     [
-        (np.zeros((0, 3)), np.zeros(0, int), "no pictures"),
+        (np.zeros((0, 3)), np.zeros(0, int), "no images"),
         (np.ones((2, 3)) / 3, np.array([0]), "give"),
         (np.ones((1, 3)) / 3, np.array([3]), "from 0 to 2"),
         (np.ones((1, 3)) / 3, np.array([-1]), "from -1"),

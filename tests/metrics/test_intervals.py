@@ -1,4 +1,4 @@
-"""Intervals, against SciPy and against drawing pictures again one by one."""
+"""Intervals, against SciPy and against drawing images again one by one."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 
 @PROPERTY
 @given(st.integers(1, 5000), st.floats(0, 1), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
-def test_wilson_is_scipys(pictures: int, share: float, level: float) -> None:
-    right = round(share * pictures)
-    expected = scipy.stats.binomtest(right, pictures).proportion_ci(level, method="wilson")
-    found = wilson_interval(right, pictures, level)
+def test_wilson_is_scipys(images: int, share: float, level: float) -> None:
+    right = round(share * images)
+    expected = scipy.stats.binomtest(right, images).proportion_ci(level, method="wilson")
+    found = wilson_interval(right, images, level)
     assert found == pytest.approx((expected.low, expected.high), abs=1e-12)
-    assert 0 <= found.low <= right / pictures <= found.high <= 1
+    assert 0 <= found.low <= right / images <= found.high <= 1
 
 
 def test_wilson_at_the_ends() -> None:
@@ -55,7 +55,7 @@ def test_drawing_in_chunks_changes_nothing_but_memory(monkeypatch: pytest.Monkey
     assert (bootstrap_mean(values, resamples=99), bootstrap_scores(matrix, resamples=99)) == whole
 
 
-def test_scores_are_those_of_pictures_drawn_again() -> None:
+def test_scores_are_those_of_images_drawn_again() -> None:
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 4, 600)
     predicted = np.where(rng.random(600) < 0.8, labels, rng.integers(0, 4, 600))
@@ -105,11 +105,11 @@ def test_one_class_that_cannot_be_mistaken() -> None:
 
 @PROPERTY
 @given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 8))
-def test_macro_f1_of_each_resample(seed: int, pictures: int, classes: int) -> None:
+def test_macro_f1_of_each_resample(seed: int, images: int, classes: int) -> None:
     rng = np.random.default_rng(seed)
-    matrix = confusion_matrix(rng.integers(0, classes, pictures), rng.integers(0, classes, pictures), classes)
+    matrix = confusion_matrix(rng.integers(0, classes, images), rng.integers(0, classes, images), classes)
     true, predicted = np.nonzero(matrix)
-    cells = rng.multinomial(pictures, matrix[true, predicted] / pictures, 5)
+    cells = rng.multinomial(images, matrix[true, predicted] / images, 5)
     expected = []
     for row in cells:
         full = np.zeros((classes, classes), np.int64)

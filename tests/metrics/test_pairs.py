@@ -1,4 +1,4 @@
-"""Two classifiers on the same pictures, against scipy's binomial test and by hand."""
+"""Two classifiers on the same images, against scipy's binomial test and by hand."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ def test_counts_and_difference() -> None:
     assert result.interval.low <= 0.2 <= result.interval.high
 
 
-def test_other_pictures_are_refused() -> None:
-    with pytest.raises(InputError, match="same pictures"):
+def test_other_images_are_refused() -> None:
+    with pytest.raises(InputError, match="same images"):
         paired(np.zeros(3, bool), np.zeros(4, bool))
 
 

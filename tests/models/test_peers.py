@@ -273,7 +273,7 @@ def test_transformers() -> None:
 
 
 def test_the_two_numerics_of_the_hybrid_differ_but_little() -> None:
-    """Google's and timm's small constants give nearly, but not exactly, the same picture of the world."""
+    """Google's and timm's small constants give nearly, but not exactly, the same image of the world."""
 
     def build(numerics: Any) -> ViTConfig:
         stem = ResNet(depths=(1, 1), numerics=numerics)

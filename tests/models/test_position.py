@@ -132,10 +132,10 @@ def test_the_three_places_of_table_8(position: Any) -> None:
 
 
 def test_positions_matter() -> None:
-    """Shuffle the patches of a picture: a model without positions cannot tell, every other one can."""
-    picture = torch.randn(1, 3, 12, 20)
-    cells = picture.unfold(2, 4, 4).unfold(3, 4, 4).reshape(3, 15, 4, 4)
+    """Shuffle the patches of an image: a model without positions cannot tell, every other one can."""
+    image = torch.randn(1, 3, 12, 20)
+    cells = image.unfold(2, 4, 4).unfold(3, 4, 4).reshape(3, 15, 4, 4)
     shuffled = cells[:, torch.randperm(15)].reshape(3, 3, 5, 4, 4).permute(0, 1, 3, 2, 4).reshape(1, 3, 12, 20)
     for position in ("none", "learned_1d", "learned_2d", "relative", "sincos_2d", "rope_2d"):
         model = scramble(ViT(ViTConfig(**TINY, position=position)))
-        assert torch.allclose(model(picture), model(shuffled), atol=1e-5) == (position == "none"), position
+        assert torch.allclose(model(image), model(shuffled), atol=1e-5) == (position == "none"), position

@@ -18,7 +18,7 @@ quick = settings(deadline=None, derandomize=True, max_examples=60, suppress_heal
 far = settings(quick, max_examples=500)
 
 
-def picture(config: ViTConfig, batch: int = 3) -> torch.Tensor:
+def image(config: ViTConfig, batch: int = 3) -> torch.Tensor:
     return torch.randn(batch, config.channels, *config.image_size)
 
 
@@ -39,7 +39,7 @@ def assert_learns(config: ViTConfig) -> None:
     """Forward and backward in training mode, every rate drawn: the gradient of every parameter exists and is finite."""
     torch.manual_seed(0)
     model = ViT(config).train()
-    out = model(picture(config))
+    out = model(image(config))
     answers = config.classes or config.pooled_width
     kept = config.special_tokens + max(1, round(config.patches * (1 - config.patch_dropout)))
     assert out.shape == ((3, kept, answers) if config.pool == "none" else (3, answers))
@@ -73,7 +73,7 @@ def assert_every_parameter_matters(config: ViTConfig) -> None:
     """With every weight random, a parameter whose gradient is exactly zero would be a wire that leads nowhere."""
     torch.manual_seed(0)
     model = scramble(ViT(config))
-    out = model(picture(config))
+    out = model(image(config))
     (out * torch.randn(out.shape)).sum().backward()
     silent = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
     assert {name for name in silent if not excused(name, config)} == set()
@@ -113,7 +113,7 @@ def test_config_survives_json(config: ViTConfig) -> None:
 def test_tracing_changes_nothing(config: ViTConfig, data: st.DataObject) -> None:
     torch.manual_seed(0)
     model = scramble(ViT(config))
-    x = picture(config)
+    x = image(config)
     layers = data.draw(st.lists(st.integers(0, config.depth - 1), unique=True))
     with torch.no_grad():
         plain, traced = model(x), model.trace(x, attention=layers, tokens=layers)
@@ -136,7 +136,7 @@ def test_resizing_there_keeps_the_model_whole(config: ViTConfig, data: st.DataOb
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in fresh.named_parameters()}
     assert {n: b.shape for n, b in model.named_buffers()} == {n: b.shape for n, b in fresh.named_buffers()}
     with torch.no_grad():
-        assert model(picture(model.config)).isfinite().all()
+        assert model(image(model.config)).isfinite().all()
 
 
 @quick
@@ -153,7 +153,7 @@ small = st.integers(1, 6)
 
 @given(small, small, small, small, st.integers(1, 4), st.sampled_from(["chw", "hwc"]))
 def test_patches_cut_and_joined(rows: int, columns: int, h: int, w: int, channels: int, order: str) -> None:
-    """Patch n lies in row n // columns, and holds the pixels that a slice of the picture holds."""
+    """Patch n lies in row n // columns, and holds the pixels that a slice of the image holds."""
     x = torch.randn(2, channels, rows * h, columns * w)
     patches = cut(x, (h, w), order)
     assert torch.equal(join(patches, (rows, columns), (h, w), channels, order), x)

@@ -28,16 +28,16 @@ def tiny(**fields: Any) -> ViT:
         ((2, 1, 3, 12, 20), "found 5 axes"),
         (
             (2, 1, 12, 20),
-            "takes pictures of 3 channels, found 1; convert the picture, or build the model with channels=1",
+            "takes images of 3 channels, found 1; convert the image, or build the model with channels=1",
         ),
         ((2, 12, 20, 3), "the channels seem to be last, so use x.permute(0, 3, 1, 2)"),
         (
             (2, 3, 20, 12),
-            "takes pictures of 12×20 pixels, found 20×12; resize the pictures, or call model.resize((20, 12))",
+            "takes images of 12×20 pixels, found 20×12; resize the images, or call model.resize((20, 12))",
         ),
     ],
 )
-def test_wrong_pictures_are_explained(shape: tuple[int, ...], words: str) -> None:
+def test_wrong_images_are_explained(shape: tuple[int, ...], words: str) -> None:
     for method in ("forward", "features", "trace"):
         with pytest.raises(InputError) as caught:
             getattr(tiny(), method)(torch.zeros(shape))
@@ -46,19 +46,17 @@ def test_wrong_pictures_are_explained(shape: tuple[int, ...], words: str) -> Non
 
 @pytest.mark.parametrize("thing", [None, [1], "x", 3, np.zeros((1, 3, 12, 20), np.float32)])
 def test_what_is_no_tensor(thing: Any) -> None:
-    with pytest.raises(InputError, match=f"expected a tensor of pictures, found {type(thing).__name__}"):
+    with pytest.raises(InputError, match=f"expected a tensor of images, found {type(thing).__name__}"):
         tiny()(thing)
 
 
 def test_another_precision_or_device() -> None:
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        with pytest.raises(
-            InputError, match=rf"the model computes in torch.float32, the pictures are {dtype}; use x.to"
-        ):
+        with pytest.raises(InputError, match=rf"the model computes in torch.float32, the images are {dtype}; use x.to"):
             tiny()(torch.zeros(1, 3, 12, 20, dtype=dtype))
-    with pytest.raises(InputError, match="the model is on cpu, the pictures on meta"):
+    with pytest.raises(InputError, match="the model is on cpu, the images on meta"):
         tiny()(torch.zeros(1, 3, 12, 20, device="meta"))
-    with pytest.raises(InputError, match=r"expected pictures with pixels, found a tensor of shape \(1, 3, 0, 0\)"):
+    with pytest.raises(InputError, match=r"expected images with pixels, found a tensor of shape \(1, 3, 0, 0\)"):
         tiny()(torch.zeros(1, 3, 0, 0))
 
 
@@ -74,7 +72,7 @@ def test_layers_in_any_collection(layers: Any) -> None:
 
 
 def test_whole_numbers_are_refused() -> None:
-    with pytest.raises(InputError, match=r"found torch\.uint8; preprocess the picture first"):
+    with pytest.raises(InputError, match=r"found torch\.uint8; preprocess the image first"):
         tiny()(torch.zeros(1, 3, 12, 20, dtype=torch.uint8))
 
 
@@ -204,8 +202,8 @@ def test_equal_token_counts_are_resampled_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_an_enlarged_picture_of_enlarged_patches_looks_the_same(stem: str) -> None:
-    """Enlarge picture patch by patch, and the resized model gives the same logits: FlexiViT's rule end to end."""
+def test_an_enlarged_image_of_enlarged_patches_looks_the_same(stem: str) -> None:
+    """Enlarge image patch by patch, and the resized model gives the same logits: FlexiViT's rule end to end."""
     model, x = tiny(stem=stem), torch.randn(2, 3, 12, 20)
     before = model(x)
     cells = x.unfold(2, 4, 4).unfold(3, 4, 4).reshape(-1, 1, 4, 4)
@@ -342,4 +340,4 @@ def test_stochastic_depth_grows_with_depth_and_keeps_the_mean() -> None:
     out = drop(torch.ones(20_000, 2, 3))
     assert set(out.unique().tolist()) == {0.0, 2.0}
     assert out.mean() == pytest.approx(1.0, abs=0.03)
-    assert torch.equal(out[:, 0, 0], out[:, 1, 2])  # a whole picture at a time
+    assert torch.equal(out[:, 0, 0], out[:, 1, 2])  # a whole image at a time

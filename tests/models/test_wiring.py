@@ -26,7 +26,7 @@ def tiny(**fields: Any) -> ViT:
     return model.eval()
 
 
-def pictures() -> torch.Tensor:
+def images() -> torch.Tensor:
     return torch.randn(4, 3, 12, 20)
 
 
@@ -38,8 +38,8 @@ def test_tokens_stand_where_the_layout_says(token: Any) -> None:
         for number, parameter in ((1.0, model.cls_token), (2.0, model.dist_token), (3.0, model.reg_token)):
             if parameter is not None:
                 parameter.fill_(number)
-        tokens, _ = model.embed(pictures())
-        patches = model.patch_embed(pictures())
+        tokens, _ = model.embed(images())
+        patches = model.patch_embed(images())
     layout = model.config.layout
     assert (tokens[:, layout.registers] == 3).all()
     assert tokens[:, layout.registers].shape[1] == 2
@@ -51,7 +51,7 @@ def test_tokens_stand_where_the_layout_says(token: Any) -> None:
 
 @pytest.mark.parametrize("token", ["first", "last"])
 def test_each_head_reads_its_own_token(token: Any) -> None:
-    model, x = tiny(class_token=token, distillation_token=True, registers=1), pictures()
+    model, x = tiny(class_token=token, distillation_token=True, registers=1), images()
     tokens, layout = model.features(x).tokens, model.config.layout
     by_class, by_distillation = model.distilled(x)
     assert torch.allclose(by_class, model.head(tokens[:, layout.class_token]), atol=1e-6)
@@ -63,7 +63,7 @@ def test_each_head_reads_its_own_token(token: Any) -> None:
 @pytest.mark.parametrize("over", ["patches", "all"])
 def test_mean_is_over_what_it_says(token: Any, over: Any) -> None:
     model = tiny(class_token=token, registers=2, pool="mean", pool_over=over)
-    found = model.features(pictures())
+    found = model.features(images())
     chosen = found.tokens[:, model.config.layout.patches] if over == "patches" else found.tokens
     assert torch.allclose(found.pooled, chosen.mean(1), atol=1e-6)
 
@@ -71,14 +71,14 @@ def test_mean_is_over_what_it_says(token: Any, over: Any) -> None:
 @pytest.mark.parametrize("over", ["patches", "all"])
 def test_the_query_of_map_can_be_watched(over: Any) -> None:
     model = tiny(class_token="last", registers=2, pool="map", pool_over=over)
-    found = model.trace(pictures())
+    found = model.trace(images())
     assert found.pooling is not None
     assert found.pooling.shape == (4, 3, 15 if over == "patches" else 18)
     assert torch.allclose(found.pooling.sum(-1), torch.ones(()), atol=1e-5)
-    assert tiny().trace(pictures()).pooling is None
+    assert tiny().trace(images()).pooling is None
     pool = model.attn_pool
     assert pool is not None
-    tokens = model.features(pictures()).tokens
+    tokens = model.features(images()).tokens
     assert torch.allclose(pool.traced(tokens)[0], pool(tokens), atol=1e-5)
 
 
@@ -103,7 +103,7 @@ def test_resize_carries_patches_and_keeps_the_rest(token: Any, covers: Any, meth
 @pytest.mark.parametrize("rate", ["embed_dropout", "attention_dropout", "proj_dropout", "mlp_dropout"])
 def test_each_dropout_drops_in_its_place(rate: str) -> None:
     """Alone, each rate changes the answer in training, none in evaluation; and dropping nearly all stops its signal."""
-    model, x = tiny(**{rate: 0.5}), pictures()
+    model, x = tiny(**{rate: 0.5}), images()
     assert torch.equal(model(x), model(x))
     model.train()
     assert not torch.allclose(model(x), model(x))
@@ -125,13 +125,13 @@ def test_each_dropout_drops_in_its_place(rate: str) -> None:
 
 def test_stochastic_depth_skips_both_branches() -> None:
     model = tiny(stochastic_depth=0.999999).train()
-    tokens, places = model.embed(pictures())
+    tokens, places = model.embed(images())
     assert torch.equal(model.blocks[1](tokens, places), tokens)
     assert not torch.equal(model.blocks[0](tokens, places), tokens)
 
 
-def test_patch_dropout_draws_for_each_picture() -> None:
-    _, places = tiny(patch_dropout=0.5).train().embed(pictures())
+def test_patch_dropout_draws_for_each_image() -> None:
+    _, places = tiny(patch_dropout=0.5).train().embed(images())
     assert places.kept is not None
     assert len({tuple(row.tolist()) for row in places.kept}) > 1
 
@@ -147,7 +147,7 @@ def test_every_layer_norm_has_the_eps_of_the_config(stem: Any) -> None:
 
 def test_gradient_checkpointing_forgets_activations() -> None:
     """With the switch on, the backward pass runs every block again."""
-    model, x = tiny().train(), pictures()
+    model, x = tiny().train(), images()
     calls = 0
 
     def count(*_: Any) -> None:
@@ -186,7 +186,7 @@ def test_cost_of_every_kind(position: Any, stem: Any) -> None:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_emptied_and_filled_again(position: Any) -> None:
     """Built without memory, given some, filled with weights: what follows from the config is there again."""
-    model, x = tiny(position=position), pictures()
+    model, x = tiny(position=position), images()
     with torch.device("meta"):
         empty = ViT(model.config)
     empty = empty.to_empty(device="cpu").eval()
@@ -197,7 +197,7 @@ def test_emptied_and_filled_again(position: Any) -> None:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_functional_calls(position: Any) -> None:
     """Per-sample gradients and ensembles call a model with other weights than its own."""
-    model, x = tiny(position=position), pictures()
+    model, x = tiny(position=position), images()
     weights = {name: 0.5 * p.detach() for name, p in model.named_parameters()}
     found = torch.func.functional_call(model, weights, (x,))
     model.load_state_dict(weights, strict=False)
@@ -206,7 +206,7 @@ def test_functional_calls(position: Any) -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"])
 def test_copies(activation: Any) -> None:
-    model, x = tiny(activation=activation, position="rope_2d"), pictures()
+    model, x = tiny(activation=activation, position="rope_2d"), images()
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -216,14 +216,14 @@ def test_copies(activation: Any) -> None:
 
 
 def test_attention_weights_are_exact_in_low_precision() -> None:
-    model, x = tiny().to(torch.bfloat16), pictures().to(torch.bfloat16)
+    model, x = tiny().to(torch.bfloat16), images().to(torch.bfloat16)
     weights = model.trace(x, attention=(0,)).attention[0]
     assert weights.dtype == torch.float32
     assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-6)
 
 
 def test_a_failed_change_changes_nothing() -> None:
-    model, x = tiny(), pictures()
+    model, x = tiny(), images()
     before = model(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vitrail.models.vit.resized_tables", _out_of_memory)
@@ -254,7 +254,7 @@ def test_resolved_configs_mean_the_same() -> None:
 
 
 def test_googles_hybrid_against_a_plain_reference() -> None:
-    """On a faint picture the small constants decide: StdConv's 1e-5 outside the root, GroupNorm's eps of 1e-6."""
+    """On a faint image the small constants decide: StdConv's 1e-5 outside the root, GroupNorm's eps of 1e-6."""
     backbone = scramble(ResNetBackbone(3, ResNet(depths=(1, 1))))
     x = 1e-4 * torch.randn(2, 3, 32, 32)
     state = {name: tensor.double() for name, tensor in backbone.state_dict().items()}

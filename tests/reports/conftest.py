@@ -4,12 +4,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.reports.runs import pictures, tiny_run
+from tests.reports.runs import images, tiny_run
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pictures(tmp_path_factory.mktemp("reports") / "data")
+    return images(tmp_path_factory.mktemp("reports") / "data")
 
 
 @pytest.fixture(scope="session")

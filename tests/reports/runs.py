@@ -16,8 +16,8 @@ TINY = (
 )  # fmt: skip
 
 
-def pictures(folder: Path) -> Path:
-    """Write pictures of three classes, hard to tell apart, and a manifest of them."""
+def images(folder: Path) -> Path:
+    """Write images of three classes, hard to tell apart, and a manifest of them."""
     folder.mkdir()
     generator, rows = np.random.default_rng(0), []
     for number in range(90):

@@ -103,8 +103,8 @@ def test_tables_are_sorted_by_click_and_by_key(opened: Opened) -> None:
     assert direction() == "ascending"
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Space")
-    pictures = [int(text) for text in column(2)]
-    assert pictures == sorted(pictures, reverse=True)
+    images = [int(text) for text in column(2)]
+    assert images == sorted(images, reverse=True)
     assert direction() is None
     page.locator("#classes").get_by_role("button", name="Class", exact=True).click()
     assert column(1) == [EVIL, "plain", CLASSES[1]]

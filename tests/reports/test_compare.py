@@ -1,4 +1,4 @@
-"""Two runs side by side: the numbers of both, and what the same pictures tell."""
+"""Two runs side by side: the numbers of both, and what the same images tell."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def test_the_settings_that_differ_are_listed_and_no_others(page: Page) -> None:
     assert "model.width" not in text
 
 
-def test_the_same_pictures_are_compared_one_by_one(page: Page, run: Path, other_run: Path) -> None:
+def test_the_same_images_are_compared_one_by_one(page: Page, run: Path, other_run: Path) -> None:
     right = [
         np.array(pq.read_table(folder / "held_out.parquet", columns=["correct"])["correct"])
         for folder in (run, other_run)
@@ -59,7 +59,7 @@ def test_classes_that_changed_are_in_the_order_of_the_change(page: Page) -> None
     assert changes == sorted(changes, key=abs, reverse=True)
 
 
-def test_other_pictures_are_not_compared_one_by_one(run: Path, copy: Path) -> None:
+def test_other_images_are_not_compared_one_by_one(run: Path, copy: Path) -> None:
     table = pq.read_table(copy / "held_out.parquet")
     pq.write_table(table.slice(1), copy / "held_out.parquet")
     both, why = answers_of_both(read_run(run), read_run(copy))

@@ -157,7 +157,7 @@ def test_the_head_says_how_good_the_model_is(page: Page, run: Path) -> None:
     verdict = json.loads((run / "verdict.json").read_text())
     low, high = verdict["top1_interval"]
     text = " ".join(page.sections[""].split())
-    assert f"Right on {share(verdict['top1'])} of {verdict['pictures']} held-out pictures" in text
+    assert f"Right on {share(verdict['top1'])} of {verdict['images']} held-out images" in text
     assert f"between {share(low)} and {share(high)}" in text
     assert f"95% interval {span(tuple(verdict['macro_f1_interval']))}" in page.sections["result"]
 
@@ -175,13 +175,13 @@ def test_each_part_is_there(page: Page, run: Path) -> None:
     weights = hashlib.sha256((run / "best" / "model.safetensors").read_bytes()).hexdigest()
     assert weights in page.sections["reproduce"]
     assert "vitrail train" in page.sections["reproduce"]
-    assert "90 pictures in 3 classes" in page.sections["data"]
+    assert "90 images in 3 classes" in page.sections["data"]
     assert "How far each head looks" in page.sections["inside"]
 
 
-def test_each_mistake_has_its_picture_and_a_map(page: Page, run: Path) -> None:
+def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
     worst = json.loads((run / "verdict.json").read_text())["worst"][:12]
-    assert worst, "the pictures are meant to be hard"
+    assert worst, "the images are meant to be hard"
     saw = [image["alt"] or "" for image in page.all("img")]
     assert sum(alt.endswith("as the model saw it") for alt in saw) == len(worst)
     assert [alt.removeprefix("what spoke for ") for alt in saw if alt.startswith("what spoke")] == [
@@ -212,7 +212,7 @@ def test_what_is_missing_is_said_in_its_place(copy: Path, said: dict[str, tuple[
         assert words in " ".join(page.sections[section].split())
     if "verdict.json" in said:
         assert "So far the best on the val part" in page.sections["result"]
-        assert "nothing has been measured on held-out pictures yet" in page.sections["confusion"]
+        assert "nothing has been measured on held-out images yet" in page.sections["confusion"]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"verdict": "from another version"}'])
@@ -225,7 +225,7 @@ def test_damaged_files_are_said_too(bare: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"pictures": 0}, {"confusion": [[1]]}, {"per_class": []}, {"classes": ["a", "b"]}], ids=str
+    "change", [{"images": 0}, {"confusion": [[1]]}, {"per_class": []}, {"classes": ["a", "b"]}], ids=str
 )
 def test_a_verdict_whose_parts_do_not_fit_is_said_too(bare: Path, change: dict[str, object]) -> None:
     verdict = json.loads((bare / "verdict.json").read_text())
@@ -237,35 +237,35 @@ def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> Non
     origin = json.loads((copy / "origin.json").read_text())
     (copy / "origin.json").write_text(json.dumps({**origin, "data": str(tmp_path / "moved.csv")}))
     gone = Page(report(copy))
-    assert "The pictures cannot be shown" in gone.sections["mistakes"]
+    assert "The images cannot be shown" in gone.sections["mistakes"]
     assert "taken for" in gone.sections["mistakes"], "what is known of the mistakes is still told"
     (copy / "origin.json").write_text(json.dumps(origin))
     verdict = json.loads((copy / "verdict.json").read_text())
     verdict["worst"][0]["name"] = "somewhere/else.png"
     (copy / "verdict.json").write_text(json.dumps(verdict))
-    assert "another picture is in its place" in Page(report(copy)).sections["mistakes"]
+    assert "another image is in its place" in Page(report(copy)).sections["mistakes"]
 
 
 def test_a_number_that_is_softer_than_it_looks_comes_with_a_warning(bare: Path) -> None:
     split, verdict = (json.loads((bare / file).read_text()) for file in ("split.json", "verdict.json"))
     (bare / "split.json").write_text(json.dumps({**split, "counts": {**split["counts"], "test": {}}}))
-    assert "selected on these same pictures" in Page(report(bare)).sections[""]
-    (bare / "verdict.json").write_text(json.dumps({**verdict, "kind": "training pictures"}))
-    assert "No picture was held out" in Page(report(bare)).sections[""]
+    assert "selected on these same images" in Page(report(bare)).sections[""]
+    (bare / "verdict.json").write_text(json.dumps({**verdict, "kind": "training images"}))
+    assert "No image was held out" in Page(report(bare)).sections[""]
 
 
 @pytest.mark.slow
-def test_without_held_out_pictures_the_head_warns(data: Path, tmp_path: Path) -> None:
+def test_without_held_out_images_the_head_warns(data: Path, tmp_path: Path) -> None:
     folder = tiny_run(data, tmp_path / "all", "data.val=0", "data.test=0", "epochs=1").folder
     head = Page(report(folder)).sections[""]
-    assert "90 training pictures" in head
-    assert "No picture was held out" in head
+    assert "90 training images" in head
+    assert "No image was held out" in head
 
 
 @pytest.mark.slow
 def test_without_a_test_part_the_head_warns(data: Path, tmp_path: Path) -> None:
     folder = tiny_run(data, tmp_path / "val", "data.val=0.3", "data.test=0", "epochs=1").folder
-    assert "selected on these same pictures" in Page(report(folder)).sections[""]
+    assert "selected on these same images" in Page(report(folder)).sections[""]
 
 
 @pytest.mark.slow
@@ -344,9 +344,9 @@ def test_a_class_that_is_never_recognised_is_not_among_those_of_highest_recall(b
     assert "surer than it should be" in page.sections["calibration"]
 
 
-def test_few_pictures_do_not_tell_whether_a_model_is_too_sure(bare: Path) -> None:
+def test_few_images_do_not_tell_whether_a_model_is_too_sure(bare: Path) -> None:
     verdict = json.loads((bare / "verdict.json").read_text())
-    sure = sum(row["pictures"] * (row["confidence"] or 0) for row in verdict["reliability"]) / verdict["pictures"]
+    sure = sum(row["images"] * (row["confidence"] or 0) for row in verdict["reliability"]) / verdict["images"]
     verdict["top1"], verdict["top1_interval"] = sure - 0.05, (sure - 0.1, sure + 0.1)
     (bare / "verdict.json").write_text(json.dumps(verdict))
     assert "as sure as it may be" in Page(report(bare)).sections["calibration"]
@@ -477,7 +477,7 @@ def test_small_differences_have_no_sign() -> None:
     assert [points(x) for x in (0.0, -1e-5, 0.012, -0.012)] == ["0.0", "0.0", "+1.2", "\N{MINUS SIGN}1.2"]
 
 
-def test_the_pictures_looked_at_are_from_all_of_the_data() -> None:
+def test_the_images_looked_at_are_from_all_of_the_data() -> None:
     source = Arrays(np.zeros((200, 2, 2), np.uint8), np.zeros(200, np.int64), ("a",))
     found = Sight(None, None, "", source, "").some(128)
     assert len(found) == len({item.name for item in found}) == 128

@@ -149,7 +149,7 @@ def visit(browser: Any, viewport: dict[str, int], scheme: str = "light") -> Iter
         context.close()
 
 
-def picture_file(side: int = 48, seed: int = 0) -> bytes:
+def image_file(side: int = 48, seed: int = 0) -> bytes:
     """Return a PNG of coloured noise in large squares."""
     pixels = np.random.default_rng(seed).integers(0, 255, (6, 6, 3), dtype=np.uint8)
     file = io.BytesIO()

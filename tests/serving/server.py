@@ -89,8 +89,8 @@ def save_tiny(folder: Path, *, seed: int = 0, classes: tuple[str, ...] | None = 
     return folder
 
 
-def picture(kind: str = "PNG", size: tuple[int, int] = (40, 30), seed: int = 0) -> bytes:
-    """Draw a picture file of noise."""
+def image(kind: str = "PNG", size: tuple[int, int] = (40, 30), seed: int = 0) -> bytes:
+    """Draw an image file of noise."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (size[1], size[0], 3), dtype=torch.uint8, generator=generator)
     file = io.BytesIO()
@@ -99,7 +99,7 @@ def picture(kind: str = "PNG", size: tuple[int, int] = (40, 30), seed: int = 0) 
 
 
 def sent(client: httpx.Client, content: bytes, path: str = "/v1/predict") -> httpx.Response:
-    """Send a picture as the body."""
+    """Send an image as the body."""
     return client.post(path, content=content, headers={"content-type": "image/png"})
 
 

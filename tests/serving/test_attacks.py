@@ -16,13 +16,13 @@ from typing import Self
 import httpx
 import pytest
 from tests.hostile_images import jpeg_of_scans, png_chunk, png_of_zeros
-from tests.serving.server import Running, picture, save_tiny, server
+from tests.serving.server import Running, image, save_tiny, server
 
 pytestmark = pytest.mark.slow
 
 SOON = 1.0
 """Seconds in which a good request is answered, whatever else goes on."""
-TINY = picture("PNG", (8, 8))
+TINY = image("PNG", (8, 8))
 
 
 class Client:
@@ -147,7 +147,7 @@ def test_large_images_in_one_form_and_slow_ones_that_are_allowed(running: Runnin
 
     def form(_: threading.Event) -> None:
         with suppress(httpx.HTTPError):
-            httpx.post(f"{running.url}/v1/predict", files=[("picture", large)] * 64, timeout=15)
+            httpx.post(f"{running.url}/v1/predict", files=[("image", large)] * 64, timeout=15)
 
     def one(_: threading.Event) -> None:
         with suppress(httpx.HTTPError):
@@ -168,7 +168,7 @@ def test_headers_that_take_long_to_read(running: Running) -> None:
     def form(over: threading.Event) -> None:
         while not over.is_set():
             with suppress(httpx.HTTPError):
-                httpx.post(f"{running.url}/v1/predict", files=[("picture", many)] * 64, timeout=15)
+                httpx.post(f"{running.url}/v1/predict", files=[("image", many)] * 64, timeout=15)
 
     with attacked(form, form):
         taken = good(running.url)
@@ -177,13 +177,13 @@ def test_headers_that_take_long_to_read(running: Running) -> None:
 
 def test_explanations_without_end(running: Running) -> None:
     outcomes: Counter[int] = Counter()
-    httpx.post(f"{running.url}/v1/explain", files={"picture": TINY}, timeout=60)  # the first one imports a second long
+    httpx.post(f"{running.url}/v1/explain", files={"image": TINY}, timeout=60)  # the first one imports a second long
     within = limit(running.url)
 
     def explain(over: threading.Event) -> None:
         with httpx.Client(base_url=running.url, timeout=60) as client:
             while not over.is_set():
-                answer = client.post("/v1/explain", files=[("picture", TINY)] * 16)
+                answer = client.post("/v1/explain", files=[("image", TINY)] * 16)
                 outcomes[answer.status_code] += 1
 
     with attacked(*[explain] * 8):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from tests.serving.server import Running, connect, picture, read_all, save_tiny, sent, server, wait_until
+from tests.serving.server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
 
 from vitrail.serving import connections
 from vitrail.serving.connections import Connections, NotTooOften, Told, client_key
@@ -102,7 +102,7 @@ def test_connections_without_a_request_give_way(running: Running) -> None:
     waiting = [connect(running, b"GET / HT") for _ in range(30)]
     with httpx.Client(base_url=running.url, timeout=20) as client:
         for _ in range(5):
-            assert sent(client, picture()).status_code == 200
+            assert sent(client, image()).status_code == 200
     for connection in waiting:
         connection.close()
     lines = [line for line in running.log if "too many connections" in line]
@@ -140,7 +140,7 @@ def test_a_refused_body_that_ends_soon_leaves_the_connection(running: Running) -
 
 
 def test_a_body_in_one_byte_chunks_arrives_whole(running: Running) -> None:
-    content = picture("PNG", (12, 9))
+    content = image("PNG", (12, 9))
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
     head = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n"
     connection = connect(running, head + b"\r\n" + chunks + b"0\r\n\r\n" + b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n")

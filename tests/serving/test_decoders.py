@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.hostile_images import jpeg_of_scans, png_of_zeros
-from tests.serving.server import picture, save_tiny
+from tests.serving.server import image, save_tiny
 from tests.serving.test_service import PNG, asked, settings_for
 
 import vitrail.serving.decoders
@@ -64,10 +64,10 @@ def test_what_takes_too_long_is_ended_and_others_go_on(monkeypatch: pytest.Monke
         process = decoders._idle[0].process
         os.kill(process.pid, 19)  # stopped, it takes for ever
         with pytest.raises(Refusal, match="more than 1 s to decode") as refused:
-            await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())
+            await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())
         assert refused.value.status == 422
         assert process.returncode is not None
-        assert (await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
         with pytest.raises(Refusal, match="more than 100 scans"):
             await decoders.decode(hostile, PREPROCESS, "a", asyncio.Lock())
 
@@ -80,8 +80,8 @@ def test_a_decoder_that_crashes_is_replaced() -> None:
         asyncio.get_running_loop().call_later(0.1, os.kill, process.pid, 9)
         os.kill(process.pid, 19)
         with pytest.raises(Refusal, match="its decoder has failed"):
-            await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())
-        assert (await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+            await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())
+        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
 
     with_decoders(ask, decoders=1)
 
@@ -92,7 +92,7 @@ def test_a_decoder_that_was_ended_while_idle_fails_no_image() -> None:
         process.kill()
         while process.returncode is None:
             await asyncio.sleep(0.01)
-        assert (await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
 
     with_decoders(ask, decoders=1)
 
@@ -105,7 +105,7 @@ def test_what_lies_where_the_service_was_started_is_not_imported(
     monkeypatch.chdir(tmp_path)
 
     async def ask(decoders: Decoders) -> None:
-        assert (await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
+        assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
 
     with_decoders(ask, decoders=1)
 
@@ -122,7 +122,7 @@ def test_others_have_their_turn_between_the_headers_of_a_request(monkeypatch: py
     async def ask(decoders: Decoders) -> None:
         nonlocal rounds
         one = asyncio.Lock()
-        work = asyncio.gather(*(decoders.decode(picture(), PREPROCESS, "a", one) for _ in range(8)))
+        work = asyncio.gather(*(decoders.decode(image(), PREPROCESS, "a", one) for _ in range(8)))
         while not work.done():
             rounds += 1
             await asyncio.sleep(0)
@@ -132,7 +132,7 @@ def test_others_have_their_turn_between_the_headers_of_a_request(monkeypatch: py
 
 
 def test_large_images_leave_a_decoder_free() -> None:
-    large, small = png_of_zeros(4100), picture()
+    large, small = png_of_zeros(4100), image()
 
     async def ask(decoders: Decoders) -> None:
         await asyncio.gather(*(decoders.decode(small, PREPROCESS, "w", asyncio.Lock()) for n in range(2)))
@@ -156,7 +156,7 @@ def test_memory_of_a_decoder_is_bounded_beside_what_the_program_takes() -> None:
     async def ask(decoders: Decoders) -> None:
         process = decoders._idle[0].process
         before = int(Path(f"/proc/{process.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        await decoders.decode(picture(), PREPROCESS, "a", asyncio.Lock())
+        await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())
         limit, _ = resource.prlimit(process.pid, resource.RLIMIT_AS)
         assert abs(limit - before - 512 * 2**20 - 24 * 1_000_000) < 32 * 2**20
 
@@ -184,7 +184,7 @@ def test_readiness_is_honest_about_images_that_wait(bundle: Path) -> None:
         decoders = service._answerer.decoders
         await decoders.start()
         os.kill(decoders._idle[0].process.pid, 19)
-        both = [asyncio.create_task(client.post("/v1/predict", content=picture(), headers=PNG)) for _ in range(2)]
+        both = [asyncio.create_task(client.post("/v1/predict", content=image(), headers=PNG)) for _ in range(2)]
         while (answer := await client.get("/readyz")).status_code == 200 and not all(one.done() for one in both):
             await asyncio.sleep(0.02)
         assert answer.status_code == 503

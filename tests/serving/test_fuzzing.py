@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from tests.serving.server import Running, picture, save_tiny, sent, server
+from tests.serving.server import Running, image, save_tiny, sent, server
 
 from vitrail.serving.app import Service
 from vitrail.serving.openapi import document
@@ -121,34 +121,34 @@ LIES = png(60_000, 60_000, zlib.compress(bytes(50_000_000)))
 def malformed(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
     """Make a request that is wrong in one of many ways."""
     kind = chance.choice(["JPEG", "PNG", "WEBP", "GIF", "BMP"])
-    good = picture(kind, (chance.randint(1, 80), chance.randint(1, 80)), seed=chance.randint(0, 9))
+    good = image(kind, (chance.randint(1, 80), chance.randint(1, 80)), seed=chance.randint(0, 9))
     path = chance.choice(["/v1/predict", "/v1/embed", "/v1/explain?method=rollout", "/v1/explain"])
-    image, coded = {"content-type": f"image/{kind.lower()}"}, {"content-type": "application/json"}
+    image_type, coded = {"content-type": f"image/{kind.lower()}"}, {"content-type": "application/json"}
     form = {"content-type": "multipart/form-data; boundary=b"}
-    part = b'--b\r\nContent-Disposition: form-data; name="picture"; filename="x"\r\n\r\n'
+    part = b'--b\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
     flipped = bytearray(good)
     for _ in range(chance.randint(1, 20)):
         flipped[chance.randrange(len(flipped))] = chance.randrange(256)
     return path, *chance.choice(
         [
-            (good[: chance.randrange(len(good))], image),
-            (bytes(flipped), image),
-            (chance.randbytes(chance.randint(0, 3000)), image),
-            (good[:4] + chance.randbytes(500), image),
-            (BOMB, image),
-            (LIES, image),
+            (good[: chance.randrange(len(good))], image_type),
+            (bytes(flipped), image_type),
+            (chance.randbytes(chance.randint(0, 3000)), image_type),
+            (good[:4] + chance.randbytes(500), image_type),
+            (BOMB, image_type),
+            (LIES, image_type),
             (part + good[: chance.randrange(len(good))] + b"\r\n--b--\r\n", form),
             (part + good, form),
             (chance.randbytes(300), form),
             (part.replace(b"name", chance.randbytes(4)) + good + b"\r\n--b--\r\n", form),
-            (json.dumps({"pictures": [chance.choice(["", "AAAA", "%", "x" * 999, 7, None])]}).encode(), coded),
-            (b'{"pictures": ' + b"[" * chance.randint(1, 5000), coded),
-            (b'{"top": 1' + b"0" * chance.randint(1, 5000) + b', "pictures": ["AAAA"]}', coded),
-            (bytes(5_000_000), image),
+            (json.dumps({"images": [chance.choice(["", "AAAA", "%", "x" * 999, 7, None])]}).encode(), coded),
+            (b'{"images": ' + b"[" * chance.randint(1, 5000), coded),
+            (b'{"top": 1' + b"0" * chance.randint(1, 5000) + b', "images": ["AAAA"]}', coded),
+            (bytes(5_000_000), image_type),
             (good, {"content-type": chance.choice(["text/html", "image/", "é", "a" * 5000, "multipart/form-data"])}),
-            (good, {**image, "x-long": "y" * chance.choice([1000, 60_000, 200_000])}),
-            (good, {**image, "content-encoding": "gzip"}),
-            (good, {**image, "authorization": "Bearer " + "z" * 5000}),
+            (good, {**image_type, "x-long": "y" * chance.choice([1000, 60_000, 200_000])}),
+            (good, {**image_type, "content-encoding": "gzip"}),
+            (good, {**image_type, "authorization": "Bearer " + "z" * 5000}),
         ]
     )
 
@@ -171,7 +171,7 @@ def test_malformed_uploads_do_no_harm(running: Running) -> None:
         outcomes.update(pool.map(send, requests[:400]))
         settled = resident(running.process.pid)  # after the first hundreds, memory has found its size
         outcomes.update(pool.map(send, requests[400:]))
-        assert sent(client, picture()).status_code == 200
+        assert sent(client, image()).status_code == 200
     half_requests(running.url)
     assert running.process.poll() is None
     assert not [outcome for outcome in outcomes if outcome.startswith("5")], outcomes
@@ -205,7 +205,7 @@ def test_overload_is_answered_and_loses_nothing(tmp_path: Path) -> None:
     with server(str(bundle), "--queue", "4", "--batch", "1", "--no-log-requests") as running:
         limits = httpx.Limits(max_connections=64)
         with httpx.Client(base_url=running.url, timeout=60, limits=limits) as client, ThreadPoolExecutor(64) as pool:
-            outcomes = Counter(pool.map(lambda n: sent(client, picture(seed=n)).status_code, range(1000)))
+            outcomes = Counter(pool.map(lambda n: sent(client, image(seed=n)).status_code, range(1000)))
         assert set(outcomes) == {200, 503}
         assert sum(outcomes.values()) == 1000
         os.kill(running.process.pid, signal.SIGTERM)

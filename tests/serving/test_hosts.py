@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.serving.server import picture, save_tiny
+from tests.serving.server import image, save_tiny
 from tests.serving.test_service import PNG, asked, settings_for
 
 from vitrail.errors import ConfigError
@@ -53,7 +53,7 @@ def test_another_host_is_refused_everywhere(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         for method, path in (("GET", "/"), ("GET", "/v1/models"), ("POST", "/v1/predict"), ("GET", "/metrics")):
             headers = {"host": "rebound.example", **PNG}
-            answer = await client.request(method, path, headers=headers, content=picture())
+            answer = await client.request(method, path, headers=headers, content=image())
             assert answer.status_code == 403
             assert "--allow-host" in answer.json()["error"]
         assert (await client.get("/", headers={"host": "localhost:8000"})).status_code == 200
@@ -73,7 +73,7 @@ def test_a_foreign_origin_changes_nothing_also_without_fetch_metadata(bundle: Pa
                 ("https://example.org", own),
             ):
                 headers = {"host": "localhost:8000", "origin": origin, **PNG}
-                answer = await client.post(path, headers=headers, content=picture())
+                answer = await client.post(path, headers=headers, content=image())
                 assert answer.status_code == (200 if allowed else 403), (path, origin)
         assert (await client.post("/v1/models/reload")).status_code == 200  # no browser
 

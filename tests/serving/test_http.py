@@ -1,4 +1,4 @@
-"""The service as a client sees it: three ways of sending pictures, three tasks, and every kind of bad request."""
+"""The service as a client sees it: three ways of sending images, three tasks, and every kind of bad request."""
 
 import base64
 import io
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from tests.serving.server import Running, picture, save_tiny, sent, server, wait_until
+from tests.serving.server import Running, image, save_tiny, sent, server, wait_until
 
 import vitrail
 from vitrail.explanations.wanted import Method
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
     words = [str(folder / "run" / "best"), f"second={folder / 'other'}", "--body-limit", "0.5", "--pixel-limit", "1"]
-    with server(*words, environment={"VITRAIL_SERVE_PICTURES_LIMIT": "4", "VITRAIL_SERVE_WAIT": "50"}) as running:
+    with server(*words, environment={"VITRAIL_SERVE_IMAGES_LIMIT": "4", "VITRAIL_SERVE_WAIT": "50"}) as running:
         yield running
 
 
@@ -42,8 +42,8 @@ def client(running: Running) -> Iterator[httpx.Client]:
         yield client
 
 
-def as_json(*pictures: bytes, **options: object) -> dict[str, object]:
-    return {"pictures": [base64.b64encode(one).decode() for one in pictures], **options}
+def as_json(*images: bytes, **options: object) -> dict[str, object]:
+    return {"images": [base64.b64encode(one).decode() for one in images], **options}
 
 
 def unpacked(packed: dict[str, Any]) -> NDArray[np.float32]:
@@ -55,11 +55,11 @@ def unpacked(packed: dict[str, Any]) -> NDArray[np.float32]:
 
 
 def test_three_ways_of_sending_get_the_answer_of_the_library(client: httpx.Client, folder: Path) -> None:
-    content = picture()
+    content = image()
     expected = vitrail.Classifier(folder / "run" / "best", device="cpu").predict(content, top=2)
     answers = [
         sent(client, content, "/v1/predict?top=2"),
-        client.post("/v1/predict?top=2", files={"picture": content}),
+        client.post("/v1/predict?top=2", files={"image": content}),
         client.post("/v1/predict", json=as_json(content, top=2)),
     ]
     for answer in answers:
@@ -73,15 +73,15 @@ def test_three_ways_of_sending_get_the_answer_of_the_library(client: httpx.Clien
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
 def test_every_allowed_kind_of_file(client: httpx.Client, kind: str) -> None:
-    assert sent(client, picture(kind)).status_code == 200
+    assert sent(client, image(kind)).status_code == 200
 
 
-def test_a_batch_has_a_result_for_each_picture_in_order(client: httpx.Client) -> None:
-    first, second = picture(seed=1), picture(seed=2)
+def test_a_batch_has_a_result_for_each_image_in_order(client: httpx.Client) -> None:
+    first, second = image(seed=1), image(seed=2)
     alone = [sent(client, content).json()["results"][0] for content in (first, second)]
-    files = [("picture", first), ("picture", b"no picture"), ("picture", second)]
+    files = [("image", first), ("image", b"no image"), ("image", second)]
     form = client.post("/v1/predict", files=files)
-    coded = client.post("/v1/predict", json=as_json(first, b"no picture", second))
+    coded = client.post("/v1/predict", json=as_json(first, b"no image", second))
     for answer in (form, coded):
         assert answer.status_code == 200
         results = answer.json()["results"]
@@ -91,7 +91,7 @@ def test_a_batch_has_a_result_for_each_picture_in_order(client: httpx.Client) ->
 
 
 def test_models_by_name(client: httpx.Client) -> None:
-    named = client.post("/v1/predict?model=second", files={"picture": picture()}).json()
+    named = client.post("/v1/predict?model=second", files={"image": image()}).json()
     assert named["model"] == "second"
     assert {row["name"] for row in named["results"][0]["classes"]} == {"0", "1", "2"}
     models = client.get("/v1/models").json()["models"]
@@ -111,11 +111,11 @@ def test_models_by_name(client: httpx.Client) -> None:
 
 
 def test_embeddings_are_those_of_the_model(client: httpx.Client, folder: Path) -> None:
-    content = picture()
+    content = image()
     bundle = vitrail.load(folder / "run" / "best")
     pixels = bundle.preprocess(Image.open(io.BytesIO(content)))[None]
     for query, layer, scaled in (("", None, False), ("?layer=0&normalise=true", 0, True)):
-        found = client.post(f"/v1/embed{query}", files={"picture": content}).json()["results"][0]["embedding"]
+        found = client.post(f"/v1/embed{query}", files={"image": content}).json()["results"][0]["embedding"]
         wanted = bundle.model.features(pixels, layer=layer).pooled[0].detach().numpy()
         wanted = wanted / np.linalg.norm(wanted) if scaled else wanted
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
@@ -123,15 +123,15 @@ def test_embeddings_are_those_of_the_model(client: httpx.Client, folder: Path) -
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
 def test_explanations_are_those_of_the_library(client: httpx.Client, folder: Path, method: Method) -> None:
-    content = picture()
-    answer = client.post(f"/v1/explain?method={method}", files={"picture": content})
+    content = image()
+    answer = client.post(f"/v1/explain?method={method}", files={"image": content})
     assert answer.status_code == 200, answer.text
     assert answer.json()["method"] == method
     (result,) = answer.json()["results"]
     wanted = vitrail.explain(folder / "run" / "best", content, method=method, device="cpu")
     np.testing.assert_allclose(unpacked(result["map"]), wanted.map, rtol=1e-3, atol=1e-5)
-    seen = Image.open(io.BytesIO(base64.b64decode(result["picture"].removeprefix("data:image/png;base64,"))))
-    assert np.array_equal(np.asarray(seen), np.asarray(wanted.picture))
+    seen = Image.open(io.BytesIO(base64.b64decode(result["image"].removeprefix("data:image/png;base64,"))))
+    assert np.array_equal(np.asarray(seen), np.asarray(wanted.image))
     if wanted.target is None:
         assert result["target"] is None
     else:
@@ -140,7 +140,7 @@ def test_explanations_are_those_of_the_library(client: httpx.Client, folder: Pat
 
 
 def test_all_attention_of_a_layer_at_once(client: httpx.Client, folder: Path) -> None:
-    content = picture()
+    content = image()
     (result,) = client.post("/v1/explain", json=as_json(content, method="attention", layer=0, query="all")).json()[
         "results"
     ]
@@ -151,7 +151,7 @@ def test_all_attention_of_a_layer_at_once(client: httpx.Client, folder: Path) ->
         folder / "run" / "best", content, method="attention", layer=0, head=1, query="1,2", device="cpu"
     )
     np.testing.assert_allclose(weights[1, 2 + 6, 2:].reshape(4, 4), one.map, atol=1e-3)
-    named = client.post("/v1/explain?method=relevance&target=dog", files={"picture": content}).json()
+    named = client.post("/v1/explain?method=relevance&target=dog", files={"image": content}).json()
     assert named["results"][0]["target"]["index"] == 1
 
 
@@ -159,7 +159,7 @@ def test_all_attention_of_a_layer_at_once(client: httpx.Client, folder: Path) ->
 
 
 def bomb(width: int = 30_000, height: int = 30_000) -> bytes:
-    """A few bytes that claim to be a picture of a gigapixel."""
+    """A few bytes that claim to be an image of a gigapixel."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -173,31 +173,31 @@ PNG = {"content-type": "image/png"}
 JSON = {"content-type": "application/json"}
 BAD = [
     ("an empty body", "/v1/predict", b"", PNG, 400, "no body"),
-    ("an empty file", "/v1/predict", json.dumps({"pictures": [""]}).encode(), JSON, 400, "empty"),
-    ("text as a picture", "/v1/predict", b"hello", PNG, 415, "this is not an image"),
+    ("an empty file", "/v1/predict", json.dumps({"images": [""]}).encode(), JSON, 400, "empty"),
+    ("text as an image", "/v1/predict", b"hello", PNG, 415, "this is not an image"),
     ("a kind that is not allowed", "/v1/predict", b"II*\0" + bytes(50), PNG, 415, "tiff images are not taken"),
     ("an array", "/v1/predict", b"\x93NUMPY\1\0" + bytes(50), PNG, 415, "this is not an image"),
     ("a type that is not taken", "/v1/predict", b"<a/>", {"content-type": "text/xml"}, 415, "text/xml"),
     ("no type", "/v1/predict", b"x", {}, 415, "Content-Type"),
-    ("a cut picture", "/v1/predict", picture()[:-900], PNG, 422, "damaged PNG"),
-    ("a cut JPEG", "/v1/predict", picture("JPEG")[:200], PNG, 422, "damaged JPEG"),
-    ("a header alone", "/v1/predict", picture()[:20], PNG, 422, "damaged PNG"),
+    ("a cut image", "/v1/predict", image()[:-900], PNG, 422, "damaged PNG"),
+    ("a cut JPEG", "/v1/predict", image("JPEG")[:200], PNG, 422, "damaged JPEG"),
+    ("a header alone", "/v1/predict", image()[:20], PNG, 422, "damaged PNG"),
     ("too many bytes", "/v1/predict", bytes(600_000), PNG, 413, "larger than 0.5 MB"),
     ("too many pixels", "/v1/predict", bomb(), PNG, 413, "at most 1,000,000 are taken"),
     ("more pixels than are taken", "/v1/predict", bomb(2_000, 1_000), PNG, 413, "2,000×1,000 pixels"),
-    ("too many pictures", "/v1/predict", json.dumps(as_json(*[b"x"] * 5)).encode(), JSON, 413, "at most 4"),
+    ("too many images", "/v1/predict", json.dumps(as_json(*[b"x"] * 5)).encode(), JSON, 413, "at most 4"),
     ("no JSON", "/v1/predict", b"{", JSON, 400, "not JSON"),
     ("deep JSON", "/v1/predict", b"[" * 100_000, JSON, 400, "not JSON"),
     ("a JSON list", "/v1/predict", b"[]", JSON, 400, "should be an object"),
-    ("no pictures", "/v1/predict", b'{"pictures": []}', JSON, 400, "one or more"),
-    ("no base64", "/v1/predict", b'{"pictures": ["*"]}', JSON, 400, "picture 0 is not base64"),
-    ("an address as base64", "/v1/predict", b'{"pictures": ["data:,x"]}', JSON, 400, "without 'data:'"),
+    ("no images", "/v1/predict", b'{"images": []}', JSON, 400, "one or more"),
+    ("no base64", "/v1/predict", b'{"images": ["*"]}', JSON, 400, "image 0 is not base64"),
+    ("an address as base64", "/v1/predict", b'{"images": ["data:,x"]}', JSON, 400, "without 'data:'"),
     ("no boundary", "/v1/predict", b"x", {"content-type": "multipart/form-data"}, 400, "boundary"),
-    ("an unknown option", "/v1/predict?tops=3", picture(), PNG, 422, "did you mean 'top'?"),
+    ("an unknown option", "/v1/predict?tops=3", image(), PNG, 422, "did you mean 'top'?"),
     (
         "a wrong option",
         "/v1/predict?top=abc",
-        picture(),
+        image(),
         PNG,
         422,
         "top is 'abc': it should be a whole number from 1 to",
@@ -205,7 +205,7 @@ BAD = [
     (
         "a number out of range",
         "/v1/predict?top=0",
-        picture(),
+        image(),
         PNG,
         422,
         "top is '0': it should be a whole number from 1",
@@ -213,7 +213,7 @@ BAD = [
     (
         "a very long option",
         f"/v1/predict?top={'9' * 900}",
-        picture(),
+        image(),
         PNG,
         422,
         "…: it should be a whole number from 1",
@@ -221,32 +221,32 @@ BAD = [
     (
         "a layer that is no number",
         "/v1/embed?layer=x",
-        picture(),
+        image(),
         PNG,
         422,
         "layer is 'x': it should be a whole number",
     ),
-    ("neither true nor false", "/v1/embed?normalise=maybe", picture(), PNG, 422, "'maybe': it should be true or false"),
+    ("neither true nor false", "/v1/embed?normalise=maybe", image(), PNG, 422, "'maybe': it should be true or false"),
     (
         "a list as text",
         "/v1/explain",
-        b'{"pictures": ["AA=="], "query": [1]}',
+        b'{"images": ["AA=="], "query": [1]}',
         JSON,
         422,
         "it should be text of at most 200",
     ),
-    ("an unknown model", "/v1/predict?model=runn", picture(), PNG, 422, "did you mean 'run'?"),
-    ("a path as a model", "/v1/predict?model=../../etc/passwd", picture(), PNG, 422, "no model is called"),
-    ("a layer out of range", "/v1/embed?layer=9", picture(), PNG, 422, "layer 9 does not exist"),
-    ("another layer out of range", "/v1/explain?method=attention&layer=-3", picture(), PNG, 422, "layer -3"),
-    ("a head out of range", "/v1/explain?method=attention&head=2", picture(), PNG, 422, "head 2 does not exist"),
-    ("an unknown method", "/v1/explain?method=guess", picture(), PNG, 422, "method is 'guess'"),
-    ("an unknown class", "/v1/explain?target=cow", picture(), PNG, 422, "no class 'cow'"),
-    ("an unknown token", "/v1/explain?method=attention&query=9,9", picture(), PNG, 422, "no patch in row 9"),
+    ("an unknown model", "/v1/predict?model=runn", image(), PNG, 422, "did you mean 'run'?"),
+    ("a path as a model", "/v1/predict?model=../../etc/passwd", image(), PNG, 422, "no model is called"),
+    ("a layer out of range", "/v1/embed?layer=9", image(), PNG, 422, "layer 9 does not exist"),
+    ("another layer out of range", "/v1/explain?method=attention&layer=-3", image(), PNG, 422, "layer -3"),
+    ("a head out of range", "/v1/explain?method=attention&head=2", image(), PNG, 422, "head 2 does not exist"),
+    ("an unknown method", "/v1/explain?method=guess", image(), PNG, 422, "method is 'guess'"),
+    ("an unknown class", "/v1/explain?target=cow", image(), PNG, 422, "no class 'cow'"),
+    ("an unknown token", "/v1/explain?method=attention&query=9,9", image(), PNG, 422, "no patch in row 9"),
     (
         "text that is no text",
         "/v1/predict",
-        b'{"pictures": ["AA=="], "model": "\\ud800"}',
+        b'{"images": ["AA=="], "model": "\\ud800"}',
         JSON,
         422,
         "it should be text",
@@ -270,21 +270,21 @@ def test_bad_requests_get_a_status_and_a_sentence(
 
 def test_bad_forms(client: httpx.Client) -> None:
     for form, words in (
-        ({"files": {"image": picture()}}, "no field 'picture'"),
-        ({"files": {"picture": (None, "text")}}, "is text"),
-        ({"files": [("picture", b"x")] * 6}, "more than 4 pictures"),
-        ({"files": {"picture": picture(), "top": picture()}}, "a file in the field 'top'"),
+        ({"files": {"image": image()}}, "no field 'image'"),
+        ({"files": {"image": (None, "text")}}, "is text"),
+        ({"files": [("image", b"x")] * 6}, "more than 4 images"),
+        ({"files": {"image": image(), "top": image()}}, "a file in the field 'top'"),
     ):
         answer = client.post("/v1/predict", **form)
         assert answer.status_code in (400, 413)
         assert words in answer.json()["error"]
-    torn = b"--b\r\nContent-Disposition: form-data; name=picture; filename=x\r\n\r\n" + picture()
+    torn = b"--b\r\nContent-Disposition: form-data; name=image; filename=x\r\n\r\n" + image()
     answer = client.post("/v1/predict", content=torn, headers={"content-type": "multipart/form-data; boundary=b"})
     assert answer.status_code == 400, answer.text
 
 
 def test_the_options_of_a_form_are_heard(client: httpx.Client) -> None:
-    files = {"picture": picture()}
+    files = {"image": image()}
     answer = client.post("/v1/predict", params={"top": 3}, data={"model": "second", "top": "1"}, files=files).json()
     assert answer["model"] == "second"
     assert len(answer["results"][0]["classes"]) == 1
@@ -295,7 +295,7 @@ def test_the_options_of_a_form_are_heard(client: httpx.Client) -> None:
 def test_a_body_without_a_length_is_measured_while_it_is_read(client: httpx.Client) -> None:
     answer = client.post("/v1/predict", content=(bytes(10_000) for _ in range(200)), headers=PNG)
     assert answer.status_code == 413
-    whole = picture()
+    whole = image()
     answer = client.post("/v1/predict", content=iter([whole[:100], whole[100:]]), headers=PNG)
     assert answer.status_code == 200
 
@@ -340,10 +340,10 @@ def test_requests_that_arrive_together_run_as_one_batch(client: httpx.Client) ->
         rows = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vitrail_batch_size_"))
         return float(rows['vitrail_batch_size_count{model="run"}']), float(rows['vitrail_batch_size_sum{model="run"}'])
 
-    sent(client, picture())
+    sent(client, image())
     before = counted()
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: sent(client, picture()), range(32)))
+        answers = list(pool.map(lambda _: sent(client, image()), range(32)))
     assert [answer.status_code for answer in answers] == [200] * 32
     after = counted()
     assert after[1] - before[1] == 32
@@ -355,7 +355,7 @@ def test_the_log_is_lines_of_json_without_secrets(client: httpx.Client, running:
     wait_until(lambda: any('"log-1"' in line for line in running.log))
     lines = [json.loads(line) for line in list(running.log)]
     assert lines[0]["event"] == "settings"
-    assert lines[0]["settings"]["pictures_limit"] == 4
+    assert lines[0]["settings"]["images_limit"] == 4
     assert lines[0]["settings"]["token"] == "none"
     found = [line for line in lines if line.get("request_id") == "log-1"]
     assert [(line["path"], line["status"]) for line in found] == [("/healthz", 200)]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.serving.server import Running, connect, picture, read_all, save_tiny, sent, server, wait_until
+from tests.serving.server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
 
 import vitrail
 from vitrail.__main__ import main
@@ -45,7 +45,7 @@ async def load(
     async def keep_asking(client: httpx.AsyncClient) -> None:
         while not over.is_set():
             try:
-                answer = await client.post("/v1/predict", content=picture(), headers=PNG)
+                answer = await client.post("/v1/predict", content=image(), headers=PNG)
             except httpx.ConnectError:
                 outcomes["gone"] += 1  # nobody listens any more: nothing was accepted
                 return
@@ -83,14 +83,14 @@ def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
         assert (said[0], said[-1]) == ("cat", "dog")  # the old model's answer, and the new one's
         second = client.get("/v1/models").json()["models"][0]["digest"]
         assert second != first
-        answer = sent(client, picture()).text
+        answer = sent(client, image()).text
 
         damage(bundle)
         refused = client.post("/v1/models/reload?model=m")
         assert refused.status_code == 409
         assert "keep serving" in refused.json()["error"]
         assert str(tmp_path) not in refused.text
-        assert sent(client, picture()).text == answer
+        assert sent(client, image()).text == answer
 
         save_tiny(bundle, seed=2)
         running.process.send_signal(signal.SIGHUP)
@@ -108,10 +108,10 @@ def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
 def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> None:
     with server(str(save_tiny(tmp_path / "m")), "--precision", "auto") as running:
         with httpx.Client(base_url=running.url, timeout=60) as client:
-            first = sent(client, picture()).json()
+            first = sent(client, image()).json()
             for _ in range(65):  # bf16 is tried on 64, where the processor is faster with it
-                sent(client, picture())
-            last, now = sent(client, picture()).json(), client.get("/v1/models").json()["models"][0]["precision"]
+                sent(client, image())
+            last, now = sent(client, image()).json(), client.get("/v1/models").json()["models"][0]["precision"]
         stop(running)
         running.process.wait(20)
         told = [json.loads(line)["why"] for line in running.log if '"event": "precision"' in line]
@@ -122,10 +122,10 @@ def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_embeddings_are_computed_in_the_precision_that_is_named(tmp_path: Path) -> None:
-    bundle, content = vitrail.load(save_tiny(tmp_path / "m")), picture()
+    bundle, content = vitrail.load(save_tiny(tmp_path / "m")), image()
     with server(str(tmp_path / "m"), "--precision", "bf16") as running:
         with httpx.Client(base_url=running.url, timeout=60) as client:
-            answer = client.post("/v1/embed", files={"picture": content}).json()
+            answer = client.post("/v1/embed", files={"image": content}).json()
         stop(running)
     found = np.array(answer["results"][0]["embedding"])
     pixels = bundle.preprocess(Image.open(io.BytesIO(content)))[None]
@@ -210,11 +210,11 @@ def test_bodies_that_never_end_do_not_delay_the_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_grace_is_for_whole_requests_and_ends(tmp_path: Path) -> None:
     # Images gather for 2.5 s: the grace is long enough for that, or not.
-    whole = HEAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(picture())) + picture()
+    whole = HEAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(image())) + image()
     for grace, status in ((20, b"200"), (0.5, b"503")):
         with server(str(save_tiny(tmp_path / "m")), "--grace", str(grace), "--wait", "2500") as running:
             connection = connect(running, whole)
-            wait_until(lambda running=running: 'vitrail_queue_pictures{model="m"} 1.0' in metrics(running))
+            wait_until(lambda running=running: 'vitrail_queue_images{model="m"} 1.0' in metrics(running))
             stop(running)
             assert running.process.wait(15) == 0
             assert read_all(connection).split(b" ", 2)[1] == status

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from PIL import Image
 from starlette.responses import Response
-from tests.serving.server import picture, save_tiny
+from tests.serving.server import image, save_tiny
 from tests.serving.test_service import PNG, asked, settings_for
 from torch import Tensor
 
@@ -40,12 +40,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_takes_long_to_read_is_refused_before_it_is_read(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         json = {"content-type": "application/json"}
-        for body in (b'{"pictures": [' + b"{}," * 300_000 + b"{}]}", b'{"a":[' + b"[]," * 300_000 + b"[]]}"):
+        for body in (b'{"images": [' + b"{}," * 300_000 + b"{}]}", b'{"a":[' + b"[]," * 300_000 + b"[]]}"):
             answer = await client.post("/v1/predict", content=body, headers=json)
             assert answer.status_code == 400
             assert "far too many parts" in answer.json()["error"]
         many = "&".join(f"t{number}=" for number in range(60))
-        for path, body in ((f"/v1/predict?{many}", b'{"pictures": ["AA=="]}'), ("/v1/predict", long_name())):
+        for path, body in ((f"/v1/predict?{many}", b'{"images": ["AA=="]}'), ("/v1/predict", long_name())):
             answer = await client.post(path, content=body, headers=json)
             assert answer.status_code == 422
             assert "/openapi.json" in answer.json()["error"]
@@ -54,10 +54,10 @@ def test_what_takes_long_to_read_is_refused_before_it_is_read(bundle: Path) -> N
 
 
 def long_name() -> bytes:
-    return b'{"pictures": ["AA=="], "' + b"topx" * 1000 + b'": 3}'
+    return b'{"images": ["AA=="], "' + b"topx" * 1000 + b'": 3}'
 
 
-def test_a_narrow_picture_is_refused_before_it_is_made_huge() -> None:
+def test_a_narrow_image_is_refused_before_it_is_made_huge() -> None:
     file = io.BytesIO()
     Image.new("RGB", (1, 2000)).save(file, "PNG")  # 85 bytes; as wide as the model wants it: 100 million pixels
     with pytest.raises(Refusal, match="224×448,000") as refused:
@@ -66,20 +66,20 @@ def test_a_narrow_picture_is_refused_before_it_is_made_huge() -> None:
     assert decode_upload(file.getvalue(), Preprocess(size=(224, 224)), ("png",), 50_000_000).shape == (224, 224, 3)
 
 
-def test_all_attention_has_one_limit_for_all_pictures(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "LARGEST_ATTENTION", 2 * 2 * 18**2 * 2)  # two pictures of this model
+def test_all_attention_has_one_limit_for_all_images(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "LARGEST_ATTENTION", 2 * 2 * 18**2 * 2)  # two images of this model
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
-        for pictures, status in ((2, 200), (3, 422)):
-            files = [("picture", picture())] * pictures
+        for images, status in ((2, 200), (3, 422)):
+            files = [("image", image())] * images
             answer = await client.post("/v1/explain?method=attention&query=all", files=files)
             assert answer.status_code == status
-        assert "send fewer pictures" in answer.json()["error"]
+        assert "send fewer images" in answer.json()["error"]
 
     asked(settings_for(bundle), ask)
 
 
-def test_a_picture_without_a_finite_answer_harms_no_other(bundle: Path) -> None:
+def test_a_image_without_a_finite_answer_harms_no_other(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         with service.shelf.use(None) as served:
             engine = served.engine
@@ -91,7 +91,7 @@ def test_a_picture_without_a_finite_answer_harms_no_other(bundle: Path) -> None:
                 return logits
 
             served.engine = overflowing  # type: ignore[assignment]
-        both = [client.post("/v1/predict", content=picture(seed=seed), headers=PNG) for seed in range(2)]
+        both = [client.post("/v1/predict", content=image(seed=seed), headers=PNG) for seed in range(2)]
         answers = await asyncio.gather(*both)
         assert sorted(answer.status_code for answer in answers) == [200, 500]
 
@@ -127,7 +127,7 @@ def test_a_method_that_is_not_taken_hears_which_are(bundle: Path) -> None:
             answer = await client.request(method, path)
             assert answer.status_code == 405
             assert set(answer.headers["allow"].split(", ")) == allow
-        answer = await client.post("/v1/predict/", content=picture(), headers=PNG)
+        answer = await client.post("/v1/predict/", content=image(), headers=PNG)
         assert answer.status_code == 404  # nothing is there, whatever the method
 
     asked(settings_for(bundle), ask)
@@ -190,7 +190,7 @@ def test_a_reload_during_the_warm_up_comes_after_it(bundle: Path, monkeypatch: p
 
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         await asyncio.gather(service.start(), service.shelf.reload())
-        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+        assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
 
     asked(settings_for(bundle, deadline=3), ask, start=False)
 
@@ -198,17 +198,17 @@ def test_a_reload_during_the_warm_up_comes_after_it(bundle: Path, monkeypatch: p
 def test_the_thread_that_answers_is_the_one_that_was_warmed_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, threads = Served.answer, list[str]()
 
-    def noted(self: Served, question: questions.Asked, pictures: Sequence[Pixels]) -> list[questions.Answer]:
+    def noted(self: Served, question: questions.Asked, images: Sequence[Pixels]) -> list[questions.Answer]:
         threads.append(threading.current_thread().name)
-        return answer(self, question, pictures)
+        return answer(self, question, images)
 
     monkeypatch.setattr(Served, "answer", noted)
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
-        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+        assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
 
     asked(settings_for(bundle), ask)
-    assert threads == ["compute-m_0"] * 3  # one picture, several, and the one that was asked about
+    assert threads == ["compute-m_0"] * 3  # one image, several, and the one that was asked about
 
 
 def test_a_hangup_while_bundles_are_opened_does_not_end_the_process(

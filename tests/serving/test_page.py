@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.browser import chromium
-from tests.serving.page_visit import DESKTOP, PHONE, WAIT, Visit, picture_file, service, some_bundle, visit
+from tests.serving.page_visit import DESKTOP, PHONE, WAIT, Visit, image_file, service, some_bundle, visit
 
 import vitrail
 from vitrail import ViTConfig
@@ -83,22 +83,22 @@ def answers(seen: Visit, panel: int = 0) -> list[tuple[str, str]]:
     ]
 
 
-# ── a picture comes in ──
+# ── an image comes in ──
 
 
-def test_an_uploaded_picture_is_answered_as_the_classifier_answers(seen: Visit, bundles: dict[str, Path]) -> None:
-    upload(seen, picture_file())
-    expected = vitrail.Classifier(bundles["birds"], device="cpu").predict(picture_file(), top=5)
+def test_an_uploaded_image_is_answered_as_the_classifier_answers(seen: Visit, bundles: dict[str, Path]) -> None:
+    upload(seen, image_file())
+    expected = vitrail.Classifier(bundles["birds"], device="cpu").predict(image_file(), top=5)
     found = answers(seen)
     assert [name for name, _ in found] == list(expected.names), "names are text, also those with brackets"
     for (_, share), probability in zip(found, expected.probabilities, strict=True):
         assert abs(float(re.sub("[^0-9.]", "", share)) - 100 * probability) <= 0.5
-    seen.until("picture=own")
+    seen.until("image=own")
     assert seen.page.locator("#live").inner_text().startswith(f"birds says {expected.name}")
 
 
 @pytest.mark.parametrize("way", ["drop", "paste"])
-def test_a_picture_is_dropped_or_pasted(seen: Visit, way: str) -> None:
+def test_a_image_is_dropped_or_pasted(seen: Visit, way: str) -> None:
     before = seen.pixels()
     seen.page.evaluate(
         """([bytes, way]) => {
@@ -108,9 +108,9 @@ def test_a_picture_is_dropped_or_pasted(seen: Visit, way: str) -> None:
             const kind = way === "drop" ? DragEvent : ClipboardEvent;
             document.body.dispatchEvent(new kind(way, { bubbles: true, cancelable: true, ...given }));
         }""",
-        [list(picture_file(seed=1)), way],
+        [list(image_file(seed=1)), way],
     )
-    seen.until("picture=own")
+    seen.until("image=own")
     seen.settle()
     assert seen.pixels() != before
 
@@ -118,7 +118,7 @@ def test_a_picture_is_dropped_or_pasted(seen: Visit, way: str) -> None:
 def test_a_sample_is_taken(seen: Visit) -> None:
     before = seen.pixels()
     seen.page.get_by_role("button", name="daisy").click()
-    seen.until("picture=daisy")
+    seen.until("image=daisy")
     seen.settle()
     assert seen.pixels() != before
     assert seen.page.get_by_role("button", name="daisy").get_attribute("aria-pressed") == "true"
@@ -128,20 +128,20 @@ def test_a_sample_is_taken(seen: Visit) -> None:
 
 
 def expected_rows(bundle: Path, content: bytes, layer: int) -> torch.Tensor:
-    """Return the attention of a layer (heads, tokens, tokens) for a picture, as the package gives it."""
+    """Return the attention of a layer (heads, tokens, tokens) for an image, as the package gives it."""
     opened = vitrail.load(bundle)
     crop = torch.from_numpy(fitted(item_of(content, 3), opened.preprocess).copy()).permute(2, 0, 1)[None]
     return attention_rows(opened.model.eval(), opened.preprocess.normalise(crop), layer)[0]
 
 
 def test_a_move_shows_where_the_patch_looks(seen: Visit, bundles: dict[str, Path]) -> None:
-    upload(seen, picture_file())
+    upload(seen, image_file())
     asked = seen.asked()
-    pictures = set()
-    rows = expected_rows(bundles["birds"], picture_file(), 2).mean(dim=0)
+    images = set()
+    rows = expected_rows(bundles["birds"], image_file(), 2).mean(dim=0)
     for place in range(16):
         seen.over(place // 4, place % 4, GRID)
-        pictures.add(seen.pixels())
+        images.add(seen.pixels())
         row = rows[2 + place]  # after the class token and the register
         best = int(row.argmax())
         said = seen.part("readout").inner_text()
@@ -150,7 +150,7 @@ def test_a_move_shows_where_the_patch_looks(seen: Visit, bundles: dict[str, Path
         number = re.search(r": ([\d.]+) %\.", said)
         assert number is not None
         assert abs(float(number[1]) - 100 * float(row[best])) <= 0.6
-    assert len(pictures) == 16, "each patch has a map of its own"
+    assert len(images) == 16, "each patch has a map of its own"
     assert seen.asked() == asked, "nothing is asked of the server for a move"
     assert "query" not in seen.hash()
 
@@ -207,11 +207,11 @@ def test_special_tokens_can_be_asked(seen: Visit) -> None:
 
 
 @pytest.mark.parametrize("method", get_args(Method)[1:])
-def test_each_method_lays_its_map_over_the_picture(seen: Visit, bundles: dict[str, Path], method: Method) -> None:
-    upload(seen, picture_file())
+def test_each_method_lays_its_map_over_the_image(seen: Visit, bundles: dict[str, Path], method: Method) -> None:
+    upload(seen, image_file())
     seen.page.locator(f"#methods input[value={method}]").check(force=True)
     seen.settle()
-    found = vitrail.explain(bundles["birds"], picture_file(), method=method, device="cpu")
+    found = vitrail.explain(bundles["birds"], image_file(), method=method, device="cpu")
     seen.page.locator("#opacity").fill("100")  # the map alone
     seen.settle()
     colours = seen.part("canvas").evaluate(
@@ -244,7 +244,7 @@ def test_an_answer_says_what_speaks_for_it(seen: Visit) -> None:
 
 
 def test_a_link_restores_the_view(seen: Visit, address: str) -> None:
-    seen.open(f"{address}#picture=goldfish&model=birds&layer=1&head=1&query=2,3&opacity=0.35")
+    seen.open(f"{address}#image=goldfish&model=birds&layer=1&head=1&query=2,3&opacity=0.35")
     assert seen.part("readout").inner_text().startswith("Patch 2,3 looks most at")
     assert seen.page.get_by_role("radio", name="Head 1").is_checked()
     assert seen.page.locator("#opacity").input_value() == "35"
@@ -253,7 +253,7 @@ def test_a_link_restores_the_view(seen: Visit, address: str) -> None:
     assert seen.pixels() != before
     seen.go(link)
     assert seen.pixels() == before
-    seen.go("#picture=own&model=no-such&layer=99&head=-1&query=77,1&method=magic&opacity=7&other=x")
+    seen.go("#image=own&model=no-such&layer=99&head=-1&query=77,1&method=magic&opacity=7&other=x")
     assert "cannot hold" in seen.page.locator("#notice").inner_text()
     assert seen.part("layer-value").inner_text() == "2"
 
@@ -284,16 +284,16 @@ def test_two_models_are_compared(seen: Visit) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "kind", "says"),
     [
-        (b"no picture at all", "notes.txt", "text/plain", "“notes.txt” is not an image"),
-        (b"no picture either", "notes.png", "image/png", "is not an image"),
-        (picture_file()[:90], "half.png", "image/png", "picture"),
+        (b"no image at all", "notes.txt", "text/plain", "“notes.txt” is not an image"),
+        (b"no image either", "notes.png", "image/png", "is not an image"),
+        (image_file()[:90], "half.png", "image/png", "image"),
         (b"\0" * int(LIMIT * 2**20 + 1), "large.png", "image/png", "0.25 MB"),
         (b"", "empty.png", "image/png", "“empty.png” is empty"),
         (b"who knows", "thing", "", "“thing” is not an image"),
     ],
     ids=["text", "text-as-png", "truncated", "large", "empty", "typeless"],
 )
-def test_what_is_no_picture_is_refused_in_a_sentence(
+def test_what_is_no_image_is_refused_in_a_sentence(
     seen: Visit, content: bytes, name: str, kind: str, says: str
 ) -> None:
     before = seen.pixels()
@@ -303,11 +303,11 @@ def test_what_is_no_picture_is_refused_in_a_sentence(
     assert says in problem.inner_text()
     assert problem.inner_text().count(". ") == 0, "one sentence"
     assert problem.get_attribute("role") == "alert"
-    seen.until("picture=balloon")
+    seen.until("image=balloon")
     assert seen.pixels() == before, "what was shown stays"
     seen.page.get_by_role("button", name="daisy").click()
     problem.wait_for(state="hidden", timeout=WAIT)
-    seen.until("picture=daisy")
+    seen.until("image=daisy")
     seen.settle()
 
 
@@ -326,7 +326,7 @@ def test_a_busy_server_is_asked_again(seen: Visit) -> None:
     seen.page.locator("#live", has_text="busy").wait_for(state="attached", timeout=WAIT)
     seen.settle()
     seen.page.unroute("**/v1/predict*")
-    seen.until("picture=boat")
+    seen.until("image=boat")
     assert len(refused) == 1
     assert seen.page.locator("#problem").is_hidden()
     assert seen.page.locator("#live").inner_text().startswith("birds says")
@@ -400,7 +400,7 @@ def test_everything_can_be_done_with_the_keyboard(seen: Visit) -> None:
     assert focused() == "compare"
     page.locator("#skip").focus()
     page.keyboard.press("Enter")
-    assert focused() == "canvas", "the link leads to the picture"
+    assert focused() == "canvas", "the link leads to the image"
     shown = seen.pixels()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
@@ -466,10 +466,10 @@ def test_it_starts_with_samples_of_the_models_own_classes(browser: Any, own: Pat
         assert buttons.locator("span").all_inner_texts() == list(NAMES)
         assert buttons.first.get_attribute("aria-pressed") == "true"
         seen.page.wait_for_function("[...document.querySelectorAll('#samples img')].every(i => i.naturalWidth > 0)")
-        seen.until("picture=own%2F0")
+        seen.until("image=own%2F0")
         before = seen.pixels()
         buttons.nth(3).click()
-        seen.until("picture=own%2F3")
+        seen.until("image=own%2F3")
         seen.settle()
         assert seen.pixels() != before
         seen.part("models").select_option("birds")
@@ -508,7 +508,7 @@ LEFT_OF_THE_IMAGE = """([row, column]) => {
 
 def test_the_image_is_clear_under_the_map_and_alone_beside_it(seen: Visit) -> None:
     """Where the map has least to show, it changes the image by less than a fifth of the range of brightness."""
-    upload(seen, picture_file())
+    upload(seen, image_file())
     assert seen.part("plain").is_visible()
     assert "as the model sees it: 32×32 pixels" in seen.part("plain-says").inner_text()
     apart = [

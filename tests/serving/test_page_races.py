@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.browser import chromium
-from tests.serving.page_visit import DESKTOP, WAIT, Visit, picture_file, service, some_bundle, visit
+from tests.serving.page_visit import DESKTOP, WAIT, Visit, image_file, service, some_bundle, visit
 
 from vitrail import ViTConfig
 
@@ -25,7 +25,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Visit]:
 
 @pytest.fixture
 def seen(opened: Visit) -> Iterator[Visit]:
-    opened.go("#model=birds&picture=balloon")
+    opened.go("#model=birds&image=balloon")
     yield opened
     complaints, opened.complaints[:] = list(opened.complaints), []
     assert [text for text in complaints if not text.startswith("Failed to load resource")] == []
@@ -59,31 +59,31 @@ def test_a_sample_that_loads_slowly_does_not_replace_a_later_one(seen: Visit) ->
         seen.page.get_by_role("button", name="boat").click()
         wait_for(seen, waiting, 1)
         seen.page.get_by_role("button", name="daisy").click()
-        seen.until("picture=daisy")
+        seen.until("image=daisy")
         seen.settle()
         shown = seen.pixels()
     seen.page.wait_for_timeout(300)
     seen.settle()
-    assert "picture=daisy" in seen.hash()
+    assert "image=daisy" in seen.hash()
     assert seen.pixels() == shown
 
 
-def test_a_picture_that_was_given_up_is_not_the_one_before(seen: Visit) -> None:
+def test_a_image_that_was_given_up_is_not_the_one_before(seen: Visit) -> None:
     before = seen.pixels()
     with held(seen, "**/v1/predict*") as waiting:
-        give(seen, picture_file())
+        give(seen, image_file())
         wait_for(seen, waiting, 1)
-        give(seen, b"no picture")
+        give(seen, b"no image")
         wait_for(seen, waiting, 2)
     seen.page.locator("#problem").wait_for(timeout=WAIT)
     seen.settle()
     seen.page.wait_for_timeout(300)  # the address is written a moment later
-    assert "picture=balloon" in seen.hash()
+    assert "image=balloon" in seen.hash()
     assert seen.pixels() == before
 
 
 @pytest.mark.parametrize("change", ["model", "layer"])
-def test_what_is_changed_while_a_picture_comes_is_shown_of_that_picture(seen: Visit, change: str) -> None:
+def test_what_is_changed_while_a_image_comes_is_shown_of_that_image(seen: Visit, change: str) -> None:
     view = "model=finer" if change == "model" else "layer=0"
 
     def alter() -> None:
@@ -92,38 +92,38 @@ def test_what_is_changed_while_a_picture_comes_is_shown_of_that_picture(seen: Vi
         else:
             seen.part("layer").fill("0")
 
-    give(seen, picture_file())
+    give(seen, image_file())
     seen.settle()
     alter()
     seen.until(view)
     seen.settle()
     expected = seen.pixels()
-    seen.go("#model=birds&picture=balloon")
+    seen.go("#model=birds&image=balloon")
     with held(seen, "**/v1/predict*") as waiting:
-        give(seen, picture_file())
+        give(seen, image_file())
         wait_for(seen, waiting, 1)
         alter()
         wait_for(seen, waiting, 2)
     seen.until(view)
-    seen.until("picture=own")
+    seen.until("image=own")
     seen.settle()
     assert seen.pixels() == expected
-    # It is also what the page goes back to, and not the picture before it.
+    # It is also what the page goes back to, and not the image before it.
     seen.page.get_by_label("Compare with").select_option("finer")
     seen.until("other=finer")
     seen.settle()
-    assert "picture=own" in seen.hash()
+    assert "image=own" in seen.hash()
     assert seen.pixels() == expected
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout"])
 def test_a_model_that_was_replaced_by_another_kind_is_not_drawn_as_the_old_one(seen: Visit, method: str) -> None:
-    seen.go(f"#model=birds&picture=balloon&method={method}&layer=0")
+    seen.go(f"#model=birds&image=balloon&method={method}&layer=0")
     before = seen.pixels()
     asked = "**/v1/explain*"
     seen.page.route(asked, lambda route: route.continue_(url=route.request.url.replace("birds", "finer")))
     try:
-        give(seen, picture_file())
+        give(seen, image_file())
         seen.page.locator("#problem").wait_for(timeout=WAIT)
     finally:
         seen.page.unroute(asked)
@@ -133,6 +133,6 @@ def test_a_model_that_was_replaced_by_another_kind_is_not_drawn_as_the_old_one(s
 
 
 def test_a_class_that_does_not_exist_is_as_if_none_were_named(seen: Visit) -> None:
-    seen.go("#model=birds&picture=daisy&method=relevance&target=999")
+    seen.go("#model=birds&image=daisy&method=relevance&target=999")
     assert seen.page.locator("#problem").is_hidden()
     assert seen.part("readout").inner_text().startswith("What speaks for")

@@ -41,26 +41,26 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         asyncio.run(served.batcher.close())
 
 
-def embedded(served: Served, pictures: Tensor, wanted: Wanted = Wanted()) -> Tensor:  # noqa: B008 - a constant
-    answers = served.answer(Embed(wanted), [picture.numpy() for picture in pictures])
+def embedded(served: Served, images: Tensor, wanted: Wanted = Wanted()) -> Tensor:  # noqa: B008 - a constant
+    answers = served.answer(Embed(wanted), [image.numpy() for image in images])
     return torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
 
 
-def pictures() -> Tensor:
+def images() -> Tensor:
     return torch.randint(0, 256, (4, 16, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
 
 
 @torch.no_grad()
 def expected(known: Bundle, wanted: Wanted, precision: Precision) -> Tensor:
     with autocast(CPU, precision):
-        return wanted.take(known.model.eval(), known.preprocess.normalise(pictures().permute(0, 3, 1, 2)))
+        return wanted.take(known.model.eval(), known.preprocess.normalise(images().permute(0, 3, 1, 2)))
 
 
 @pytest.mark.parametrize("wanted", [Wanted(), Wanted(layer=0), Wanted(normalise=True), Wanted(tokens="patches")])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_features_are_those_of_the_model_bit_for_bit(wanted: Wanted, precision: Precision, opened: Open) -> None:
     known = bundle()
-    found = embedded(opened(known, precision=precision), pictures(), wanted)
+    found = embedded(opened(known, precision=precision), images(), wanted)
     assert torch.equal(found, expected(known, wanted, precision))
     assert not torch.equal(found, expected(known, wanted, "bf16" if precision == "float32" else "float32"))
 
@@ -70,13 +70,13 @@ def test_what_auto_settles_on_for_classes_says_nothing_of_features(opened: Open)
     served = opened(known, precision="auto")
     served.engine = open_engine(served.bundle.model, served.bundle.preprocess, precision="bf16", device=CPU)
     assert served.description["precision"] == "bf16"
-    assert torch.equal(embedded(served, pictures()), expected(known, Wanted(), "float32"))
+    assert torch.equal(embedded(served, images()), expected(known, Wanted(), "float32"))
 
 
 def test_other_engines_do_not_compute_features(opened: Open) -> None:
     known, abilities = bundle(), openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     served = opened(known, precision="bf16" if "BF16" in abilities else "float32", engine="openvino")
-    assert torch.equal(embedded(served, pictures()), expected(known, Wanted(), "float32"))
+    assert torch.equal(embedded(served, images()), expected(known, Wanted(), "float32"))
 
 
 def test_a_model_is_made_ready_once(opened: Open) -> None:

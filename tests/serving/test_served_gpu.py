@@ -45,12 +45,12 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
 def test_features_are_those_of_the_model(served: tuple[Served, str]) -> None:
     answering, precision = served
     exact, generator = bundle(), torch.Generator().manual_seed(3)
-    pictures = torch.randint(0, 256, (5, 16, 32, 3), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (5, 16, 32, 3), dtype=torch.uint8, generator=generator)
     for wanted in WANTED:
-        answers = answering.answer(Embed(wanted), [picture.numpy() for picture in pictures])
+        answers = answering.answer(Embed(wanted), [image.numpy() for image in images])
         found = torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
         with torch.no_grad():
-            expected = wanted.take(exact.model, exact.preprocess.normalise(pictures.permute(0, 3, 1, 2)))
+            expected = wanted.take(exact.model, exact.preprocess.normalise(images.permute(0, 3, 1, 2)))
         assert found.shape == expected.shape
         assert relative_error(found, expected) < ROUNDING[precision]
         assert isinstance(answering.ready(wanted), FastModel if precision == "bf16" else ViT)

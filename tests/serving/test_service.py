@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from tests.serving.server import picture, save_tiny
+from tests.serving.server import image, save_tiny
 
 from vitrail.data.sources.source import Pixels
 from vitrail.explanations.wanted import Wanted
@@ -56,10 +56,10 @@ class Gate:
     def __init__(self, compute: Callable[[Any, Sequence[Pixels]], Sequence[Any]]) -> None:
         self.compute, self.open, self.sizes = compute, threading.Event(), list[int]()
 
-    def __call__(self, question: Any, pictures: Sequence[Pixels]) -> Sequence[Any]:
-        self.sizes.append(len(pictures))
+    def __call__(self, question: Any, images: Sequence[Pixels]) -> Sequence[Any]:
+        self.sizes.append(len(images))
         assert self.open.wait(20)
-        return self.compute(question, pictures)
+        return self.compute(question, images)
 
 
 def gated(service: Service) -> Gate:
@@ -92,14 +92,14 @@ def test_the_token(bundle: Path) -> None:
                 ("POST", "/v1/models/reload"),
                 ("GET", "/metrics"),
             ):
-                answer = await client.request(method, path, headers=headers, content=picture())
+                answer = await client.request(method, path, headers=headers, content=image())
                 assert answer.status_code == 401
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert "token" in answer.json()["error"]
         for path in ("/", "/healthz", "/readyz", "/samples"):
             assert (await client.get(path)).status_code == 200
         right = {"authorization": "Bearer sesame"}
-        assert (await client.post("/v1/predict", content=picture(), headers={**right, **PNG})).status_code == 200
+        assert (await client.post("/v1/predict", content=image(), headers={**right, **PNG})).status_code == 200
         assert (await client.get("/v1/models", headers=right)).status_code == 200
 
     asked(settings_for(bundle, token="sesame"), ask)
@@ -128,7 +128,7 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
         gate = gated(service)
 
         async def one() -> httpx.Response:
-            return await client.post("/v1/predict", content=picture(), headers=PNG)
+            return await client.post("/v1/predict", content=image(), headers=PNG)
 
         first = asyncio.create_task(one())
         await until(lambda: gate.sizes == [1])
@@ -141,7 +141,7 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
         answers = [await first, *[await task for task in more]]
         assert sorted(answer.status_code for answer in answers) == [200] * 5 + [503] * 6
         assert sum(gate.sizes) == 5  # those who were refused were not computed for
-        many = await client.post("/v1/predict", files=[("picture", picture())] * 5)
+        many = await client.post("/v1/predict", files=[("image", image())] * 5)
         assert many.status_code == 413
         with service.shelf.use(None) as served:
             assert served.batcher.taken == 0
@@ -152,14 +152,14 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
 def test_the_deadline(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         await service.start_decoders()
-        await client.post("/v1/predict", content=picture(), headers=PNG)  # so that a decoder has started, too
+        await client.post("/v1/predict", content=image(), headers=PNG)  # so that a decoder has started, too
         gate = gated(service)
-        late = await client.post("/v1/predict", files=[("picture", picture())] * 3)
+        late = await client.post("/v1/predict", files=[("image", image())] * 3)
         assert late.status_code == 504
         assert "within 1 s" in late.json()["error"]
         gate.open.set()
-        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
-        # Of the three pictures only the one that was being computed already was computed.
+        assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
+        # Of the three images only the one that was being computed already was computed.
         assert sum(gate.sizes) == 2
         with service.shelf.use(None) as served:
             assert served.batcher.taken == 0
@@ -170,13 +170,13 @@ def test_the_deadline(bundle: Path) -> None:
 def test_who_leaves_is_not_computed_for(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         gate = gated(service)
-        first = asyncio.create_task(client.post("/v1/predict", content=picture(), headers=PNG))
+        first = asyncio.create_task(client.post("/v1/predict", content=image(), headers=PNG))
         await until(lambda: gate.sizes == [1])
         await leave(service, lambda: taken(service) == 1)
         assert taken(service) == 0
         gate.open.set()
         assert (await first).status_code == 200
-        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+        assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
         assert gate.sizes == [1, 1]
 
     asked(settings_for(bundle), ask)
@@ -189,7 +189,7 @@ def taken(service: Service) -> int:
 
 async def leave(service: Service, once: Callable[[], bool]) -> None:
     """Send a request and hang up once something holds."""
-    told = [{"type": "http.request", "body": picture(), "more_body": False}]
+    told = [{"type": "http.request", "body": image(), "more_body": False}]
     answers: list[Any] = []
 
     async def receive() -> Any:
@@ -215,7 +215,7 @@ def test_before_it_is_ready_and_after_it_was_told_to_stop(bundle: Path) -> None:
         for stage, words in (("starting", "warmed up"), ("stopping", "stopping")):
             service.life.stage = stage  # type: ignore[assignment]
             for method, path in (("GET", "/readyz"), ("POST", "/v1/predict"), ("POST", "/v1/models/reload")):
-                answer = await client.request(method, path, content=picture(), headers=PNG)
+                answer = await client.request(method, path, content=image(), headers=PNG)
                 assert answer.status_code == 503
                 assert words in answer.json()["error"]
                 assert int(answer.headers["retry-after"]) > 0
@@ -231,7 +231,7 @@ def test_a_model_that_was_replaced_is_let_go_of(bundle: Path) -> None:
             old = weakref.ref(served)
         del served
         assert (await client.post("/v1/models/reload")).status_code == 200
-        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+        assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
         await until(lambda: old() is None)
 
     asked(settings_for(bundle), ask)
@@ -260,7 +260,7 @@ def test_uploads_together_have_a_limit(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         answer = await client.post("/v1/predict", content=bytes(200_000), headers=PNG)
         assert answer.status_code == 503
-        assert (await client.post("/v1/predict", content=picture(), headers=PNG)).status_code == 200
+        assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
 
     asked(settings_for(bundle, uploads_limit=0.1), ask)
 
@@ -268,8 +268,8 @@ def test_uploads_together_have_a_limit(bundle: Path) -> None:
 def test_a_fault_of_ours_shows_no_traceback(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         with service.shelf.use(None) as served:
-            served.batcher._compute = lambda question, pictures: 1 / 0  # type: ignore[assignment,return-value]
-        answer = await client.post("/v1/predict", content=picture(), headers=PNG)
+            served.batcher._compute = lambda question, images: 1 / 0  # type: ignore[assignment,return-value]
+        answer = await client.post("/v1/predict", content=image(), headers=PNG)
         assert answer.status_code == 500
         assert answer.json()["error"] == "this is a fault of the service, and its log has the details"
         assert "division" not in answer.text
@@ -284,9 +284,9 @@ def test_only_equal_questions_are_computed_together() -> None:
     async def run() -> None:
         asked: list[tuple[Any, int]] = []
 
-        def compute(question: Any, pictures: Sequence[Pixels]) -> list[int]:
-            asked.append((question, len(pictures)))
-            return [int(picture[0, 0, 0]) for picture in pictures]
+        def compute(question: Any, images: Sequence[Pixels]) -> list[int]:
+            asked.append((question, len(images)))
+            return [int(image[0, 0, 0]) for image in images]
 
         batcher = Batcher("m", compute, batch=4, wait=0.05, queue=100, counters=Counters())
         batcher.start()
@@ -294,7 +294,7 @@ def test_only_equal_questions_are_computed_together() -> None:
         pixels = [np.full((1, 1, 3), number, np.uint8) for number in range(len(questions))]
         seats = batcher.reserve(len(questions))
         found = await asyncio.gather(*map(batcher.ask, questions, pixels, seats))
-        assert found == list(range(10))  # every answer is its own picture's
+        assert found == list(range(10))  # every answer is its own image's
         assert asked == [(Predict(1), 4), (Predict(2), 4), (Predict(1), 2)]
         assert batcher.taken == 0
         await batcher.close()
@@ -306,9 +306,9 @@ def test_explanations_are_computed_one_by_one() -> None:
     async def run() -> None:
         sizes: list[int] = []
 
-        def compute(_: Any, pictures: Sequence[Pixels]) -> Sequence[Pixels]:
-            sizes.append(len(pictures))
-            return pictures
+        def compute(_: Any, images: Sequence[Pixels]) -> Sequence[Pixels]:
+            sizes.append(len(images))
+            return images
 
         batcher = Batcher("m", compute, batch=4, wait=10, queue=100, counters=Counters())
         batcher.start()
@@ -330,10 +330,10 @@ def order_of(before: Sequence[Any], waiting: Sequence[Any], batch: int) -> list[
     async def run() -> list[tuple[str, int]]:
         computed, gate = list[tuple[str, int]](), threading.Event()
 
-        def compute(question: Any, pictures: Sequence[Pixels]) -> Sequence[Pixels]:
-            computed.append((type(question).__name__, len(pictures)))
+        def compute(question: Any, images: Sequence[Pixels]) -> Sequence[Pixels]:
+            computed.append((type(question).__name__, len(images)))
             assert gate.wait(20)
-            return pictures
+            return images
 
         batcher = Batcher("m", compute, batch=batch, wait=0, queue=100, counters=Counters())
         batcher.start()
@@ -372,7 +372,7 @@ def test_many_explanations_are_refused_and_predictions_are_not(bundle: Path) -> 
         gate = gated(service)
 
         def send(path: str) -> asyncio.Task[httpx.Response]:
-            return asyncio.create_task(client.post(path, content=picture(), headers=PNG))
+            return asyncio.create_task(client.post(path, content=image(), headers=PNG))
 
         first = send("/v1/explain")
         await until(lambda: gate.sizes == [1])

@@ -17,7 +17,7 @@ from vitrail.training.step import Stepper
 from vitrail.training.team import Team
 
 SMALL = {"stem": "conv", "width": 64, "depth": 2, "heads": 2, "image_size": (32, 32), "patch_size": (4, 4)}
-PICTURES = 1_500
+IMAGES = 1_500
 
 
 def job(
@@ -25,7 +25,7 @@ def job(
 ) -> Job:
     """Return a run as `vitrail train` would plan it, with some of its recipe changed."""
     recipe = read_recipe("scratch-small").replace(**{"model": SMALL, "batch": 16, **changes})
-    plan = choose(recipe, Facts(PICTURES, tuple("0123456789"), side, grey=False), None)
+    plan = choose(recipe, Facts(IMAGES, tuple("0123456789"), side, grey=False), None)
     return Job(plan, torch.device(device), precision, processes)
 
 
@@ -40,7 +40,7 @@ def train_two_steps(job: Job) -> None:
     stepper = Stepper(recipe, plan.preprocess, device, job.precision, None, Team(Processes(), device))
     for _ in range(2):
         stepper.step(state, model, _batch(job, plan.batch), 1e-3)
-    pixels = _batch(job, evaluation_batch(job.pictures)).to(device).pixels
+    pixels = _batch(job, evaluation_batch(job.images)).to(device).pixels
     model.eval()
     with torch.no_grad(), autocast(device, job.precision):
         if average is None:

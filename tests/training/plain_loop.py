@@ -16,7 +16,7 @@ from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.recipe import Recipe
 
-PICTURES, CLASSES, SIDE = 8, 4, 8
+IMAGES, CLASSES, SIDE = 8, 4, 8
 RATES = (0.01, 0.02, 0.005, 0.01)
 
 
@@ -35,16 +35,16 @@ def batches(count: int, mixed: str = "none") -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(count):
-        pixels = torch.randint(0, 4, (PICTURES, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
-        labels = torch.randint(0, CLASSES, (PICTURES,), generator=generator)
-        share, box = torch.ones(PICTURES), torch.zeros(PICTURES, 4, dtype=torch.int64)
+        pixels = torch.randint(0, 4, (IMAGES, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
+        labels = torch.randint(0, CLASSES, (IMAGES,), generator=generator)
+        share, box = torch.ones(IMAGES), torch.zeros(IMAGES, 4, dtype=torch.int64)
         if mixed in ("mixup", "both"):
             share[:] = torch.tensor([0.75, 0.5, 1.0, 0.125]).repeat_interleave(2)
         if mixed in ("cutmix", "both"):
             box[:4] = torch.tensor([[0, 0, 4, 4], [2, 5, 8, 7]]).repeat_interleave(2, dim=0)
             covered = (box[:4, 2] - box[:4, 0]) * (box[:4, 3] - box[:4, 1])
             share[:4] = 1 - covered / SIDE**2
-        found.append(Batch(pixels, labels, torch.arange(PICTURES), share, box))
+        found.append(Batch(pixels, labels, torch.arange(IMAGES), share, box))
     return found
 
 
@@ -115,32 +115,32 @@ def layer_share(name: str, layer_decay: float | None) -> float:
 
 
 def reference_loss(model: nn.Module, case: Case, batch: Batch) -> Tensor:
-    """Return the loss, picture by picture."""
+    """Return the loss, image by image."""
     pixels, smooth = batch.pixels.double(), case.objective.label_smoothing
-    pictures, rows = [], []
-    for i in range(PICTURES):
+    images, rows = [], []
+    for i in range(IMAGES):
         partner = i + 1 if i % 2 == 0 else i - 1
         share = float(batch.share[i])
         top, left, bottom, right = batch.box[i].tolist()
         if bottom > top:
-            picture = pixels[i].clone()
-            picture[:, top:bottom, left:right] = pixels[partner][:, top:bottom, left:right]
+            image = pixels[i].clone()
+            image[:, top:bottom, left:right] = pixels[partner][:, top:bottom, left:right]
         else:
-            picture = share * pixels[i] + (1 - share) * pixels[partner]
+            image = share * pixels[i] + (1 - share) * pixels[partner]
         row = torch.zeros(CLASSES, dtype=torch.float64)
         row[int(batch.labels[i])] += share
         row[int(batch.labels[partner])] += 1 - share
-        pictures.append(picture)
+        images.append(image)
         rows.append(row * (1 - smooth) + smooth / CLASSES)
-    logits: Tensor = model(torch.stack(pictures))
+    logits: Tensor = model(torch.stack(images))
     targets = torch.stack(rows)
     weights = torch.tensor(case.weights or (1.0,) * CLASSES, dtype=torch.float64)
     if case.objective.loss == "softmax":
         log_p = logits - logits.exp().sum(dim=1, keepdim=True).log()
-        return -(targets * weights * log_p).sum() / PICTURES
+        return -(targets * weights * log_p).sum() / IMAGES
     p = 1 / (1 + (-logits).exp())
-    by_picture = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(dim=1)
-    return (by_picture * (targets * weights).sum(dim=1)).sum() / PICTURES
+    by_image = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(dim=1)
+    return (by_image * (targets * weights).sum(dim=1)).sum() / IMAGES
 
 
 def update(

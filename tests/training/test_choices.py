@@ -77,10 +77,10 @@ def test_muon_learns_faster() -> None:
 
 
 def test_few_photographs_get_a_shallow_model_and_a_gentle_rate() -> None:
-    few, many = planned(PHOTOS), planned(PHOTOS._replace(pictures=20_000))
+    few, many = planned(PHOTOS), planned(PHOTOS._replace(images=20_000))
     assert (few.model.depth, many.model.depth) == (2, 4)
     assert few.rate == many.rate / 2
-    assert planned(PHOTOS._replace(pictures=270)).recipe.epochs == 225
+    assert planned(PHOTOS._replace(images=270)).recipe.epochs == 225
 
 
 def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
@@ -92,7 +92,7 @@ def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
     assert (rate(64), rate(512)) == (1e-3, 1e-4)
 
 
-def test_looking_at_pictures() -> None:
+def test_looking_at_images() -> None:
     grey = np.random.default_rng(0).integers(0, 256, (5, 12, 20), dtype=np.uint8)
     facts = look_at(Arrays(grey, np.zeros(5, np.int64), ("a",)), "cuda")
     assert facts == Facts(5, ("a",), 12, True, "cuda")

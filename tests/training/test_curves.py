@@ -1,4 +1,4 @@
-"""The picture of a run: what it says is what the journal says, and nothing in it lies on anything else."""
+"""The image of a run: what it says is what the journal says, and nothing in it lies on anything else."""
 
 import itertools
 import math
@@ -60,7 +60,7 @@ RECIPES: list[dict[str, Any]] = [{}, EVERYTHING, {"objective": {"loss": "sigmoid
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["plain", "everything", "sigmoid"])
 @pytest.mark.parametrize("case", CASES)
-def test_no_words_lie_on_others_or_leave_the_picture(case: str, recipe: dict[str, Any]) -> None:
+def test_no_words_lie_on_others_or_leave_the_image(case: str, recipe: dict[str, Any]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
@@ -100,8 +100,8 @@ def test_the_file(tmp_path: Path) -> None:
 
 
 def _pixels_of(path: Path, colour: str) -> int:
-    with Image.open(path) as picture:
-        pixels = np.asarray(picture.convert("RGB"))
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB"))
     return int((pixels == [int(colour[i : i + 2], 16) for i in (1, 3, 5)]).all(axis=-1).sum())
 
 

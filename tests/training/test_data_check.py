@@ -39,13 +39,13 @@ def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos:
     with Screen(folder, quiet=True) as screen:  # what `train` does before the first step
         _say_check(screen, folder, parts, 16)
     check = json.loads((folder / "check.json").read_text())
-    names = {copies["kind"]: [Path(one["name"]).name for one in copies["pictures"]] for copies in check["duplicates"]}
+    names = {copies["kind"]: [Path(one["name"]).name for one in copies["images"]] for copies in check["duplicates"]}
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]
     assert len(check["duplicates"]) == 2
-    assert (check["compared"], check["looked_at"], check["pictures"], check["decoded"]) == (18, 18, 18, False)
+    assert (check["compared"], check["looked_at"], check["images"], check["decoded"]) == (18, 18, 18, False)
     assert "damage behind the header of a file" in check["not_looked_for"]
     log = (folder / "log.txt").read_text()
-    assert "18 pictures in 2 classes (headers of 18 read, contents of 18 compared); 1 file misnamed, 1 duplicate" in log
+    assert "18 images in 2 classes (headers of 18 read, contents of 18 compared); 1 file misnamed, 1 duplicate" in log
     assert "\nWARNING: 1 duplicate with different labels (" in log
     assert "\nWARNING: 1 file is an image by content but not by name" in log
     assert "upload.php: a JPEG" not in log  # it is a PNG

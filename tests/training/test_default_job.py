@@ -11,6 +11,6 @@ from vitrail.training.train import train
 def test_the_digits_are_learned(tmp_path: Path) -> None:
     """Three seeds came to 98.3%, 99.2% and 98.9% (docs/results.md); one may be a little below."""
     done = train(folder=tmp_path / "run", device="cpu", quiet=True)
-    assert done.metrics.pictures == 359
+    assert done.metrics.images == 359
     assert done.metrics.top1 > 0.97
     assert {"curves.png", "held_out.parquet", "tensorboard", "verdict.json"} <= {p.name for p in done.folder.iterdir()}

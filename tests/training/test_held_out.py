@@ -1,4 +1,4 @@
-"""held_out.parquet: the answers that the verdict is made of, picture by picture."""
+"""held_out.parquet: the answers that the verdict is made of, image by image."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from vitrail.data.batches import BadPicture
+from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import CheckpointError
 from vitrail.evaluation import Predictions, measure
@@ -15,9 +15,9 @@ from vitrail.training.held_out import write_held_out
 from vitrail.training.train import train
 
 
-def source_of(classes: int, pictures: int) -> Arrays:
-    labels = np.arange(pictures) % classes
-    return Arrays(np.zeros((pictures, 2, 2), np.uint8), labels, tuple(f"class {i}" for i in range(classes)))
+def source_of(classes: int, images: int) -> Arrays:
+    labels = np.arange(images) % classes
+    return Arrays(np.zeros((images, 2, 2), np.uint8), labels, tuple(f"class {i}" for i in range(classes)))
 
 
 @pytest.mark.parametrize("classes", [2, 7])
@@ -35,7 +35,7 @@ def test_every_column_is_what_it_says(classes: int, tmp_path: Path) -> None:
     for row in rows:
         answer, label = by_index[row["index"]], int(source.labels[row["index"]])
         ranked = sorted(range(classes), key=lambda number, answer=answer: -answer[number])[:5]
-        assert row["name"] == f"picture {row['index']}"
+        assert row["name"] == f"image {row['index']}"
         assert (row["true"], row["predicted"]) == (f"class {label}", f"class {ranked[0]}")
         assert row["correct"] == (label == ranked[0])
         assert (row["confidence"], row["true_probability"]) == (answer[ranked[0]], answer[label])
@@ -53,7 +53,7 @@ def test_it_agrees_with_the_verdict(tmp_path: Path) -> None:
     run = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     table = pq.read_table(tmp_path / "run" / "held_out.parquet")
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
-    assert (table.num_rows, table["correct"].to_numpy().mean()) == (verdict["pictures"], verdict["top1"])
+    assert (table.num_rows, table["correct"].to_numpy().mean()) == (verdict["images"], verdict["top1"])
     assert table["log_loss"].to_numpy().mean() == pytest.approx(verdict["loss"])
     first = verdict["worst"][0]
     row = table.filter([index == first["index"] for index in table["index"].to_pylist()]).to_pylist()[0]
@@ -65,7 +65,7 @@ def test_it_agrees_with_the_verdict(tmp_path: Path) -> None:
 def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     source = source_of(2, 4)
     predictions = Predictions(
-        np.full((4, 2), 0.5, np.float32), source.labels, np.arange(4), (BadPicture("picture 5", "empty"),)
+        np.full((4, 2), 0.5, np.float32), source.labels, np.arange(4), (BadImage("image 5", "empty"),)
     )
     path = tmp_path / "held_out.parquet"
     path.write_text("as it was")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.models.test_compile_export import KINDS
 from tests.models.test_compile_export import TINY as TINY_MODEL
-from tests.training.jobs import PICTURES, SMALL, job, train_two_steps
+from tests.training.jobs import IMAGES, SMALL, job, train_two_steps
 from torch.profiler import ProfilerActivity, profile
 
 from vitrail.data.sources.source import Arrays
@@ -20,7 +20,7 @@ from vitrail.data.sources.splits import Parts, part_of
 from vitrail.errors import ConfigError
 from vitrail.runtime import faster_in_bf16
 from vitrail.training.fitting import is_lack_of_memory, settle_batch, shown, within_memory
-from vitrail.training.memory import Forecast, forecast, resident_pictures
+from vitrail.training.memory import Forecast, forecast, resident_images
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
 from vitrail.training.room import Room, machine_memory
 from vitrail.training.train import train
@@ -61,7 +61,7 @@ def really_taken(work: Callable[[], None]) -> int:
         ),
         {"model": {**SMALL, "width": 192}, "batch": 2},
     ],
-    ids=["plain", "parts", "checkpointing", "sgd", "frozen", "bf16", "few pictures"],
+    ids=["plain", "parts", "checkpointing", "sgd", "frozen", "bf16", "few images"],
 )
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_the_forecast_is_what_a_run_takes(kind: str, changes: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def test_the_forecast_is_what_a_run_takes(kind: str, changes: dict[str, Any]) ->
     assert foreseen == pytest.approx(taken, rel=0.05)
 
 
-def test_pictures_in_flight_by_the_formula_of_a_plain_block() -> None:
+def test_images_in_flight_by_the_formula_of_a_plain_block() -> None:
     """In float32 a pre-norm block keeps 16 times its tokens: the inputs and outputs of two norms (4), queries, keys and
     values (3), what attention gives (1), and both sides of the activation in the MLP (8)."""
     model = {"name": "Ti/16", "image_size": (64, 64)}
@@ -81,13 +81,13 @@ def test_pictures_in_flight_by_the_formula_of_a_plain_block() -> None:
     assert known.in_flight + known.gradients == pytest.approx(kept, rel=0.15)
 
 
-def test_pictures_count_and_nothing_else_grows() -> None:
+def test_images_count_and_nothing_else_grows() -> None:
     one, two = forecast(job(batch=16)), forecast(job(batch=32))
     assert one.standing == two.standing
     assert two.in_flight == pytest.approx(2 * one.in_flight, rel=0.05)
-    assert one.with_pictures(32, 1) == pytest.approx(two.total, rel=0.05)
+    assert one.with_images(32, 1) == pytest.approx(two.total, rel=0.05)
     in_parts = forecast(job(batch=64, micro_batches=2))
-    assert two.with_pictures(32, 2) == pytest.approx(in_parts.total, rel=0.05)
+    assert two.with_images(32, 2) == pytest.approx(in_parts.total, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_frozen_parameters_have_no_gradients() -> None:
     assert known.average == known.weights > 10 * head
 
 
-def test_several_processes_share_the_pictures_and_add_up_gradients() -> None:
+def test_several_processes_share_the_images_and_add_up_gradients() -> None:
     alone, four = forecast(job(batch=16)), forecast(job(batch=64, processes=4))
-    assert (four.pictures, four.gradients) == (alone.pictures, 2 * alone.gradients)
+    assert (four.images, four.gradients) == (alone.images, 2 * alone.gradients)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,19 +126,19 @@ def test_a_forecast_draws_nothing() -> None:
 def test_the_line_that_is_shown() -> None:
     known = Forecast(100 * MB, 100 * MB, 200 * MB, 0, 64, 900 * MB, 1)
     assert shown(known, Room(22_000 * MB, "the GPU")) == (
-        "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimiser 0.2, pictures in flight 0.9)"
+        "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimiser 0.2, images in flight 0.9)"
     )
-    assert "optimiser 0.2, pictures that stay there 0.7, pictures in flight" in shown(
+    assert "optimiser 0.2, images that stay there 0.7, images in flight" in shown(
         known._replace(resident=700 * MB), Room(22_000 * MB, "the GPU")
     )
 
 
-def test_pictures_that_live_on_the_device_count() -> None:
+def test_images_that_live_on_the_device_count() -> None:
     source = Arrays(np.zeros((7, 8, 8, 3), np.uint8), np.arange(7) % 2, ("cat", "dog"))
     parts = Parts(source, part_of(source, np.arange(3)), None, {})
     plain, living = (job(data={"on_device": answer}, augmentation={"crop": "padded"}) for answer in (False, True))
-    assert (resident_pictures(plain.plan, parts), resident_pictures(living.plan, parts)) == (0, 10)
-    assert resident_pictures(living.plan, parts._replace(val=None)) == 14
+    assert (resident_images(plain.plan, parts), resident_images(living.plan, parts)) == (0, 10)
+    assert resident_images(living.plan, parts._replace(val=None)) == 14
     without, there = forecast(living), forecast(living._replace(resident=10))
     side = living.plan.model.image_size[0]
     assert there.total - without.total == there.standing - without.standing == 10 * 3 * side * side
@@ -206,7 +206,7 @@ def test_this_machine_has_memory() -> None:
 
 
 def test_a_batch_that_fits_stays(tmp_path: Path) -> None:
-    found = settle_batch(job(batch="auto"), tmp_path, PICTURES, Room(10**12, "the GPU"))
+    found = settle_batch(job(batch="auto"), tmp_path, IMAGES, Room(10**12, "the GPU"))
     usual = job(batch=None).plan
     assert (found.recipe.batch, found.batch, found.steps) == (usual.batch, usual.batch, usual.steps)
     assert (found.choices[-1].field, found.choices[-1].value) == ("batch", usual.batch)
@@ -223,12 +223,12 @@ def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path
     unit = 2 * usual.plan.recipe.micro_batches * usual.plan.recipe.data.repeats * usual.processes
     whole = forecast(usual._replace(plan=usual.plan._replace(batch=-(-usual.plan.batch // unit) * unit)))
     there = Room(whole.standing + whole.in_flight // 3, "the GPU")
-    found = settle_batch(usual, tmp_path, PICTURES, there)
-    assert unit <= found.batch <= whole.pictures * unit
+    found = settle_batch(usual, tmp_path, IMAGES, there)
+    assert unit <= found.batch <= whole.images * unit
     assert found.batch % unit == 0
     known = forecast(usual._replace(plan=found))
     assert known.total <= 0.85 * there.free
-    assert known.with_pictures(3 * known.pictures, known.parts) > 0.85 * there.free  # not smaller than it must be
+    assert known.with_images(3 * known.images, known.parts) > 0.85 * there.free  # not smaller than it must be
     assert "would need about" in found.choices[-1].reason
 
 
@@ -236,12 +236,12 @@ def test_nothing_fits(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"the GPU has 1 MB for this run, and even the smallest batch, 2, needs about"
     ):
-        settle_batch(job(batch="auto"), tmp_path, PICTURES, Room(MB, "the GPU"))
+        settle_batch(job(batch="auto"), tmp_path, IMAGES, Room(MB, "the GPU"))
 
 
 def test_a_run_goes_on_with_the_batch_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(write_toml(job(batch=24).plan.recipe))
-    found = settle_batch(job(batch="auto"), tmp_path, PICTURES, Room(10**12, "the GPU"))
+    found = settle_batch(job(batch="auto"), tmp_path, IMAGES, Room(10**12, "the GPU"))
     assert (found.batch, found.recipe) == (24, job(batch=24).plan.recipe)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.jobs import PICTURES, job, train_two_steps
+from tests.training.jobs import IMAGES, job, train_two_steps
 
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
@@ -59,7 +59,7 @@ def test_a_batch_is_found_that_fits_and_no_larger_one_is_taken(tmp_path: Path) -
     try:
         assert not fits_really(usual, forecast(usual))
         # The forecast is told of the whole GPU, so that only the real try can find out.
-        found = settle_batch(planned, tmp_path, PICTURES, room(planned.device))
+        found = settle_batch(planned, tmp_path, IMAGES, room(planned.device))
         assert 2 <= found.batch <= 32
         assert fits_really(planned._replace(plan=found), forecast(planned._replace(plan=found)))
     finally:

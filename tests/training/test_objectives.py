@@ -44,7 +44,7 @@ def test_sigmoid_adds_up_a_question_for_each_class(logits: Tensor) -> None:
     assert float(found) == pytest.approx(total / len(LABELS), rel=1e-6)
 
 
-def test_weights_count_a_picture_by_its_class(logits: Tensor) -> None:
+def test_weights_count_a_image_by_its_class(logits: Tensor) -> None:
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 3.0])
     alone = F.cross_entropy(logits, LABELS, reduction="none")
     found = loss(logits, targets(LABELS, CLASSES, Objective()), Objective(), weights)

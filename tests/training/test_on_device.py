@@ -1,4 +1,4 @@
-"""A run whose pictures live on the device is the run that reads them from files."""
+"""A run whose images live on the device is the run that reads them from files."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_the_val_part_is_measured_as_from_files(tmp_path: Path) -> None:
-    """Three times, the first from files; the verdict is about other pictures."""
+    """Three times, the first from files; the verdict is about other images."""
     rows, verdicts = [], []
     for answer in ("false", "true"):
         weights(tmp_path / answer, f"data.on_device={answer}", "evaluations=3", "steps=9")
@@ -43,6 +43,6 @@ def test_the_val_part_is_measured_as_from_files(tmp_path: Path) -> None:
 
 
 def test_a_crop_that_resizes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="resizes each picture, which is not done on the device"):
+    with pytest.raises(ConfigError, match="resizes each image, which is not done on the device"):
         weights(tmp_path / "run", "data.on_device=true", "augmentation.crop=inception")
     assert not (tmp_path / "run").exists()

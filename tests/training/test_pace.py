@@ -15,7 +15,7 @@ SECONDS = st.floats(1e-4, 5.0)
 
 
 def row(step: int, steps: int, seconds: float, waited: float) -> dict[str, Any]:
-    plain = {"step": step, "steps": steps, "epoch": 1.0, "loss": 1.0, "accuracy": 0.5, "pictures": 512}
+    plain = {"step": step, "steps": steps, "epoch": 1.0, "loss": 1.0, "accuracy": 0.5, "images": 512}
     return {**plain, "seconds": seconds, "waited": waited}
 
 

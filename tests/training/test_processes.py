@@ -102,9 +102,9 @@ def test_two_processes_learn_as_one(by_one: Path, tmp_path: Path) -> None:
     one, two = losses(by_one), losses(tmp_path / "two")
     assert len(one) == len(two) == 200
     np.testing.assert_allclose(two, one, atol=1e-4, rtol=0)
-    assert done.stdout.count("held-out pictures") == 1  # one process prints
+    assert done.stdout.count("held-out images") == 1  # one process prints
     first, second = (json.loads((folder / "verdict.json").read_text()) for folder in (by_one, tmp_path / "two"))
-    assert first["pictures"] == second["pictures"]
+    assert first["images"] == second["images"]
     assert first["top1"] == second["top1"]
     assert first["loss"] == pytest.approx(second["loss"], abs=1e-4)
 
@@ -170,7 +170,7 @@ def test_what_processes_tell_each_other(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for number in range(each):
                 if part == "train" and number % 8 == 0:
-                    (folder / f"{number:02d}-bad.png").write_text("no picture")
+                    (folder / f"{number:02d}-bad.png").write_text("no image")
                 else:
                     Image.new("L", (8, 8), number + 100 * (label == "dog")).save(folder / f"{number:02d}.png")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -70,7 +70,7 @@ def test_the_header_says_command_cost_and_result(name: str) -> None:
 
 @pytest.mark.parametrize("name", preset_names())
 def test_every_change_the_header_names_can_be_made(name: str) -> None:
-    large = IMAGENET._replace(pictures=14_000_000)
+    large = IMAGENET._replace(images=14_000_000)
     for line in header_of(name).splitlines():
         plan = choose(read_recipe(name, changes_in(line)), large, old_model() if name in WITH_START else None)
         for path, text in dict(change.split("=") for change in changes_in(line)).items():
@@ -214,7 +214,7 @@ def test_the_columns_of_table_3() -> None:
     assert (plan.recipe.schedule.kind, plan.recipe.optimizer.clip, plan.model.mlp_dropout) == ("linear", None, 0.1)
     jft = changes_in(rows[rows.index("JFT-300M") : rows.index("Another model")])
     recipe = read_recipe("pretrain-paper", [*jft, "epochs=14", "optimizer.lr=3e-4", "model.name=H/14"])
-    plan = choose(recipe, IMAGENET._replace(pictures=303_000_000), None)
+    plan = choose(recipe, IMAGENET._replace(images=303_000_000), None)
     assert (plan.recipe.optimizer.weight_decay, plan.recipe.schedule.kind, plan.model.depth) == (0.1, "linear", 32)
     assert plan.model.embed_dropout == plan.model.proj_dropout == plan.model.mlp_dropout == 0
     extras = ("objective.loss=sigmoid", "model.head_bias=-10", "schedule.end_lr=1e-5", "schedule.kind=linear")

@@ -80,7 +80,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "straight"
     done = run(folder, "--workers", "0")
     assert done.returncode == 0, done.stderr
-    assert "held-out pictures" in done.stdout
+    assert "held-out images" in done.stdout
     return folder
 
 
@@ -176,7 +176,7 @@ def test_a_damaged_state_falls_back(straight: Path, tmp_path: Path) -> None:
     assert same(weights(folder), weights(straight))
 
 
-def test_a_bad_picture_is_named_in_the_verdict(tmp_path: Path) -> None:
+def test_a_bad_image_is_named_in_the_verdict(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for label in ("cat", "dog"):
         (tmp_path / "data" / label).mkdir(parents=True)
@@ -184,7 +184,7 @@ def test_a_bad_picture_is_named_in_the_verdict(tmp_path: Path) -> None:
             pixels = rng.integers(0, 255, (12, 12, 3), np.uint8)
             Image.fromarray(pixels).save(tmp_path / "data" / label / f"{number}.png")
     shown = open_data(tmp_path / "data").train
-    Path(shown.name(3)).write_text("no picture")
+    Path(shown.name(3)).write_text("no image")
     changes = ["epochs=2", "batch=8", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1"]
     done = train(tmp_path / "data", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert f"left out of training: {shown.name(3)}" in done.verdict
@@ -397,7 +397,7 @@ def test_the_journal_the_average_and_the_best_model_agree(straight: Path) -> Non
         assert torch.equal(tensor, state[f"average/{name}"].to(tensor.dtype)), name
     assert any(not torch.equal(state[f"average/{name}"], state[f"model/{name}"]) for name in best.model.state_dict())
     parts = open_data("digits", val=recipe.data.val, test=recipe.data.test)
-    assert json.loads((straight / "verdict.json").read_text())["pictures"] == len(parts.test) != len(parts.val)
+    assert json.loads((straight / "verdict.json").read_text())["images"] == len(parts.test) != len(parts.val)
 
 
 def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ def test_when_all_states_are_damaged_the_run_begins_again(straight: Path, tmp_pa
 
 @pytest.mark.slow
 def test_a_signal_to_all_processes_saves_first(straight: Path, tmp_path: Path) -> None:
-    """As systemd, Slurm and `timeout` send it: the processes that read pictures get it, too."""
+    """As systemd, Slurm and `timeout` send it: the processes that read images get it, too."""
     folder = tmp_path / "run"
     process = subprocess.Popen(
         command(folder, "--workers", "1"), stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -525,7 +525,7 @@ def test_a_run_folder_that_holds_something_else(inside: str, straight: Path, tmp
     assert not (folder / ".lock").exists()
 
 
-def test_a_run_among_its_own_pictures(tmp_path: Path) -> None:
+def test_a_run_among_its_own_images(tmp_path: Path) -> None:
     (tmp_path / "photos" / "cat").mkdir(parents=True)
     (tmp_path / "photos" / "dog").mkdir()
     for label in ("cat", "dog"):

@@ -96,7 +96,7 @@ def test_the_journal_and_the_weights_are_the_same(minutes: str, most: int, strai
 
 
 @pytest.mark.usefixtures("ahead")
-def test_pictures_are_waited_for_only_where_the_device_has_nothing_to_do(
+def test_images_are_waited_for_only_where_the_device_has_nothing_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: dict[int, float] = {}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.reports.runs import CLASSES, pictures, tiny_run
+from tests.reports.runs import CLASSES, images, tiny_run
 
 import vitrail
 from vitrail.data.sources.choosing import seen_by_run
@@ -25,7 +25,7 @@ from vitrail.training.train import Run
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("samples")
-    return tiny_run(pictures(folder / "data"), folder / "run", "epochs=2")
+    return tiny_run(images(folder / "data"), folder / "run", "epochs=2")
 
 
 def test_a_run_keeps_small_images_of_each_of_its_classes(run: Run) -> None:
@@ -106,13 +106,13 @@ def test_the_card_of_the_best_model_has_the_metrics(run: Run) -> None:
     low, high = run.metrics.top1_interval
     assert f"| accuracy | {percent(run.metrics.top1)}% (95% interval {percent(low)}–{percent(high)}%) |" in card
     assert f"| macro F1 | {percent(run.metrics.macro_f1)}% |" in card
-    assert f"| split | test, {run.metrics.pictures} images |" in card
+    assert f"| split | test, {run.metrics.images} images |" in card
 
 
 def test_the_card_says_when_the_images_also_selected_the_checkpoint(tmp_path: Path) -> None:
-    run = tiny_run(pictures(tmp_path / "data"), tmp_path / "run", "epochs=1", "data.test=0")
+    run = tiny_run(images(tmp_path / "data"), tmp_path / "run", "epochs=1", "data.test=0")
     card = (run.folder / "best" / "README.md").read_text(encoding="utf-8")
-    assert f"| split | validation, {run.metrics.pictures} images, which also selected the checkpoint |" in card
+    assert f"| split | validation, {run.metrics.images} images, which also selected the checkpoint |" in card
 
 
 def test_a_run_keeps_the_digests_of_its_images_and_its_bundles_carry_them(

@@ -159,7 +159,7 @@ def test_the_papers_fine_tuning_runs(tmp_path: Path) -> None:
     found = run("finetune-paper", start, tmp_path / "run", *changes)
     assert found.model.config.image_size == found.preprocess.size == (16, 16)
     assert found.model.head.weight.any()
-    assert found.provenance["adapted"] == ["position 2x2 -> 4x4 by google", "picture 8x8 -> 16x16",
+    assert found.provenance["adapted"] == ["position 2x2 -> 4x4 by google", "image 8x8 -> 16x16",
                                            "zero head for 10 classes"]  # fmt: skip
     kept = read_recipe(tmp_path / "run" / "recipe.toml")
     assert (kept.steps, kept.epochs, kept.start) == (3, None, Start(head="zero", positions="google"))

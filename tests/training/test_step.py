@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.plain_loop import PICTURES, RATES, SIDE, Case, Reference, batches, reference, tiny
+from tests.training.plain_loop import IMAGES, RATES, SIDE, Case, Reference, batches, reference, tiny
 from torch import Tensor, nn
 
 from vitrail.data.batches import Batch
@@ -172,7 +172,7 @@ def test_right_answers_are_counted(mixed: str) -> None:
     larger = [
         batch.labels[i] if batch.share[i] > 0.5 else min(batch.labels[i], batch.labels[i ^ 1])
         if batch.share[i] == 0.5 else batch.labels[i ^ 1]
-        for i in range(PICTURES)
+        for i in range(IMAGES)
     ]  # fmt: skip
     assert stepped.correct == sum(int(label) == 2 for label in larger)
 

@@ -79,7 +79,7 @@ def test_the_val_part_chooses(straight: Sweep) -> None:
 
 def test_only_the_chosen_run_has_a_verdict(straight: Sweep) -> None:
     assert [c.folder.name for c in straight.candidates if (c.folder / "verdict.json").exists()] == ["lr=0.1"]
-    assert json.loads((straight.best.folder / "verdict.json").read_text())["pictures"] == 359
+    assert json.loads((straight.best.folder / "verdict.json").read_text())["images"] == 359
     assert "selected on these images" not in straight.best.verdict
 
 
@@ -166,7 +166,7 @@ def test_every_candidate_starts_from_the_same_model(tmp_path: Path) -> None:
 
 
 def test_the_test_part_is_not_read_by_what_is_not_chosen(tmp_path: Path) -> None:
-    """Its pictures cannot be read at all, and only the verdict minds."""
+    """Its images cannot be read at all, and only the verdict minds."""
     rng = np.random.default_rng(0)
     for part in ("train", "val", "test"):
         for label in ("cat", "dog"):
@@ -175,7 +175,7 @@ def test_the_test_part_is_not_read_by_what_is_not_chosen(tmp_path: Path) -> None
                 file = tmp_path / "data" / part / label / f"{number}.png"
                 Image.fromarray(rng.integers(0, 255, (8, 8), np.uint8)).save(file)
                 if part == "test":
-                    file.write_text("no picture")
+                    file.write_text("no image")
     with pytest.raises(DataError):
         tried(tmp_path / "sweep", {"optimizer.lr": [0.01, 0.1]}, "batch=4", data=tmp_path / "data")
     assert [row["val_top1"] is None for row in record(tmp_path / "sweep")["candidates"]] == [False, False]
@@ -188,7 +188,7 @@ def test_the_table(straight: Sweep, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert " ".join(header) == "optimizer.lr val accuracy val loss best step minutes result"
     assert [row[0] for row in rows] == ["0.01", "0.1", "1000"]
     assert (rows[1][-1], rows[2][1:4], rows[2][-1]) == ("best", ["–"] * 3, "diverged")
-    assert "held-out pictures" in shown.out
+    assert "held-out images" in shown.out
     assert str(straight.best.folder / "best") in shown.out
     assert "3 runs, each of them in full, 10 steps" in shown.err
     assert "1 more would be the same as one of these, and is left out" in shown.err
@@ -257,7 +257,7 @@ def test_settings_are_judged_together() -> None:
         (["model=1,2"], "model is swept, but model.width=16 sets it"),
         (["seed=1", "seed=2"], "seed is swept twice"),
         (["augmentation.flip=0.0,0.5", "augmentation=none"], "contradict each other"),
-        (["data.val=.1,.2"], "would measure its runs on different pictures; use --set data.val="),
+        (["data.val=.1,.2"], "would measure its runs on different images; use --set data.val="),
     ],
 )
 def test_a_sweep_that_cannot_be(

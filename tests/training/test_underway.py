@@ -1,4 +1,4 @@
-"""Which waits for pictures count."""
+"""Which waits for images count."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -21,13 +21,13 @@ from vitrail.training.watch import Screen
 
 CHANGES = ["epochs=1", "evaluations=2", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]
 CHOICES = [
-    Choice("model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 are enough for so few pictures"),
-    Choice("batch", 64, "about 24 steps for each time the 1,439 pictures are shown [bold]"),
+    Choice("model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 are enough for so few images"),
+    Choice("batch", 64, "about 24 steps for each time the 1,439 images are shown [bold]"),
 ]
 
 
 def row(step: int, **more: float) -> dict[str, Any]:
-    plain = {"step": step, "steps": 12_000, "epoch": step / 24, "loss": 1.5, "accuracy": 0.625, "pictures": 512}
+    plain = {"step": step, "steps": 12_000, "epoch": step / 24, "loss": 1.5, "accuracy": 0.625, "images": 512}
     return {**plain, "seconds": 0.09, "waited": 0.03, **more}
 
 
@@ -155,7 +155,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     screen = _screen(written)
     assert max(len(line) for line in screen if not line.startswith(("memory: ", "1,797 "))) <= 80  # notes are whole
     assert not any("left" in line for line in screen), "the two lines go when the run ends"
-    assert sum("held-out pictures" in line for line in screen) == 1
+    assert sum("held-out images" in line for line in screen) == 1
     log = (tmp_path / "run" / "log.txt").read_text().splitlines()
     assert screen[-1] == "the report is run/report.html"
     assert " ".join(screen[:-1]).endswith(log[-1])
@@ -202,7 +202,7 @@ train("digits", changes={CHANGES!r}, folder={str(tmp_path / "run")!r}, device="c
     assert done.returncode == 0, done.stderr
     note = "not written: curves.png, tensorboard, held_out.parquet; pip install 'vitrail[train]' adds them"
     assert done.stderr.splitlines().count(note) == 1
-    assert "held-out pictures" in done.stderr.splitlines()[-1]
+    assert "held-out images" in done.stderr.splitlines()[-1]
     files = {"curves.png", "tensorboard", "held_out.parquet"}
     assert files.isdisjoint(path.name for path in (tmp_path / "run").iterdir())
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -219,4 +219,4 @@ def test_what_cannot_be_drawn_does_not_end_a_run(tmp_path: Path) -> None:
     log = (tmp_path / "run" / "log.txt").read_text()
     assert log.count("tensorboard is left out from here on: ") == 1
     assert log.count("curves.png is left out from here on: ") == 1
-    assert "held-out pictures" in log.splitlines()[-1]
+    assert "held-out images" in log.splitlines()[-1]

@@ -1,6 +1,6 @@
 """What torchrun starts twice: each of the two processes checks what it is told by the other.
 
-python -m torch.distributed.run --nproc-per-node 2 two_processes.py FOLDER, where FOLDER/data has parts and bad pictures
+python -m torch.distributed.run --nproc-per-node 2 two_processes.py FOLDER, where FOLDER/data has parts and bad images
 """
 
 import json
@@ -72,12 +72,12 @@ def begin(stem: str) -> tuple[ViT, State, Recipe]:
 
 
 def a_step(team: Team) -> None:
-    """A step of two processes is the step of one with both their pictures."""
+    """A step of two processes is the step of one with both their images."""
     (batch,), alone = batches(1), Team(Processes(), CPU)
     model, state, recipe = begin("conv")
     with torch.no_grad():
         answers = model(EXACT.normalise(batch.pixels)).argmax(dim=1)
-    wrong = torch.tensor([0, 0, 0, 1, 1, 0, 1, 1])  # three of the main process's pictures are answered rightly, and one
+    wrong = torch.tensor([0, 0, 0, 1, 1, 0, 1, 1])  # three of the main process's images are answered rightly, and one
     batch = batch._replace(labels=(answers + wrong) % model.config.classes)
     expected = Stepper(recipe, EXACT, CPU, "float32", None, alone).step(state, model, batch, 0.01)
     shared, state, _ = begin("conv")
@@ -93,7 +93,7 @@ def a_step(team: Team) -> None:
 
 
 def statistics(team: Team) -> None:
-    """What a process measures of its own pictures becomes the mean of both, at the end of every step."""
+    """What a process measures of its own images becomes the mean of both, at the end of every step."""
     (batch,) = batches(1)
     share = half_of(batch, team.processes.rank)
     own, state, recipe = begin("conv_stem")
@@ -102,7 +102,7 @@ def statistics(team: Team) -> None:
     Stepper(recipe, EXACT, CPU, "float32", None, team).step(state, team.wrapped(shared), share, 0.01)
     name = next(name for name, _ in own.named_buffers() if name.endswith("running_mean"))
     before, after = (team.gathered(model.get_buffer(name).clone()) for model in (own, shared))
-    check(not torch.equal(before[0], before[1]), "pictures that differ")
+    check(not torch.equal(before[0], before[1]), "images that differ")
     check(torch.equal(after[0], after[1]), "the same statistics everywhere")
     check(torch.allclose(after[0], (before[0] + before[1]) / 2, atol=1e-6), "their mean")
 
@@ -113,15 +113,15 @@ def bad_files(folder: Path, step: int) -> set[str]:
 
 
 def met(data: Path, steps: int) -> set[str]:
-    """Return the bad pictures that were to be seen in so many steps."""
+    """Return the bad images that were to be seen in so many steps."""
     source = open_data(data).train
     stream = Stream(len(source), 8, seed=0)
-    seen = (int(index) for step in range(steps) for index in stream.pictures_at(stream.positions(step, WHOLE)))
+    seen = (int(index) for step in range(steps) for index in stream.images_at(stream.positions(step, WHOLE)))
     return {name for index in seen if "bad" in (name := source.name(index))}
 
 
 def runs(folder: Path, rank: int) -> None:
-    """Pictures that one process could not read are known to both, also where one alone is asked to stop."""
+    """Images that one process could not read are known to both, also where one alone is asked to stop."""
 
     def go(name: str, steps: int) -> None:
         changes = [*SMALL, f"steps={steps}"]

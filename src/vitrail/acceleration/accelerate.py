@@ -31,21 +31,21 @@ class Accelerated:
         self._answer = Replayed(compute, device) if graphs else compute
 
     @torch.inference_mode()
-    def __call__(self, pictures: Tensor) -> Tensor:
-        """Return for normalised pictures (B, C, H, W), of any float dtype, what the model returns, in float32."""
-        return self._answer(_castable(pictures))
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return for normalised images (B, C, H, W), of any float dtype, what the model returns, in float32."""
+        return self._answer(_castable(images))
 
 
-def _castable(pictures: Tensor) -> Tensor:
-    """Return pictures in a dtype that autocast lowers; it leaves float64 alone, and stumbles over it."""
+def _castable(images: Tensor) -> Tensor:
+    """Return images in a dtype that autocast lowers; it leaves float64 alone, and stumbles over it."""
     known = (torch.float32, torch.bfloat16, torch.float16)
-    other = isinstance(pictures, Tensor) and pictures.is_floating_point() and pictures.dtype not in known
-    return pictures.float() if other else pictures  # what is no picture at all is refused by the model
+    other = isinstance(images, Tensor) and images.is_floating_point() and images.dtype not in known
+    return images.float() if other else images  # what is no image at all is refused by the model
 
 
-def _computed(model: nn.Module, device: torch.device, pictures: Tensor) -> Tensor:
+def _computed(model: nn.Module, device: torch.device, images: Tensor) -> Tensor:
     with autocast(device, "bf16"):
-        answer: Tensor = model(pictures)
+        answer: Tensor = model(images)
     return answer.float()
 
 
@@ -60,7 +60,7 @@ def accelerate(
 ) -> Accelerated:
     """Return something that answers as a model does, within the rounding of a lower precision, and sooner.
 
-    `calibration`: normalised pictures (B, C, H, W), or batches of them, like those to be answered later, a thousand
+    `calibration`: normalised images (B, C, H, W), or batches of them, like those to be answered later, a thousand
     or so; `fp8` needs them, and rounds weights by them once. `exact`: on a CUDA device in bf16, compute GELU in its
     exact form, rather than in the tanh form, which costs nothing there. `graphs`: on a CUDA device, record the work of
     each of the first few batch sizes once and replay it, for small batches, which wait for the processor otherwise.
@@ -84,7 +84,7 @@ def accelerate(
             check_fp8(model, device)
             if calibration is None:
                 raise ConfigError(
-                    "fp8 is chosen by what pictures make of a model; give a batch of them as calibration, or use bf16"
+                    "fp8 is chosen by what images make of a model; give a batch of them as calibration, or use bf16"
                 )
             # Calibrated without merging: merged tokens are means of others, and so no larger. What their rounding would
             # gain by being seen themselves was not measured.

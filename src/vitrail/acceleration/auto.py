@@ -12,8 +12,8 @@ from vitrail.acceleration.engine import Engine, Kind
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision, faster_in_bf16
 
-PICTURES = 64
-"""How many of a job's first pictures are asked twice."""
+IMAGES = 64
+"""How many of a job's first images are asked twice."""
 LARGEST_CHANGE = 0.02
 """By how much bf16 may change a probability."""
 WORTH_IT = 1.1
@@ -22,11 +22,11 @@ CHUNK = 16
 
 
 class Trial(NamedTuple):
-    """What became of the first pictures in bf16, beside float32."""
+    """What became of the first images in bf16, beside float32."""
 
-    pictures: int
+    images: int
     changed: int
-    """Pictures whose first answer is another one."""
+    """Images whose first answer is another one."""
     change: float
     """By how much a probability changes at most; not a number where bf16 gave none."""
     speed: float
@@ -38,20 +38,20 @@ class Beside:
 
     def __init__(self, exact: Engine, quick: Engine) -> None:
         self.exact, self.quick = exact, quick
-        self.trial = Trial(pictures=0, changed=0, change=0.0, speed=1.0)
+        self.trial = Trial(images=0, changed=0, change=0.0, speed=1.0)
         self._spent = [0.0, 0.0]
 
-    def ask(self, pictures: Tensor) -> Tensor:
+    def ask(self, images: Tensor) -> Tensor:
         """Ask both; count how they differ, and return the exact answers."""
         answers = []
         for number, engine in enumerate((self.exact, self.quick)):
             start = time.perf_counter()
-            answers.append(engine(pictures))
+            answers.append(engine(images))
             self._spent[number] += time.perf_counter() - start
         wanted, found = (answer.softmax(dim=-1) for answer in answers)
         before, change = self.trial, float((wanted - found).abs().max())
         self.trial = Trial(
-            pictures=before.pictures + len(pictures),
+            images=before.images + len(images),
             changed=before.changed + int((wanted.argmax(dim=-1) != found.argmax(dim=-1)).sum()),
             # Written so that "not a number" stays, wherever it was found.
             change=change if math.isnan(change) or change > before.change else before.change,
@@ -65,16 +65,14 @@ class Beside:
         refused = _why_not(trial)
         if refused is not None:
             return self.exact, f"float32: {refused}"
-        whose = (
-            "picture gets the same answer" if trial.pictures == 1 else f"{trial.pictures} pictures get the same answers"
-        )
+        whose = "image gets the same answer" if trial.images == 1 else f"{trial.images} images get the same answers"
         return self.quick, (
             f"bf16: {trial.speed:.1f} times as fast here; the first {whose}, probabilities within {trial.change:.3f}"
         )
 
 
 class SettlingEngine:
-    """An engine for a job without an end: it answers its first pictures in float32, tries bf16 on them, and settles."""
+    """An engine for a job without an end: it answers its first images in float32, tries bf16 on them, and settles."""
 
     def __init__(
         self, open_engine_for: Callable[[Precision], Engine], device: torch.device, tell: Callable[[str], None]
@@ -100,7 +98,7 @@ class SettlingEngine:
             self._trying = Beside(self._trying.exact, self._trying.quick)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return logits for pictures."""
+        """Return logits for images."""
         if self._trying is None:
             return self._engine(pixels)
         try:
@@ -109,7 +107,7 @@ class SettlingEngine:
             self._trying = None
             self._tell(f"float32: bf16 could not be tried: {str(error).splitlines()[0]}")
             return self._engine(pixels)
-        if self._trying.trial.pictures >= PICTURES:
+        if self._trying.trial.images >= IMAGES:
             self._engine, why = self._trying.settled()
             self._trying = None
             self._tell(why)
@@ -119,7 +117,7 @@ class SettlingEngine:
 def settle_precision(
     open_engine_for: Callable[[Precision], Engine], first: Tensor, device: torch.device
 ) -> tuple[Engine, str]:
-    """Choose between float32 and bf16 by a job's first pictures (B, C, H, W); return the engine, and why in a sentence.
+    """Choose between float32 and bf16 by a job's first images (B, C, H, W); return the engine, and why in a sentence.
 
     bf16 is tried only where the processor is known to be faster with it.
     """
@@ -127,8 +125,8 @@ def settle_precision(
     if trying is None:
         return exact, why or "float32"
     if not len(first):
-        return exact, "float32: there are no pictures to try bf16 on"
-    chunks = first[:PICTURES].split(CHUNK)
+        return exact, "float32: there are no images to try bf16 on"
+    chunks = first[:IMAGES].split(CHUNK)
     for chunk in {len(chunk): chunk for chunk in chunks}.values():
         for engine in (trying.exact, trying.quick):
             engine(chunk)  # the first call of a size prepares memory and kernels
@@ -153,9 +151,9 @@ def _opened(
 def _why_not(trial: Trial) -> str | None:
     """Say why bf16 is not taken; None where nothing speaks against it."""
     if trial.changed:
-        return f"bf16 would answer {trial.changed} of the first {trial.pictures} pictures differently"
+        return f"bf16 would answer {trial.changed} of the first {trial.images} images differently"
     if not trial.change <= LARGEST_CHANGE:  # written so that "not a number" is refused, too
-        return f"bf16 would change a probability of the first {trial.pictures} pictures by {trial.change:.3f}"
+        return f"bf16 would change a probability of the first {trial.images} images by {trial.change:.3f}"
     if trial.speed < WORTH_IT:
         return f"bf16 is only {trial.speed:.1f} times as fast here"
     return None

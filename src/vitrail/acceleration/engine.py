@@ -2,7 +2,7 @@
 
     pixels (B, C, H, W), uint8  ->  engine  ->  logits (B, K), float32, on the CPU
 
-An engine normalises the pixels itself, so that what it is given is what `Preprocess.fit` makes of a picture.
+An engine normalises the pixels itself, so that what it is given is what `Preprocess.fit` makes of an image.
 """
 
 from typing import Literal, Protocol, get_args
@@ -23,7 +23,7 @@ from vitrail.runtime import Precision, autocast
 
 Kind = Literal["torch", "onnx", "openvino"]
 PART = 256
-"""Pictures of a large batch that are computed on a GPU while the next ones are on their way."""
+"""Images of a large batch that are computed on a GPU while the next ones are on their way."""
 
 
 class Engine(Protocol):
@@ -38,13 +38,13 @@ class Engine(Protocol):
         """What it computes in."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return logits (B, K) for pictures (B, C, H, W) of uint8, in float32 on the CPU."""
+        """Return logits (B, K) for images (B, C, H, W) of uint8, in float32 on the CPU."""
 
 
 class TorchEngine:
     """The model as it is, in torch.
 
-    On a GPU, small batches are filled up to one of a few sizes and replayed as a graph: what a picture's answer is
+    On a GPU, small batches are filled up to one of a few sizes and replayed as a graph: what an image's answer is
     depends on how many others are asked about, as it does anyway, by the rounding of the precision and no more.
     """
 
@@ -60,7 +60,7 @@ class TorchEngine:
             self.sending = torch.cuda.Stream(device)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return logits for pictures."""
+        """Return logits for images."""
         return self._answer(pixels) if self.lanes is None else self.lanes(self._answer, pixels)
 
     @torch.inference_mode()
@@ -70,7 +70,7 @@ class TorchEngine:
         return (self.replayed(pixels) if len(pixels) <= PART else self._in_parts(pixels)).cpu()
 
     def _in_parts(self, pixels: Tensor) -> Tensor:
-        """Send some pictures to a CUDA device while those before them are computed."""
+        """Send some images to a CUDA device while those before them are computed."""
         sending, computing = self.sending, torch.cuda.current_stream(self.device)
         answers = []
         for part in pixels.chunk(-(-len(pixels) // PART)):

@@ -1,7 +1,7 @@
 """Lanes: a batch cut into parts that are computed side by side, each by its share of the cores.
 
 Where every layer is shared by all cores, they wait for each other a hundred times a batch, and the tokens of a batch do
-not stay in their caches. Parts of a few pictures do, and wait for each other once.
+not stay in their caches. Parts of a few images do, and wait for each other once.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 MOST_LANES = 8
 SMALLEST, LARGEST = 4, 8
-"""Pictures in a part: fewer would leave the matrix units idle, more would not stay in the caches."""
+"""Images in a part: fewer would leave the matrix units idle, more would not stay in the caches."""
 
 
 class Lanes:
@@ -33,7 +33,7 @@ class Lanes:
         return 2 <= torch.get_num_threads() <= MOST_LANES
 
     def __call__(self, answer: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
-        """Return `answer(pixels)`, computed in parts where there are enough pictures and cores for it."""
+        """Return `answer(pixels)`, computed in parts where there are enough images and cores for it."""
         lanes = min(torch.get_num_threads(), MOST_LANES)
         if lanes < 2 or len(pixels) < 2 * SMALLEST:  # also within a lane, which has but one core
             return answer(pixels)

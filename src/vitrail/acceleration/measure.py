@@ -31,14 +31,14 @@ class Cell(NamedTuple):
     precision: Precision
     batch: int
     images_per_second: float
-    """Pictures answered in the time spent."""
+    """Images answered in the time spent."""
     median: float
     """Milliseconds from a batch to its answer."""
     p95: float
     """Milliseconds within which 95 of 100 batches are answered."""
     calls: int
     change: float
-    """By how much a probability differs from torch's in float32, at most, on random pictures."""
+    """By how much a probability differs from torch's in float32, at most, on random images."""
 
 
 class LeftOut(NamedTuple):
@@ -109,7 +109,7 @@ def measure(
     seconds: float = 2.0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Bench:
-    """Measure a model with random pictures; `seconds` is what each cell gets.
+    """Measure a model with random images; `seconds` is what each cell gets.
 
     What cannot be opened (a package that is not installed, a precision that a processor does not know) is listed with
     its reason. Without `precisions` float32 and bf16 are measured, and fp16 where there is a GPU.
@@ -170,7 +170,7 @@ def _start_all(
 
     A batch is made only when it is known to be worth it, since one that is too slow may be too large for memory, too.
     """
-    few = _pictures(model, 4)
+    few = _images(model, 4)
     wanted = exact(few).softmax(dim=-1)
     made: dict[int, Tensor] = {}
     running: list[_Running] = []
@@ -187,7 +187,7 @@ def _start_all(
                 not_run.append(LeftOut(engine.kind, engine.precision, batch, why))
                 continue
             if batch not in made:
-                made[batch] = _pictures(model, batch)
+                made[batch] = _images(model, batch)
             pixels = made[batch]
             # The first call of a size may compile, or record a graph, and says nothing about larger ones.
             for_one = min(_timed(engine, pixels) for _ in range(2)) / batch
@@ -206,8 +206,8 @@ def _timed(engine: Engine, pixels: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def _pictures(model: ViT, count: int) -> Tensor:
-    """Return random pictures, laid out in memory as decoded ones are: channels last."""
+def _images(model: ViT, count: int) -> Tensor:
+    """Return random images, laid out in memory as decoded ones are: channels last."""
     config = model.config
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (count, *config.image_size, config.channels), dtype=torch.uint8, generator=generator)

@@ -37,5 +37,5 @@ class OnnxEngine:
             self.answer = OnnxFile(path)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return logits for pictures."""
+        """Return logits for images."""
         return self.answer(pixels)

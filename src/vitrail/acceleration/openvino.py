@@ -25,5 +25,5 @@ class OpenVinoEngine:
         self.answer = Compiled(openvino_model(made), precision)
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return logits for pictures."""
+        """Return logits for images."""
         return self.answer(pixels)

@@ -29,7 +29,7 @@ from vitrail.acceleration.packed import token_read
 from vitrail.errors import ConfigError
 from vitrail.models.attention import Attention
 from vitrail.models.blocks import Block
-from vitrail.models.checks import check_pictures
+from vitrail.models.checks import check_images
 from vitrail.models.config import ViTConfig
 from vitrail.models.patches import cut
 from vitrail.models.position import Places
@@ -63,7 +63,7 @@ class TrainingPass(nn.Module):
         self.can_attend = can_attend(next(model.parameters()).device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map pictures (B, C, H, W) to logits (B, classes)."""
+        """Map images (B, C, H, W) to logits (B, classes)."""
         model = self.model
         tokens, places = self._embed(x)
         if torch.is_autocast_enabled(x.device.type):
@@ -78,7 +78,7 @@ class TrainingPass(nn.Module):
         model, config = self.model, self.model.config
         if config.stem != "conv":
             return model.embed(x)
-        check_pictures(x, config, next(model.parameters()))
+        check_images(x, config, next(model.parameters()))
         kernel = cast("nn.Conv2d", model.patch_embed.proj)
         return model.placed(F.linear(cut(x, config.patch_size), kernel.weight.flatten(1), kernel.bias))
 

@@ -1,4 +1,4 @@
-"""Fitting a model that exists to another job: other classes, another picture or patch size, other channels."""
+"""Fitting a model that exists to another job: other classes, another image or patch size, other channels."""
 
 from typing import Literal, cast
 
@@ -11,7 +11,7 @@ from vitrail.models.resample import Method, check_method
 
 ChannelMethod = Literal["repeat", "mean"]
 """How kernels for some channels become kernels for others: `repeat` goes through the old ones again and again (timm's
-way; for one channel the old ones are added up, so that a grey picture looks as it did in colour), `mean` gives every
+way; for one channel the old ones are added up, so that a grey image looks as it did in colour), `mean` gives every
 new channel the mean of the old ones. Both keep the size of the sum."""
 
 
@@ -69,7 +69,7 @@ def _change_size(
     if new.grid != old.grid and old.position != "none":
         done.append(f"position {_by(old.grid)} -> {_by(new.grid)} by {method}")
     if new.image_size != bundle.preprocess.size:
-        done.append(f"picture {_by(bundle.preprocess.size)} -> {_by(new.image_size)}")
+        done.append(f"image {_by(bundle.preprocess.size)} -> {_by(new.image_size)}")
         bundle.preprocess = bundle.preprocess.resized(new.image_size)
     return done
 
@@ -97,7 +97,7 @@ def _first_convolution(model: nn.Module) -> nn.Conv2d:
 
 
 def changed_channels(kernel: Tensor, channels: int, method: ChannelMethod) -> Tensor:
-    """Make kernels (D, C, h, w) for another number of channels, whose answers to a grey picture are the old ones."""
+    """Make kernels (D, C, h, w) for another number of channels, whose answers to a grey image are the old ones."""
     old = kernel.shape[1]
     if method == "mean":
         return kernel.mean(dim=1, keepdim=True).expand(-1, channels, -1, -1) * (old / channels)

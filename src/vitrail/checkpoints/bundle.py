@@ -129,7 +129,7 @@ class Bundle:
             "# Vision Transformer",
             "",
             f"{parameters:,} parameters; {config.depth} blocks of width {config.width} with {config.heads} heads; "
-            f"pictures of {height}×{width} pixels in patches of {config.patch_size[0]}×{config.patch_size[1]}.",
+            f"images of {height}×{width} pixels in patches of {config.patch_size[0]}×{config.patch_size[1]}.",
             "",
             "```python",
             "import vitrail",

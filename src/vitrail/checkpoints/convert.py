@@ -58,7 +58,7 @@ class Conversion(NamedTuple):
     """How many the target has."""
     parameters: int
     change: float
-    """Largest difference of logits and features, as a share of the largest, on random pictures."""
+    """Largest difference of logits and features, as a share of the largest, on random images."""
     differences: list[str]
     """Where the target computes slightly other numbers, which was allowed."""
     notes: list[str]
@@ -212,15 +212,15 @@ def _nearest(bundle: Bundle, changes: dict[str, Any]) -> Bundle:
 
 @torch.no_grad()
 def _compare(bundle: Bundle, near: Bundle, written: Path, way: _Way, keys: str | Path | None) -> float:
-    """Return how much the answers of what was written differ, on random pictures."""
+    """Return how much the answers of what was written differ, on random images."""
     config = bundle.model.config
     told = None if way.folder else dict(near.model.config)
     again = open_checkpoint(written, overrides=told, keys=keys, dtype="keep").model
     like = next(bundle.model.parameters())
     generator = torch.Generator().manual_seed(0)
-    pictures = torch.randn(2, config.channels, *config.image_size, generator=generator).to(like)
+    images = torch.randn(2, config.channels, *config.image_size, generator=generator).to(like)
     training = bundle.model.training
-    before, after = (_answers(model, pictures) for model in (bundle.model.eval(), again.to(like.device, like.dtype)))
+    before, after = (_answers(model, images) for model in (bundle.model.eval(), again.to(like.device, like.dtype)))
     bundle.model.train(training)
     if not before.isfinite().all():
         raise CheckpointError(
@@ -231,9 +231,9 @@ def _compare(bundle: Bundle, near: Bundle, written: Path, way: _Way, keys: str |
     return float((before - after).abs().max() / before.abs().max().clamp(min=1e-12))
 
 
-def _answers(model: ViT, pictures: torch.Tensor) -> torch.Tensor:
+def _answers(model: ViT, images: torch.Tensor) -> torch.Tensor:
     """Return logits and features in one row: a fresh head may answer 0 to everything, which would prove nothing."""
-    return torch.cat([model(pictures).flatten(), model.features(pictures).pooled.flatten()]).float()
+    return torch.cat([model(images).flatten(), model.features(images).pooled.flatten()]).float()
 
 
 def _not_in_a_file(bundle: Bundle, written: Path, *, own: bool) -> list[str]:

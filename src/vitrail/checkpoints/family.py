@@ -89,9 +89,9 @@ class Family:
     table: Callable[[ViTConfig | None], KeyMap]
     """The key table: for a model to be written, or (None) for whatever is read."""
     preprocess: Preprocess
-    """What the family does to a picture where nothing better is known; its size is replaced by the model's."""
+    """What the family does to an image where nothing better is known; its size is replaced by the model's."""
     preprocess_at: Callable[[tuple[int, int]], Preprocess] | None = None
-    """The same by picture size, where the family's models of other sizes do otherwise."""
+    """The same by image size, where the family's models of other sizes do otherwise."""
     tidy: Callable[[Weights, Hints], Weights] = _unchanged
     """Bring the forms a file may come in (prefixes, old names) to the one the table knows, by the caller's hints."""
     hints: Callable[[Shapes], Hints] = _no_hints

@@ -91,9 +91,9 @@ def _transformers_preprocess(config: dict[str, Any]) -> tuple[Preprocess | None,
     if isinstance(size, int):
         size = {"height": size, "width": size}
     if not isinstance(size, dict) or not ({"height", "width"} <= size.keys() or "shortest_edge" in size):
-        return None, (f"its preprocessor's size {size!r} is not one we have; pictures are resized to the model's",)
+        return None, (f"its preprocessor's size {size!r} is not one we have; images are resized to the model's",)
     if not config.get("do_resize", True):
-        notes.append("its preprocessor does not resize pictures; ours does, to the model's size")
+        notes.append("its preprocessor does not resize images; ours does, to the model's size")
     if config.get("crop_pct") is not None:
         notes.append("its preprocessor has a crop_pct, which is not followed")
     resample = config.get("resample", 2)

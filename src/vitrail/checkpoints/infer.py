@@ -39,7 +39,7 @@ def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
     """Return the config of the model whose parameters have these names and shapes (ours).
 
     `hints` are fields of `ViTConfig` that are known otherwise; they win. "resnet_numerics" is that field of the ResNet.
-    "wanted_size" is the picture size the model is wanted for; it decides where the table of positions is no square.
+    "wanted_size" is the image size the model is wanted for; it decides where the table of positions is no square.
     """
     _check_axes(shapes)
     fields: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def _answer(shapes: Shapes, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _position(shapes: Shapes, fields: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the grid of patches: the picture size where it is known, else the square that fits the position table."""
+    """Find the grid of patches: the image size where it is known, else the square that fits the position table."""
     patch = fields["patch_size"]
     if "pos_embed" not in shapes:
         size = hints.get("image_size") or tuple(224 - 224 % side or side for side in patch)

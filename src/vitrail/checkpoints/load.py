@@ -1,4 +1,4 @@
-"""Opening any ViT checkpoint: what it is, how it is built, its weights, and how its pictures are prepared."""
+"""Opening any ViT checkpoint: what it is, how it is built, its weights, and how its images are prepared."""
 
 import logging
 import os

@@ -67,7 +67,7 @@ def preprocessor_differences(preprocess: Preprocess) -> list[str]:
         return []
     return [
         f"preprocess.resize={preprocess.resize!r} to {box[0]}×{box[1]}, cut to {size[0]}×{size[1]} (no image processor "
-        f"of transformers does that: what is written squashes pictures to {size[0]}×{size[1]})"
+        f"of transformers does that: what is written squashes images to {size[0]}×{size[1]})"
     ]
 
 

@@ -24,7 +24,7 @@ def bench(
         list[str] | None, typer.Option(help="float32, bf16 or fp16; may be repeated. As a rule all that make sense.")
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Pictures at a time; may be repeated. As a rule 1, 4, 16 and 64.")
+        list[int] | None, typer.Option(min=1, help="Images at a time; may be repeated. As a rule 1, 4, 16 and 64.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time for each line of the table.")] = 2.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SPEEDS = (100.0, 1000.0, 5000.0)
 """Images per second of compute that are shown where none are asked for: a processor, a small GPU, a large one."""
 LISTED = 5
-"""Pictures listed under a finding; all of them are in the JSON. Faults are listed all: each is to be mended."""
+"""Images listed under a finding; all of them are in the JSON. Faults are listed all: each is to be mended."""
 MOST_CLASSES = 20
 BAR = 30
 HELP = {
@@ -32,16 +32,14 @@ def check(
         str, typer.Argument(help="A folder, a manifest (.csv, .tsv, .jsonl, .parquet), tar shards, or digits.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    sheet: Annotated[
-        Path | None, typer.Option(help="Write a contact sheet, a PNG with pictures of each class.")
-    ] = None,
+    sheet: Annotated[Path | None, typer.Option(help="Write a contact sheet, a PNG with images of each class.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
     ] = None,
     images_per_second: Annotated[
-        float | None, typer.Option(min=0.001, max=1e9, help="How many pictures your device trains on in a second.")
+        float | None, typer.Option(min=0.001, max=1e9, help="How many images your device trains on in a second.")
     ] = None,
-    size: Annotated[int, typer.Option(min=1, max=4096, help="The side of the pictures that the model sees.")] = 224,
+    size: Annotated[int, typer.Option(min=1, max=4096, help="The side of the images that the model sees.")] = 224,
 ) -> None:
     """Decode every image; list every fault, duplicate and odd one in one pass; measure how fast they can be read."""
     from vitrail.data.batches import default_workers
@@ -61,7 +59,7 @@ def check(
         report = check_data(parts, size=size, workers=workers, on_progress=on_decoded, faults=faults)
     if not report.usable:
         first = report.unreadable[0]
-        none = f"none of the {report.pictures:,} pictures can be read; the first, {first.picture.name}: {first.reason}"
+        none = f"none of the {report.images:,} images can be read; the first, {first.image.name}: {first.reason}"
         settle([*faults, none], data, None, said=len(faults) + 1)
     if sheet is not None:
         from vitrail.data.checking.sheet import contact_sheet, save_sheet
@@ -80,7 +78,7 @@ def check(
     if speed is not None:
         _print_speed(speed, speeds, cores, size)
     else:
-        echo("No picture of the sample could be prepared, so there is nothing to measure.")
+        echo("No image of the sample could be prepared, so there is nothing to measure.")
     if sheet is not None:
         echo(f"\nThe contact sheet is {sheet}.")
     # What cannot be read or opened is a fault that a script should notice.
@@ -88,7 +86,7 @@ def check(
 
 
 def _check_target(sheet: Path) -> None:
-    """Refuse a target now rather than after every picture was decoded."""
+    """Refuse a target now rather than after every image was decoded."""
     reason = None
     if sheet.suffix.lower() != ".png":
         reason = "does not end with .png"
@@ -123,16 +121,16 @@ def _print_report(report: "Report") -> None:
 
 def _print_sizes(report: "Report") -> None:
     """Print a bar for each bin; empty ones between others are only hinted at."""
-    most = max(span.pictures for span in report.short_sides)
+    most = max(span.images for span in report.short_sides)
     gap = False
     for span in report.short_sides:
-        if span.pictures:
+        if span.images:
             name = f"{span.low}–{span.high - 1}" if span.high is not None else f"from {span.low}"
-            length = -(-BAR * span.pictures // most)
-            echo(f"{name:>9}  {'█' * length:<{BAR}}  {span.pictures:>9,}")
+            length = -(-BAR * span.images // most)
+            echo(f"{name:>9}  {'█' * length:<{BAR}}  {span.images:>9,}")
         elif not gap:
             echo(f"{'…':>9}")
-        gap = not span.pictures
+        gap = not span.images
 
 
 def _print_classes(report: "Report") -> None:
@@ -150,9 +148,9 @@ def _print_classes(report: "Report") -> None:
 
 def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: int) -> None:
     _print_wrapped(
-        f"One picture takes {speed.reading:.2f} ms to read, {speed.decoding:.2f} ms to decode "
+        f"One image takes {speed.reading:.2f} ms to read, {speed.decoding:.2f} ms to decode "
         f"({speed.decoding_whole:.2f} ms as a whole) and {speed.augmenting:.2f} ms to crop and flip to {size}×{size}: "
-        f"{_rate(speed.images_per_second)} images/s for each worker. (Mean of {speed.pictures} pictures, on one core; "
+        f"{_rate(speed.images_per_second)} images/s for each worker. (Mean of {speed.images} images, on one core; "
         "reading as the system has the files now.)"
     )
     bounds = [speed.bound(wanted, cores) for wanted in speeds]
@@ -164,7 +162,7 @@ def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: in
         numbers=("compute, images/s", "workers needed", "images/s reached"),
     )
     if any(bound.by != "compute" for bound in bounds):
-        echo(f"What would help where the device waits for pictures: {HELP[speed.slowest]}.")
+        echo(f"What would help where the device waits for images: {HELP[speed.slowest]}.")
 
 
 def _rate(images: float) -> str:

@@ -25,9 +25,7 @@ def convert(
         typer.Option(help="A key table (TOML) for a home-made ViT: of the source, or with --to own of the target."),
     ] = None,
     classes: Annotated[int | None, typer.Option(help="Replace the head by a fresh one for so many classes.")] = None,
-    image_size: Annotated[
-        str | None, typer.Option(help="Another picture size: 384, or 192x384 (height first).")
-    ] = None,
+    image_size: Annotated[str | None, typer.Option(help="Another image size: 384, or 192x384 (height first).")] = None,
     patch_size: Annotated[str | None, typer.Option(help="Another patch size: 8, or 8x16.")] = None,
     channels: Annotated[int | None, typer.Option(help="Another number of channels.")] = None,
     position: Annotated[

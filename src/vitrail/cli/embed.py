@@ -1,4 +1,4 @@
-"""`vitrail embed`: what a model makes of pictures, as numbers in a file."""
+"""`vitrail embed`: what a model makes of images, as numbers in a file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from vitrail.cli.tables import progress
 from vitrail.cli.terminal import echo
 
 LISTED = 10
-"""Unreadable pictures listed."""
+"""Unreadable images listed."""
 
 
 def embed(
@@ -30,7 +30,7 @@ def embed(
     normalise: Annotated[bool, typer.Option("--normalise", help="Scale every vector to length 1.")] = False,
     dtype: Annotated[str, typer.Option(help="float32 or float16: how the numbers are written.")] = "float32",
     part: Annotated[str, typer.Option(help="all, train, val or test.")] = "all",
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
     ] = None,
@@ -40,21 +40,21 @@ def embed(
     keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Write features of pictures to a file: pooled vectors or tokens, of any layer, a row for each picture."""
+    """Write features of images to a file: pooled vectors or tokens, of any layer, a row for each image."""
     from vitrail.inference.embed import check_output, embed_source
     from vitrail.inference.feature_files import check_dtype
     from vitrail.inference.features import Computing, Wanted
 
     check_output(output, overwrite=overwrite)
     check_dtype(dtype)
-    from vitrail.data.sources.choosing import choose_pictures, recorded_split
+    from vitrail.data.sources.choosing import choose_images, recorded_split
 
     how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
     model, wanted = open_model(bundle, override, keys), Wanted(tokens, layer, normalise, raw)  # type: ignore[arg-type]
     wanted.check(model.model.config)
     with progress("listing") as on_found:
-        chosen = choose_pictures(
+        chosen = choose_images(
             data, part, record=recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
         )
     with progress("embedding") as on_embedded:
@@ -70,9 +70,9 @@ def embed(
     beside = "" if done.names is None else f"; names and labels are in {done.names}"
     echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")
     if done.bad:
-        noun = "picture" if len(done.bad) == 1 else "pictures"
+        noun = "image" if len(done.bad) == 1 else "images"
         echo(f"{len(done.bad):,} {noun} could not be read and left out:", err=True)
-        for picture in done.bad[:LISTED]:
-            echo(f"  {picture.name}: {picture.reason}", err=True)
+        for image in done.bad[:LISTED]:
+            echo(f"  {image.name}: {image.reason}", err=True)
         if len(done.bad) > LISTED:
             echo(f"  … and {len(done.bad) - LISTED:,} more", err=True)

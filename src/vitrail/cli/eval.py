@@ -1,4 +1,4 @@
-"""`vitrail eval`: what a model is worth on pictures whose classes are known."""
+"""`vitrail eval`: what a model is worth on images whose classes are known."""
 
 import json
 import re
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_CLASSES = 20
 LISTED = 10
-"""Confusions and pictures listed; more are in the JSON."""
+"""Confusions and images listed; more are in the JSON."""
 
 
 def eval(
@@ -26,7 +26,7 @@ def eval(
         str | None,
         typer.Option(help="test, val, train or all; as a rule the test part, or all where the data has no parts."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.")] = "float32",
     workers: Annotated[
@@ -41,7 +41,7 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
-    from vitrail.data.sources.choosing import choose_pictures, recorded_split
+    from vitrail.data.sources.choosing import choose_images, recorded_split
     from vitrail.evaluation import evaluate_chosen
     from vitrail.runtime import autocast, choose_device
 
@@ -49,7 +49,7 @@ def eval(
     model = open_model(bundle, override, keys)
     record = recorded_split(model.origin)
     with progress("listing") as on_found:
-        chosen = choose_pictures(data, part, record=record, on_progress=lambda found: on_found(found, None))
+        chosen = choose_images(data, part, record=record, on_progress=lambda found: on_found(found, None))
     with progress("measuring") as on_measured:
         found = evaluate_chosen(
             model,
@@ -94,20 +94,20 @@ def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
         _heading("Confusions")
         names = found.classes
         print_table(
-            ("pictures", "of class", "taken for"),
-            [(f"{row.pictures:,}", names[row.true], names[row.predicted]) for row in confusions],
-            numbers=("pictures",),
+            ("images", "of class", "taken for"),
+            [(f"{row.images:,}", names[row.true], names[row.predicted]) for row in confusions],
+            numbers=("images",),
         )
         _heading("The most confident mistakes")
         print_table(
-            ("sure", "of class", "taken for", "picture"),
+            ("sure", "of class", "taken for", "image"),
             [(f"{percent(m.confidence)}%", m.true, m.predicted, m.name) for m in found.worst[:LISTED]],
             numbers=("sure",),
         )
     if found.bad:
-        _heading("Pictures that could not be read")
-        for picture in found.bad[:LISTED]:
-            echo(f"{picture.name}: {picture.reason}")
+        _heading("Images that could not be read")
+        for image in found.bad[:LISTED]:
+            echo(f"{image.name}: {image.reason}")
         if len(found.bad) > LISTED:
             echo(f"… and {len(found.bad) - LISTED:,} more")
 
@@ -117,7 +117,7 @@ def _calibration(found: "Evaluation") -> str:
     from vitrail.evaluation import percent
 
     full = [row for row in found.reliability if row.confidence is not None]
-    sure = sum(row.pictures * (row.confidence or 0) for row in full) / found.pictures
+    sure = sum(row.images * (row.confidence or 0) for row in full) / found.images
     return f"It is {percent(sure)}% sure on average, and {percent(found.top1)}% of its answers are right."
 
 
@@ -127,15 +127,15 @@ def _print_classes(found: "Evaluation", every_class: bool) -> None:
     listed = rows if every_class else rows[:MOST_CLASSES]
     _heading("Classes, the weakest first")
     print_table(
-        ("class", "pictures", "recall", "precision", "F1"),
-        [(r.name, f"{r.pictures:,}", _share(r.recall), _share(r.precision), _share(r.f1)) for r in listed],
-        numbers=("pictures", "recall", "precision", "F1"),
+        ("class", "images", "recall", "precision", "F1"),
+        [(r.name, f"{r.images:,}", _share(r.recall), _share(r.precision), _share(r.f1)) for r in listed],
+        numbers=("images", "recall", "precision", "F1"),
     )
     if len(rows) > len(listed):
         echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
     without = len(found.per_class) - len(rows)
     if without:
-        echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without pictures here.")
+        echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without images here.")
 
 
 def _span(interval: "Interval | None") -> str:

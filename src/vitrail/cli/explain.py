@@ -1,4 +1,4 @@
-"""`vitrail explain`: what a model looks at in pictures."""
+"""`vitrail explain`: what a model looks at in images."""
 
 import os
 from pathlib import Path
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from vitrail.explanations.files import Outputs
 
 TILE = 160
-"""The longer side of a picture in a grid."""
+"""The longer side of an image in a grid."""
 LISTED = 20
-"""Pictures in the table, and unreadable ones below it."""
+"""Images in the table, and unreadable ones below it."""
 
 
 def explain(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    pictures: Annotated[
+    images: Annotated[
         list[str],
         typer.Argument(help="Files, folders, patterns, manifests, tar shards, or digits; - reads paths from stdin."),
     ],
@@ -40,17 +40,17 @@ def explain(
     ] = None,
     fuse: Annotated[str, typer.Option(help="How rollout joins heads: mean, max or min.")] = "mean",
     discard: Annotated[float, typer.Option(help="The share of smallest weights that rollout leaves out.")] = 0.0,
-    grid: Annotated[str | None, typer.Option(help="heads or layers: all of them in one picture.")] = None,
+    grid: Annotated[str | None, typer.Option(help="heads or layers: all of them in one image.")] = None,
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("explanations"),
     arrays: Annotated[bool, typer.Option("--arrays", help="Write the maps also as .npy.")] = False,
-    opacity: Annotated[float, typer.Option(min=0, max=1, help="Of the map over the picture.")] = 0.6,
-    side: Annotated[int | None, typer.Option(min=16, max=8192, help="The longer side of a picture in pixels.")] = None,
+    opacity: Annotated[float, typer.Option(min=0, max=1, help="Of the map over the image.")] = 0.6,
+    side: Annotated[int | None, typer.Option(min=16, max=8192, help="The longer side of an image in pixels.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
 ) -> None:
-    """Show what a model looks at: each picture beside a map laid over it, as PNG."""
+    """Show what a model looks at: each image beside a map laid over it, as PNG."""
     from vitrail.data.sources.listing import shown
     from vitrail.errors import DataError
     from vitrail.explanations.explain import Explainer, check_grid
@@ -64,11 +64,11 @@ def explain(
     if grid is not None:
         check_grid(wanted, grid)
     skipped = Skipped()
-    items = list(list_items(pictures, stdin=read_stdin(), skipped=skipped))
+    items = list(list_items(images, stdin=read_stdin(), skipped=skipped))
     for text in skipped.said():
         echo(f"vitrail: {text}", err=True)
     if not items:
-        raise DataError(f"there are no pictures in {', '.join(map(shown, pictures))}")
+        raise DataError(f"there are no images in {', '.join(map(shown, images))}")
     ending = ending_of(wanted, target, grid)
     planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
     explainer = Explainer(open_model(bundle, override, keys), wanted, target=target, device=device)
@@ -82,10 +82,10 @@ def explain(
             except DataError as error:
                 bad.append(error)
                 continue
-            rows.append((cut(name), *_said(found), str(files.picture)))
+            rows.append((cut(name), *_said(found), str(files.image)))
     if not rows:
         raise bad[0]
-    titles = ("picture", "class", "sure", "written") if explainer.wanted.targeted else ("picture", "written")
+    titles = ("image", "class", "sure", "written") if explainer.wanted.targeted else ("image", "written")
     print_table(
         titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows[:LISTED]], numbers=("sure",)
     )
@@ -107,10 +107,10 @@ def _write(
     side: int | None,
     overwrite: bool,
 ) -> "Explanation":
-    """Explain one picture and write what was found."""
+    """Explain one image and write what was found."""
     import numpy as np
 
-    from vitrail.explanations.explanation import save_array, save_picture
+    from vitrail.explanations.explanation import save_array, save_image
     from vitrail.explanations.overlay import captioned, tiled
 
     if grid is None:
@@ -120,7 +120,7 @@ def _write(
         tiles = explainer.grid(item, grid, name)  # type: ignore[arg-type]
         found, array = tiles[0].explanation, np.stack([tile.explanation.map for tile in tiles])
         sheet = tiled([tile.explanation.overlay(opacity, side or TILE) for tile in tiles], [t.label for t in tiles])
-    save_picture(captioned(sheet, found.caption), files.picture, notes=found.notes, overwrite=overwrite)
+    save_image(captioned(sheet, found.caption), files.image, notes=found.notes, overwrite=overwrite)
     if files.array is not None:
         save_array(array, files.array, overwrite=overwrite)
     return found

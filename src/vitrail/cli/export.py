@@ -23,7 +23,7 @@ def export(
         bool, typer.Option("--preprocess", help="Put normalisation into the graph: it takes pixels 0…255, uint8.")
     ] = False,
     channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="The graph takes pictures as (batch, height, width, channels).")
+        bool, typer.Option("--channels-last", help="The graph takes images as (batch, height, width, channels).")
     ] = False,
     opset: Annotated[int | None, typer.Option(help="The version of ONNX's operators.")] = None,
     override: Overrides = None,
@@ -51,9 +51,9 @@ def export(
     echo(f"takes {taken['name']}, {shape}, {taken['type']}; gives {done.metadata['output']}")
     check = done.check
     echo(
-        f"checked on {check.pictures} random pictures: {done.metadata['output']} differ by at most {check.logits:.1e} "
+        f"checked on {check.images} random images: {done.metadata['output']} differ by at most {check.logits:.1e} "
         f"({check.relative:.1e} of the largest), probabilities by {check.probabilities:.1e}; the first answer is the "
-        f"same for {check.same_top1} of {check.pictures}"
+        f"same for {check.same_top1} of {check.images}"
     )
     if not check.varied:
-        echo("note: the model answers the same to every picture, so the check shows little; is its head trained?")
+        echo("note: the model answers the same to every image, so the check shows little; is its head trained?")

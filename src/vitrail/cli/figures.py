@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 NAMES = {"filters": "filters.png", "positions": "positions.png", "distance": "distance.svg", "rollout": "rollout.png"}
 """The figures and their files."""
-WITH_PICTURES = ("distance", "rollout")
+WITH_IMAGES = ("distance", "rollout")
 CAPTIONS = "captions.md"
 LISTED = 10
-"""Unreadable pictures listed."""
+"""Unreadable images listed."""
 
 
 def figures(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
-    pictures: Annotated[
+    images: Annotated[
         list[str] | None,
         typer.Argument(help="Files, folders or patterns; 128 are drawn of more. The figures of attention need some."),
     ] = None,
@@ -41,16 +41,16 @@ def figures(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figures that exist.")] = False,
 ) -> None:
     """Draw the paper's figures from a model: filters, similar positions, attention distance, attention rollout."""
-    wanted = _wanted(only, given=bool(pictures))
+    wanted = _wanted(only, given=bool(images))
     from vitrail.explanations.figures.figure import Absent, check_room
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.runtime import choose_device
 
     check_room(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
     choose_device(device)  # refuses a wrong one before anything is read
-    listed = list_items(pictures or [], stdin=read_stdin())
+    listed = list_items(images or [], stdin=read_stdin())
     opened = open_model(bundle, override, keys)
-    items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_PICTURES) else ([], None)
+    items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_IMAGES) else ([], None)
     opened.announce()
     captions = ["# Figures", ""]
     with progress("drawing") as on_drawn:
@@ -66,9 +66,9 @@ def figures(
             captions += [f"## {made.title}", "", f"![{made.title}]({path.name})", "", made.caption, ""]
     _save_captions(out / CAPTIONS, "\n".join(captions), overwrite=overwrite)
     echo(f"captions: {out / CAPTIONS}")
-    left_out = [name for name in WITH_PICTURES if not pictures and only is None]
+    left_out = [name for name in WITH_IMAGES if not images and only is None]
     if left_out:
-        echo(f"left out: {' and '.join(left_out)}, which need pictures; name some after the model", err=True)
+        echo(f"left out: {' and '.join(left_out)}, which need images; name some after the model", err=True)
 
 
 def _wanted(only: list[str] | None, *, given: bool) -> list[str]:
@@ -78,9 +78,9 @@ def _wanted(only: list[str] | None, *, given: bool) -> list[str]:
     for name in only or []:
         if name not in NAMES:
             raise ConfigError(f"no figure is called {name!r}{suggest(name, NAMES)}; there are {', '.join(NAMES)}")
-        if name in WITH_PICTURES and not given:
-            raise InputError(f"the figure {name!r} needs pictures; name files or folders after the model")
-    return [name for name in NAMES if name in (only or (NAMES if given else set(NAMES) - set(WITH_PICTURES)))]
+        if name in WITH_IMAGES and not given:
+            raise InputError(f"the figure {name!r} needs images; name files or folders after the model")
+    return [name for name in NAMES if name in (only or (NAMES if given else set(NAMES) - set(WITH_IMAGES)))]
 
 
 def _figure(
@@ -100,18 +100,18 @@ def _figure(
 
 
 def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], torch.Tensor]":
-    """Read at most as many pictures as the paper takes; those that cannot be read are told and left out."""
+    """Read at most as many images as the paper takes; those that cannot be read are told and left out."""
     import numpy as np
     import torch
 
     from vitrail.data.given import fitted
     from vitrail.data.sources.listing import shown
     from vitrail.errors import DataError, VitrailError
-    from vitrail.explanations.figures.distance import PICTURES
+    from vitrail.explanations.figures.distance import IMAGES
 
     readable, pixels, bad = [], [], []
     with progress("reading") as on_read:
-        for number, item in enumerate(_drawn(items, PICTURES)):
+        for number, item in enumerate(_drawn(items, IMAGES)):
             on_read(number, None)
             try:
                 pixels.append(fitted(item, bundle.preprocess))
@@ -123,7 +123,7 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
     if len(bad) > LISTED:
         echo(f"left out: {len(bad) - LISTED:,} more", err=True)
     if not pixels:
-        raise DataError("none of the pictures can be read" if bad else "there are no pictures in the places given")
+        raise DataError("none of the images can be read" if bad else "there are no images in the places given")
     return readable, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
 
 

@@ -44,7 +44,7 @@ def inspect(
         ("from", ", ".join(f"{value}" for key, value in bundle.provenance.items() if key in ("family", "source"))),
         ("variant", found.variant or "none of the named sizes"),
         ("size", f"{parameters:,} parameters: {config.depth} blocks, width {config.width}, {config.heads} heads"),
-        ("pictures", f"{_by(config.image_size)}, {config.channels} channels, patches of {_by(config.patch_size)}"),
+        ("images", f"{_by(config.image_size)}, {config.channels} channels, patches of {_by(config.patch_size)}"),
         ("stem and position", f"{config.stem}, {config.position}"),
         ("encoder", f"{config.norm_order}-norm, {config.activation}, LayerNorm eps {config.norm_eps:g}"),
         (

@@ -16,7 +16,7 @@ def models(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the named models, or run one on a picture made on the spot and show every tensor's shape."""
+    """List the named models, or run one on an image made on the spot and show every tensor's shape."""
     if name is None:
         _list_all(as_json)
     else:
@@ -41,7 +41,7 @@ def _list_all(as_json: bool) -> None:
         numbers=("parameters", "tokens", "GFLOPs"),
     )
     echo(
-        f"\nAt {DEFAULT_IMAGE_SIZE}×{DEFAULT_IMAGE_SIZE} pixels and 1,000 classes. GFLOPs are for one picture; a "
+        f"\nAt {DEFAULT_IMAGE_SIZE}×{DEFAULT_IMAGE_SIZE} pixels and 1,000 classes. GFLOPs are for one image; a "
         "multiply-add\ncounts as two, so tables that count it as one show half.\n"
         "Another size by its name: vit_base_patch16_384. One model in detail: vitrail models B/16."
     )
@@ -61,11 +61,11 @@ def _show_one(name: str, as_json: bool) -> None:
         }
         echo(json.dumps(report, indent=2))
         return
-    way = "A picture made on the spot went through it, with weights drawn at random:"
+    way = "An image made on the spot went through it, with weights drawn at random:"
     if not found.computed:
-        way = "What a picture becomes on its way through it (counted, not computed, for so large a model):"
+        way = "What an image becomes on its way through it (counted, not computed, for so large a model):"
     echo(
-        f"{name}: {spent.parameters:,} parameters, {spent.tokens} tokens, {spent.flops / 1e9:,.2f} GFLOPs a picture.\n"
+        f"{name}: {spent.parameters:,} parameters, {spent.tokens} tokens, {spent.flops / 1e9:,.2f} GFLOPs an image.\n"
         f"{way}\n"
     )
     print_table(

@@ -1,4 +1,4 @@
-"""`vitrail predict`: what is in pictures."""
+"""`vitrail predict`: what is in images."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ def predict(
         str | None,
         typer.Option(help="table, jsonl, csv or parquet; as a rule by the output's name, a table on a terminal."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
     workers: Annotated[
         int | None,
         typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule what suits device and engine."),
@@ -44,7 +44,7 @@ def predict(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary on stderr.")] = False,
 ) -> None:
-    """Say what is in pictures: the likeliest classes of each, in the order in which they are given."""
+    """Say what is in images: the likeliest classes of each, in the order in which they are given."""
     from vitrail.inference.predict import predict_files
     from vitrail.inference.writing import choose_format
 
@@ -84,8 +84,8 @@ def predict(
 
 def _said(done: "Summary", output: Path | None) -> str:
     """Say in one line how it went."""
-    new = done.pictures - done.earlier
-    words = [f"{done.pictures:,} {'picture' if done.pictures == 1 else 'pictures'}"]
+    new = done.images - done.earlier
+    words = [f"{done.images:,} {'image' if done.images == 1 else 'images'}"]
     if done.earlier:
         words.append("all of them from before" if not new else f"{done.earlier:,} of them from before")
     if done.bad:

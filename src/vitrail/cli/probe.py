@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vitrail.inference.probed import Probed, Row
 
 LISTED = 10
-"""Unreadable pictures listed; all are in the JSON."""
+"""Unreadable images listed; all are in the JSON."""
 
 
 def probe(
@@ -29,7 +29,7 @@ def probe(
     layer: Annotated[
         int | None, typer.Option(help="As if the model ended after this layer, from 0; -1 is the last.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
     ] = None,
@@ -82,7 +82,7 @@ def _print(found: "Probed") -> None:
         "stratified": "in parts drawn from the data",
     }
     echo(
-        f"{found.pictures:,} {found.part} pictures and {found.examples:,} train pictures of {len(found.classes):,} "
+        f"{found.images:,} {found.part} images and {found.examples:,} train images of {len(found.classes):,} "
         f"classes, {parts[found.split]}."
     )
     rows = []
@@ -97,8 +97,8 @@ def _print(found: "Probed") -> None:
         echo(f"{note[0].upper()}{note[1:]}.")
     if found.bad:
         echo(f"{len(found.bad):,} more could not be read:")
-        for picture in found.bad[:LISTED]:
-            echo(f"  {picture.name}: {picture.reason}")
+        for image in found.bad[:LISTED]:
+            echo(f"  {image.name}: {image.reason}")
         if len(found.bad) > LISTED:
             echo(f"  … and {len(found.bad) - LISTED:,} more")
 

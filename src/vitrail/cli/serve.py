@@ -43,12 +43,12 @@ def serve(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", envvar=f"{_ENV}DEVICE")] = "auto",
     engine: Annotated[str, typer.Option(help="torch, onnx or openvino.", envvar=f"{_ENV}ENGINE")] = "torch",
     precision: Annotated[str, typer.Option(help="float32, bf16, fp16 or auto.", envvar=f"{_ENV}PRECISION")] = "auto",
-    batch: Annotated[int, typer.Option(help="Most pictures computed at once.", envvar=f"{_ENV}BATCH")] = 32,
+    batch: Annotated[int, typer.Option(help="Most images computed at once.", envvar=f"{_ENV}BATCH")] = 32,
     wait: Annotated[
-        float, typer.Option(help="Milliseconds for which a picture waits for others.", envvar=f"{_ENV}WAIT")
+        float, typer.Option(help="Milliseconds for which an image waits for others.", envvar=f"{_ENV}WAIT")
     ] = 5.0,
     queue: Annotated[
-        int, typer.Option(help="Most pictures that wait; more are refused with 503.", envvar=f"{_ENV}QUEUE")
+        int, typer.Option(help="Most images that wait; more are refused with 503.", envvar=f"{_ENV}QUEUE")
     ] = 256,
     deadline: Annotated[
         float, typer.Option(help="Seconds until an answer is due; then it is 504.", envvar=f"{_ENV}DEADLINE")
@@ -74,11 +74,9 @@ def serve(
         float, typer.Option(help="Seconds that a request may take to arrive.", envvar=f"{_ENV}UPLOAD_TIME")
     ] = 60.0,
     pixel_limit: Annotated[
-        float, typer.Option(help="Most millions of pixels of a picture.", envvar=f"{_ENV}PIXEL_LIMIT")
+        float, typer.Option(help="Most millions of pixels of an image.", envvar=f"{_ENV}PIXEL_LIMIT")
     ] = 50.0,
-    pictures_limit: Annotated[
-        int, typer.Option(help="Most pictures in one request.", envvar=f"{_ENV}PICTURES_LIMIT")
-    ] = 64,
+    images_limit: Annotated[int, typer.Option(help="Most images in one request.", envvar=f"{_ENV}IMAGES_LIMIT")] = 64,
     formats: Annotated[
         str, typer.Option(help="Kinds of files that are opened; also tiff.", envvar=f"{_ENV}FORMATS")
     ] = "jpeg,png,webp,gif,bmp",
@@ -114,7 +112,7 @@ def serve(
 ) -> None:
     """Serve models over HTTP: /v1/predict, /v1/embed, /v1/explain, and the explorer page at /.
 
-    Pictures that arrive together are computed together. SIGTERM finishes what was accepted, SIGHUP opens the
+    Images that arrive together are computed together. SIGTERM finishes what was accepted, SIGHUP opens the
     bundles again.
     """
     started = time.time()
@@ -143,7 +141,7 @@ def serve(
         uploads_limit=uploads_limit,
         upload_time=upload_time,
         pixel_limit=pixel_limit,
-        pictures_limit=pictures_limit,
+        images_limit=images_limit,
         formats=_words(formats),  # type: ignore[arg-type]
         token=_token(token, token_file),
         allow_hosts=_words(allow_host),

@@ -1,4 +1,4 @@
-"""`vitrail train`: a folder of pictures in, a measured classifier out."""
+"""`vitrail train`: a folder of images in, a measured classifier out."""
 
 import os
 import sys
@@ -50,7 +50,7 @@ def train(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto.")] = "auto",
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that read pictures; on a CPU one for each four cores.")
+        int | None, typer.Option(min=0, help="Processes that read images; on a CPU one for each four cores.")
     ] = None,
 ) -> None:
     """Train a classifier; the same command goes on with a run that was stopped."""

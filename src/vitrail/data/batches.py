@@ -1,4 +1,4 @@
-"""Batches: pictures read, decoded, augmented and put together by worker processes, as uint8 until the device.
+"""Batches: images read, decoded, augmented and put together by worker processes, as uint8 until the device.
 
 A worker makes whole batches: it writes pixels straight into memory it shares with the caller, who sends them to the
 device and normalises there. What a worker cannot read comes back as a value, with the file's name, not as a traceback.
@@ -24,47 +24,47 @@ from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import Mixing, draw_mix
-from vitrail.data.decode import Picture, open_picture
+from vitrail.data.decode import LazyImage, open_image
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.data.stream import WHOLE, Share, Stream, evaluation_share
 from vitrail.errors import ConfigError, DataError, VitrailError
 
 BadFiles = Literal["skip", "refuse"]
-"""What happens to a picture that cannot be read: another one takes its place and it is recorded, or the run stops."""
+"""What happens to an image that cannot be read: another one takes its place and it is recorded, or the run stops."""
 TRIES = 32
-"""How many pictures in a row may be unreadable before the data as a whole counts as broken."""
+"""How many images in a row may be unreadable before the data as a whole counts as broken."""
 MOST_WORKERS = 16
 SECONDS_ALONE = 1
 """After how long a worker looks whether its caller was killed."""
 
 
-class BadPicture(NamedTuple):
-    """A picture that could not be read, and why."""
+class BadImage(NamedTuple):
+    """An image that could not be read, and why."""
 
     name: str
     reason: str
 
 
 class Batch(NamedTuple):
-    """Pictures on their way to a model."""
+    """Images on their way to a model."""
 
     pixels: Tensor
     """(B, C, H, W), uint8, channels last in memory."""
     labels: Tensor
     """(B,), -1 where the class is not known."""
     indices: Tensor
-    """(B,), which pictures of the source these are."""
+    """(B,), which images of the source these are."""
     share: Tensor
-    """(B,), how much of its own label each picture keeps (`mixing`)."""
+    """(B,), how much of its own label each image keeps (`mixing`)."""
     box: Tensor
     """(B, 4), what comes from the partner (`mixing`)."""
-    bad: tuple[BadPicture, ...] = ()
-    """Pictures that should have been here."""
+    bad: tuple[BadImage, ...] = ()
+    """Images that should have been here."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that has one row a picture."""
+        """All that has one row an image."""
         return self.pixels, self.labels, self.indices, self.share, self.box
 
     def to(self, device: torch.device) -> Self:
@@ -113,7 +113,7 @@ class Training(Dataset[Any]):
         if self.mixing.on and own % 2:
             raise ConfigError(
                 f"mixup and CutMix mix pairs of neighbours, but each of the {self.share.parts} processes would get "
-                f"{own} pictures; use a batch that is a multiple of {2 * self.share.parts}"
+                f"{own} images; use a batch that is a multiple of {2 * self.share.parts}"
             )
 
     def __getitem__(self, step: int) -> Batch | _Refused:
@@ -125,7 +125,7 @@ class Training(Dataset[Any]):
 
     def _batch(self, step: int) -> Batch:
         positions = self.stream.positions(step, self.share)
-        indices = self.stream.pictures_at(positions)
+        indices = self.stream.images_at(positions)
         mix = draw_mix(self.mixing, self.stream.seed, positions, self.preprocess.size)
         pixels = empty_pixels(len(positions), self.preprocess)
         rows, bad = pixels.numpy(), []
@@ -136,9 +136,9 @@ class Training(Dataset[Any]):
         numbers = (torch.from_numpy(indices), torch.from_numpy(mix.share), torch.from_numpy(mix.box))
         return Batch(pixels.permute(0, 3, 1, 2), labels, *numbers, tuple(bad))
 
-    def _fill(self, place: Pixels, index: int, position: int) -> tuple[int, list[BadPicture]]:
-        """Write a picture into its place, or the next one that can be read; return which, and those that cannot."""
-        bad: list[BadPicture] = []
+    def _fill(self, place: Pixels, index: int, position: int) -> tuple[int, list[BadImage]]:
+        """Write an image into its place, or the next one that can be read; return which, and those that cannot."""
+        bad: list[BadImage] = []
         for attempt in range(min(TRIES, len(self.source))):
             chosen = (index + attempt) % len(self.source)
             try:
@@ -146,26 +146,26 @@ class Training(Dataset[Any]):
             except DataError as error:
                 if self.bad_files == "refuse":
                     raise DataError(f"{self.source.name(chosen)}: {error}") from None
-                bad.append(BadPicture(self.source.name(chosen), str(error)))
+                bad.append(BadImage(self.source.name(chosen), str(error)))
             else:
                 return chosen, bad
         raise DataError(
-            f"{len(bad)} pictures in a row cannot be read, from {bad[0].name} ({bad[0].reason}) on; look at them with "
+            f"{len(bad)} images in a row cannot be read, from {bad[0].name} ({bad[0].reason}) on; look at them with "
             f"vitrail check"
         )
 
     def _made(self, index: int, position: int) -> Pixels:
-        picture, size = open_picture(self.source.read(index)), self.preprocess.size
-        plan = augment.plan(self.augmentation, picture.height, picture.width, size, draws(self.stream.seed, position))
+        image, size = open_image(self.source.read(index)), self.preprocess.size
+        plan = augment.plan(self.augmentation, image.height, image.width, size, draws(self.stream.seed, position))
         if plan.box is None:
-            return augment.apply(plan, self.preprocess.fit(picture.pixels(self.preprocess.channels)), size)
+            return augment.apply(plan, self.preprocess.fit(image.pixels(self.preprocess.channels)), size)
         scale = max(size[0] / plan.box.height, size[1] / plan.box.width)
-        return augment.apply(plan, picture.pixels(self.preprocess.channels, scale=scale), size)
+        return augment.apply(plan, image.pixels(self.preprocess.channels, scale=scale), size)
 
 
 @dataclass(frozen=True)
 class Evaluation(Dataset[Any]):
-    """The batches in which every picture of a source is seen exactly once, in order, the last one smaller."""
+    """The batches in which every image of a source is seen exactly once, in order, the last one smaller."""
 
     source: Source
     preprocess: Preprocess
@@ -188,7 +188,7 @@ class Evaluation(Dataset[Any]):
         """Make a batch by its number."""
         indices = evaluation_share(len(self.source), self.share)[number * self.batch : (number + 1) * self.batch]
         pixels = empty_pixels(len(indices), self.preprocess)
-        bad: list[BadPicture] = []
+        bad: list[BadImage] = []
         good: list[int] = []
         for index in indices:
             try:
@@ -196,7 +196,7 @@ class Evaluation(Dataset[Any]):
             except DataError as error:
                 if self.bad_files == "refuse":
                     return _Refused(DataError, f"{self.source.name(index)}: {error}")
-                bad.append(BadPicture(self.source.name(index), str(error)))
+                bad.append(BadImage(self.source.name(index), str(error)))
             else:
                 good.append(index)
         count = len(good)
@@ -207,14 +207,14 @@ class Evaluation(Dataset[Any]):
         )
 
     def _made(self, index: int) -> Pixels:
-        picture = open_picture(self.source.read(index))
-        scale = self._scale(picture) if self.fast_decode else 1.0
-        return self.preprocess.fit(picture.pixels(self.preprocess.channels, scale=scale))
+        image = open_image(self.source.read(index))
+        scale = self._scale(image) if self.fast_decode else 1.0
+        return self.preprocess.fit(image.pixels(self.preprocess.channels, scale=scale))
 
-    def _scale(self, picture: Picture) -> float:
+    def _scale(self, image: LazyImage) -> float:
         pre = self.preprocess
-        width, height = resized_size((picture.width, picture.height), pre.resize_to or pre.size, pre.resize)
-        return max(width / picture.width, height / picture.height)
+        width, height = resized_size((image.width, image.height), pre.resize_to or pre.size, pre.resize)
+        return max(width / image.width, height / image.height)
 
 
 def training_batches(
@@ -269,7 +269,7 @@ def made_ahead(
         if isinstance(error, RuntimeError) and not re.match(r"DataLoader worker .*(exited|killed)", str(error)):
             raise
         raise DataError(
-            f"a process that reads pictures ended ({_reason(error)}); this is most often a "
+            f"a process that reads images ended ({_reason(error)}); this is most often a "
             f"lack of memory: use fewer workers, or a smaller batch"
         ) from None
 
@@ -280,14 +280,14 @@ def _check_choice(what: str, found: object, valid: tuple[object, ...]) -> None:
 
 
 def default_workers() -> int:
-    """Return how many processes read pictures by default: one for each core that is this process's share."""
+    """Return how many processes read images by default: one for each core that is this process's share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     siblings = os.environ.get("LOCAL_WORLD_SIZE", "1")  # the processes that torchrun started here
     return max(1, min(cores // (int(siblings) if siblings.isdecimal() else 1), MOST_WORKERS))
 
 
 def empty_pixels(count: int, preprocess: Preprocess) -> Tensor:
-    """Return room for pictures (B, H, W, C); a worker takes it from memory that the caller sees too."""
+    """Return room for images (B, H, W, C); a worker takes it from memory that the caller sees too."""
     room = torch.empty(count, *preprocess.size, preprocess.channels, dtype=torch.uint8)
     return room.share_memory_() if get_worker_info() is not None else room
 

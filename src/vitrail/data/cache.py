@@ -1,10 +1,10 @@
-"""The cache: pictures decoded and made smaller once, in one file that is mapped into memory.
+"""The cache: images decoded and made smaller once, in one file that is mapped into memory.
 
-    pixels.bin   the pixels of every picture, one after another
-    table.npz    for every picture: where its pixels are, their size, their checksum, and the stamp of its file
+    pixels.bin   the pixels of every image, one after another
+    table.npz    for every image: where its pixels are, their size, their checksum, and the stamp of its file
 
-A picture whose file changed is decoded anew, when the cache is opened. Training then reads pixels at the speed of
-memory. What it costs: crops are cut from the smaller picture, so a small crop is less sharp.
+An image whose file changed is decoded anew, when the cache is opened. Training then reads pixels at the speed of
+memory. What it costs: crops are cut from the smaller image, so a small crop is less sharp.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from vitrail.data.decode import extent, open_picture
+from vitrail.data.decode import extent, open_image
 from vitrail.data.preprocess import resized_size
 from vitrail.data.sources.listing import Progress, cache_folder, load_index, save_index
 from vitrail.data.sources.source import Labels, Pixels, Source
@@ -36,37 +36,37 @@ _MISSING = -1
 
 
 class CacheSize(NamedTuple):
-    """What pictures are kept as."""
+    """What images are kept as."""
 
     short_side: int
-    """Larger pictures are made smaller until their shorter side has so many pixels; smaller ones stay as they are."""
+    """Larger images are made smaller until their shorter side has so many pixels; smaller ones stay as they are."""
     channels: int = 3
 
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """Where every picture's pixels are."""
+    """Where every image's pixels are."""
 
     offsets: NDArray[np.int64]
-    """-1 for a picture that is not there, or cannot be decoded."""
+    """-1 for an image that is not there, or cannot be decoded."""
     shapes: NDArray[np.int32]
     checksums: NDArray[np.uint32]
     stamps: NDArray[np.int64]
 
     @classmethod
-    def empty(cls, pictures: int) -> "_Table":
+    def empty(cls, images: int) -> "_Table":
         return cls(
-            np.full(pictures, _MISSING, np.int64),
-            np.zeros((pictures, 2), np.int32),
-            np.zeros(pictures, np.uint32),
-            np.full((pictures, 2), _MISSING, np.int64),
+            np.full(images, _MISSING, np.int64),
+            np.zeros((images, 2), np.int32),
+            np.zeros(images, np.uint32),
+            np.full((images, 2), _MISSING, np.int64),
         )
 
     @classmethod
-    def load(cls, file: Path, pictures: int) -> "_Table | None":
+    def load(cls, file: Path, images: int) -> "_Table | None":
         names = ("offsets", "shapes", "checksums", "stamps")
         arrays = load_index(file, names)
-        if arrays is None or any(len(array) != pictures for array in arrays.values()):
+        if arrays is None or any(len(array) != images for array in arrays.values()):
             return None
         return cls(*(arrays[name] for name in names))
 
@@ -83,7 +83,7 @@ class _Table:
 
 @dataclass(frozen=True, eq=False)
 class Cached:
-    """A source whose pictures are read from the cache; those that are not in it come from their files."""
+    """A source whose images are read from the cache; those that are not in it come from their files."""
 
     whole: Source
     folder: Path
@@ -106,23 +106,23 @@ class Cached:
 
     @property
     def labels(self) -> Labels:
-        """The class of every picture."""
+        """The class of every image."""
         return self.whole.labels
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         return len(self.whole)
 
     def name(self, index: int) -> str:
-        """Return what a person would call a picture."""
+        """Return what a person would call an image."""
         return self.whole.name(index)
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored picture does."""
+        """Return two numbers that change when the stored image does."""
         return self.whole.stamp(index)
 
     def read(self, index: int) -> bytes | Pixels:
-        """Return the pixels of a picture; the first time in a process they are checked."""
+        """Return the pixels of an image; the first time in a process they are checked."""
         offset = int(self.table.offsets[index])
         if offset == _MISSING:
             return self.whole.read(index)
@@ -155,7 +155,7 @@ def cached(
 ) -> Cached:
     """Open the cache of a source, after bringing it up to date: what is new or has changed is decoded.
 
-    It lies in `folder`, by default with our other caches, under a name made of the pictures' names and the size.
+    It lies in `folder`, by default with our other caches, under a name made of the images' names and the size.
     """
     place = (cache_folder() / "pixels" if folder is None else folder) / _identity(source, size)
     file, pixels = place / "table.npz", place / "pixels.bin"
@@ -221,7 +221,7 @@ def _fill(
 def _decoded(
     source: Source, size: CacheSize, indices: NDArray[np.int64], workers: int
 ) -> Iterator[tuple[int, Pixels | None]]:
-    """Give every picture, decoded and made smaller; None for one that cannot be."""
+    """Give every image, decoded and made smaller; None for one that cannot be."""
     loader = DataLoader(
         _Small(source, size), batch_size=None, sampler=indices.tolist(), num_workers=workers, collate_fn=_as_it_is
     )
@@ -230,22 +230,22 @@ def _decoded(
 
 @dataclass(frozen=True)
 class _Small(Dataset[Pixels | None]):
-    """Pictures decoded and made smaller, by number."""
+    """Images decoded and made smaller, by number."""
 
     source: Source
     size: CacheSize
 
     def __getitem__(self, index: int) -> Pixels | None:
         try:
-            picture = open_picture(self.source.read(index))
-            short = min(picture.height, picture.width)
-            pixels = picture.pixels(self.size.channels, scale=min(1.0, self.size.short_side / short))
+            image = open_image(self.source.read(index))
+            short = min(image.height, image.width)
+            pixels = image.pixels(self.size.channels, scale=min(1.0, self.size.short_side / short))
         except DataError:
             return None
         if min(pixels.shape[:2]) > self.size.short_side:
             side = self.size.short_side
-            whole = extent(picture.width, pixels.shape[1]), extent(picture.height, pixels.shape[0])
-            target = resized_size((picture.width, picture.height), (side, side), "cover")
+            whole = extent(image.width, pixels.shape[1]), extent(image.height, pixels.shape[0])
+            target = resized_size((image.width, image.height), (side, side), "cover")
             pixels = _smaller(pixels, target, whole)
         return np.ascontiguousarray(pixels)
 
@@ -264,7 +264,7 @@ def _as_it_is(made: Any) -> Any:
 
 
 def _identity(source: Source, size: CacheSize) -> str:
-    """Return a name for the cache of these pictures at this size."""
+    """Return a name for the cache of these images at this size."""
     digest = hashlib.blake2b(f"{FORMAT} {size}".encode(), digest_size=12)
     digest.update(os.getcwdb())  # names may be relative
     for index in range(len(source)):
@@ -273,7 +273,7 @@ def _identity(source: Source, size: CacheSize) -> str:
 
 
 def _stamp(source: Source, index: int) -> tuple[int, int]:
-    """Return what changes when a picture does; one whose file is gone is left to whoever reads it."""
+    """Return what changes when an image does; one whose file is gone is left to whoever reads it."""
     try:
         return source.stamp(index)
     except DataError:

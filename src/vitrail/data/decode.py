@@ -1,6 +1,6 @@
-"""Picture files become pixels: uint8, (height, width, channels), upright, of the channels a model takes.
+"""Image files become pixels: uint8, (height, width, channels), upright, of the channels a model takes.
 
-`open_picture` reads the header alone, so that a training pipeline can decide where to cut before anything is decoded;
+`open_image` reads the header alone, so that a training pipeline can decide where to cut before anything is decoded;
 a JPEG is then decoded at the smallest scale that still covers what will be cut out.
 """
 
@@ -23,7 +23,7 @@ from vitrail.errors import DataError
 BACKGROUND = 255
 """What is seen through transparent pixels: white."""
 SLOW_SCALE = 5
-"""JPEGs are decoded at 1/8 … 5/8 of their size, or whole: the scales between take longer than the whole picture."""
+"""JPEGs are decoded at 1/8 … 5/8 of their size, or whole: the scales between take longer than the whole image."""
 
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "JPEG2000", "PPM", "TGA", "PCX", "SUN", "EPS")
@@ -31,11 +31,11 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "JPEG2000", "PPM"
 
 
 class TooManyPixels(DataError):  # noqa: N818 - named for what is wrong
-    """A picture is larger than anything that is decoded here."""
+    """An image is larger than anything that is decoded here."""
 
 
-class Picture(Protocol):
-    """A picture whose size is known, and whose pixels are made when they are asked for."""
+class LazyImage(Protocol):
+    """An image whose size is known, and whose pixels are made when they are asked for."""
 
     height: int
     width: int
@@ -43,12 +43,12 @@ class Picture(Protocol):
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:
         """Decode: uint8, (height, width, channels).
 
-        With a `scale` below 1 the result may be smaller, but no smaller than that share of the picture along a side.
+        With a `scale` below 1 the result may be smaller, but no smaller than that share of the image along a side.
         """
 
 
-def open_picture(stored: bytes | Pixels | Image.Image) -> Picture:
-    """Read the header of a picture file; pixels, and what Pillow has opened, are taken as they are."""
+def open_image(stored: bytes | Pixels | Image.Image) -> LazyImage:
+    """Read the header of an image file; pixels, and what Pillow has opened, are taken as they are."""
     if isinstance(stored, np.ndarray):
         return _Array(stored)
     if isinstance(stored, Image.Image):
@@ -65,8 +65,8 @@ def open_picture(stored: bytes | Pixels | Image.Image) -> Picture:
 
 
 def decode(stored: bytes | Pixels, channels: int = 3) -> Pixels:
-    """Decode a whole picture: uint8, (height, width, channels)."""
-    return open_picture(stored).pixels(channels)
+    """Decode a whole image: uint8, (height, width, channels)."""
+    return open_image(stored).pixels(channels)
 
 
 def extent(original: int, decoded: int) -> float:
@@ -138,27 +138,27 @@ class _Jpeg:
 class _Opened:
     """What Pillow opened."""
 
-    def __init__(self, picture: Image.Image) -> None:
-        self.picture = picture
+    def __init__(self, image: Image.Image) -> None:
+        self.image = image
         try:
             with quiet():
-                self.turn = turn_of(picture)
+                self.turn = turn_of(image)
         except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"a damaged {picture.format or 'picture'}: {_reason(error)}") from None
-        _check_size(*picture.size)
-        self.height, self.width = seen_size(picture.height, picture.width, self.turn)
+            raise DataError(f"a damaged {image.format or 'image'}: {_reason(error)}") from None
+        _check_size(*image.size)
+        self.height, self.width = seen_size(image.height, image.width, self.turn)
 
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - only JPEG can shrink
         try:
             with quiet():
-                self.picture.load()
-            pages = getattr(self.picture, "n_frames", 1) if self.picture.format == "TIFF" else 1
+                self.image.load()
+            pages = getattr(self.image, "n_frames", 1) if self.image.format == "TIFF" else 1
             if channels in (1, 3, 4) and not (pages == channels > 1):
-                array = _as_mode(self.picture, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
+                array = _as_mode(self.image, {1: "L", 3: "RGB", 4: "RGBA"}[channels])
             else:
-                array = _frames(self.picture, channels)
+                array = _frames(self.image, channels)
         except (OSError, ValueError, SyntaxError, EOFError, RuntimeError, Image.DecompressionBombError) as error:
-            raise DataError(f"a damaged {self.picture.format or 'picture'}: {_reason(error)}") from None
+            raise DataError(f"a damaged {self.image.format or 'image'}: {_reason(error)}") from None
         return array if self.turn is None else turned(array, self.turn)
 
 
@@ -171,19 +171,19 @@ class _Other(_Opened):
             raise DataError(missing)
         try:
             with quiet():
-                picture = Image.open(io.BytesIO(content), formats=_formats())
-                turn_of(picture)
-            if picture.format == "EPS":  # a program, which Pillow would run with Ghostscript
+                image = Image.open(io.BytesIO(content), formats=_formats())
+                turn_of(image)
+            if image.format == "EPS":  # a program, which Pillow would run with Ghostscript
                 raise DataError("PostScript, which is not decoded here; save it as PNG or JPEG")
         except Image.DecompressionBombError:
             raise TooManyPixels(
-                f"a picture of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
+                f"an image of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
             ) from None
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, RuntimeError):
             if kind is not None:
                 raise DataError(f"a damaged {kind}: its header cannot be read") from None
             raise _not_an_image(content) from None
-        super().__init__(picture)
+        super().__init__(image)
 
 
 def _formats() -> list[str]:
@@ -198,39 +198,39 @@ def _not_an_image(content: bytes) -> DataError:
     return DataError(f"it is not an image: the file begins with {content[:8]!r}")
 
 
-def _as_mode(picture: Image.Image, mode: str) -> Pixels:
+def _as_mode(image: Image.Image, mode: str) -> Pixels:
     """Bring any mode of Pillow to grey, RGB or RGBA, eight bits each."""
-    if picture.mode.startswith(("I", "F")):
-        # Pillow says "I" for the 16-bit pictures of some formats, whose numbers may all be small.
-        array = np.asarray(picture)
-        sixteen = picture.mode == "I" and picture.format in ("PNG", "PPM")
+    if image.mode.startswith(("I", "F")):
+        # Pillow says "I" for the 16-bit images of some formats, whose numbers may all be small.
+        array = np.asarray(image)
+        sixteen = image.mode == "I" and image.format in ("PNG", "PPM")
         grey = Image.fromarray(_to_bytes(array.clip(0, 65535).astype(np.uint16) if sixteen else array))
-        picture = grey if mode == "L" else grey.convert("RGB")
-    if mode != "RGBA" and picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        ground = Image.new("RGBA", picture.size, (BACKGROUND,) * 4)
-        picture = Image.alpha_composite(ground, picture).convert("RGB")
-    if picture.mode != mode:
-        picture = picture.convert(mode)
-    array = np.asarray(picture)
+        image = grey if mode == "L" else grey.convert("RGB")
+    if mode != "RGBA" and image.has_transparency_data:
+        image = image.convert("RGBA")
+        ground = Image.new("RGBA", image.size, (BACKGROUND,) * 4)
+        image = Image.alpha_composite(ground, image).convert("RGB")
+    if image.mode != mode:
+        image = image.convert(mode)
+    array = np.asarray(image)
     return array if array.ndim == 3 else array[:, :, None]
 
 
-def _frames(picture: Image.Image, channels: int) -> Pixels:
+def _frames(image: Image.Image, channels: int) -> Pixels:
     """Take the pages of a TIFF for channels, as microscopes and satellites write them."""
-    pages = getattr(picture, "n_frames", 1)
+    pages = getattr(image, "n_frames", 1)
     if pages != channels:
-        found = pages if pages > 1 else len(picture.getbands())
+        found = pages if pages > 1 else len(image.getbands())
         raise (
             _other_channels(found, channels)
             if found != channels
-            else DataError(f"a picture of mode {picture.mode}, which has no meaning as {channels} channels")
+            else DataError(f"an image of mode {image.mode}, which has no meaning as {channels} channels")
         )
     layers = []
     for page in range(pages):
-        picture.seek(page)
-        _check_size(*picture.size)  # each page has its own
-        layers.append(_to_bytes(np.asarray(picture)))
+        image.seek(page)
+        _check_size(*image.size)  # each page has its own
+        layers.append(_to_bytes(np.asarray(image)))
     if any(layer.shape != layers[0].shape or layer.ndim != 2 for layer in layers):
         raise DataError(f"the {pages} pages are not grey images of one size, so they are not channels")
     return np.stack(layers, axis=2)
@@ -261,7 +261,7 @@ def _grey(array: Pixels) -> Pixels:
 
 
 def _numpy(content: bytes) -> Pixels:
-    """Read an array, after its header says that it is a picture and no larger than one may be."""
+    """Read an array, after its header says that it is an image and no larger than one may be."""
     file = io.BytesIO(content)
     try:
         version = np.lib.format.read_magic(file)
@@ -283,13 +283,13 @@ def _numpy(content: bytes) -> Pixels:
 def _check_size(width: int, height: int) -> None:
     if width * height > PIXEL_LIMIT:
         raise TooManyPixels(
-            f"a picture of {height:,}×{width:,} = {height * width:,} pixels, and {PIXEL_LIMIT:,} is the limit; "
+            f"an image of {height:,}×{width:,} = {height * width:,} pixels, and {PIXEL_LIMIT:,} is the limit; "
             f"make it smaller"
         )
 
 
 def _other_channels(found: int, wanted: int) -> DataError:
-    return DataError(f"a picture of {found} channels, where {wanted} are wanted")
+    return DataError(f"an image of {found} channels, where {wanted} are wanted")
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What a person gives as a picture, and what an engine takes: from a path or an array to pixels of the right size."""
+"""What a person gives as an image, and what an engine takes: from a path or an array to pixels of the right size."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import open_image
 from vitrail.data.limits import PIXEL_LIMIT
 from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.listing import shown
@@ -18,15 +18,15 @@ from vitrail.data.sources.source import Pixels, reason_of
 from vitrail.errors import DataError, InputError, VitrailError
 from vitrail.io import open_regular
 
-Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
-"""A path, the content of a file, a picture of Pillow, an array (height, width[, channels]) or a tensor ([channels,]
+ImageInput = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
+"""A path, the content of a file, an image of Pillow, an array (height, width[, channels]) or a tensor ([channels,]
 height, width)."""
 A_URL = "a URL, and nothing is fetched from there; download it first"
 _URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]+://|data:image/")
 
 
 class Item(NamedTuple):
-    """A picture, and where it is."""
+    """An image, and where it is."""
 
     name: bytes
     """What its row calls it: the path of its file, of a tar and inside it, or the number of a row."""
@@ -34,14 +34,14 @@ class Item(NamedTuple):
     start: int = 0
     """Where it begins in its file."""
     size: int | None = None
-    """How long it is there; None: the file is the picture."""
+    """How long it is there; None: the file is the image."""
     content: bytes | Pixels | Image.Image | None = None
-    """The picture itself, where it lies in no file of its own."""
+    """The image itself, where it lies in no file of its own."""
     error: str | None = None
     """What was wrong already when it was listed."""
 
     def read(self) -> bytes | Pixels | Image.Image:
-        """Return the picture as it is stored."""
+        """Return the image as it is stored."""
         if self.error is not None:
             raise DataError(self.error)
         if self.content is not None:
@@ -64,13 +64,13 @@ def is_url(place: bytes) -> bool:
 
 
 def fitted(item: Item, preprocess: Preprocess) -> Pixels:
-    """Read a picture and make of it what an engine takes: (height, width, channels), uint8."""
+    """Read an image and make of it what an engine takes: (height, width, channels), uint8."""
     try:
-        picture = open_picture(item.read())
-        size = resized_size((picture.width, picture.height), preprocess.resize_to or preprocess.size, preprocess.resize)
+        image = open_image(item.read())
+        size = resized_size((image.width, image.height), preprocess.resize_to or preprocess.size, preprocess.resize)
         if size[0] * size[1] > PIXEL_LIMIT:
-            raise DataError(f"a picture of {picture.height:,}×{picture.width:,} pixels is too narrow to be resized")
-        return preprocess.fit(picture.pixels(preprocess.channels))
+            raise DataError(f"an image of {image.height:,}×{image.width:,} pixels is too narrow to be resized")
+        return preprocess.fit(image.pixels(preprocess.channels))
     except VitrailError:
         raise
     except Exception as error:  # Pillow's readers of rare formats fail on damaged files in any way
@@ -78,51 +78,51 @@ def fitted(item: Item, preprocess: Preprocess) -> Pixels:
 
 
 def is_one(given: object) -> bool:
-    """Say whether somebody gave one picture, and not several."""
+    """Say whether somebody gave one image, and not several."""
     if isinstance(given, np.ndarray | Tensor):
         return given.ndim < 4
     return isinstance(given, str | os.PathLike | bytes | Image.Image)
 
 
-def name_of(picture: object, number: int | None) -> str:
-    """Return what a message calls a picture, given alone or as one of many."""
-    if isinstance(picture, str | os.PathLike):
-        return shown(os.fspath(picture))
-    return "the picture" if number is None else f"picture {number}"
+def name_of(image: object, number: int | None) -> str:
+    """Return what a message calls an image, given alone or as one of many."""
+    if isinstance(image, str | os.PathLike):
+        return shown(os.fspath(image))
+    return "the image" if number is None else f"image {number}"
 
 
-def item_of(picture: object, channels: int) -> Item:
+def item_of(image: object, channels: int) -> Item:
     """Make of what was given something that can be read, for a model of so many channels."""
-    match picture:
+    match image:
         case str() | os.PathLike():
-            path = os.fsencode(picture)
+            path = os.fsencode(image)
             if is_url(path):
                 raise InputError(A_URL)
             if os.path.isdir(path):
                 raise InputError("a folder; give its files, or name it on the command line")
             return Item(path, path)
         case bytes() | Image.Image():
-            return Item(b"", content=picture)
+            return Item(b"", content=image)
         case np.ndarray():
-            _check_axes(picture.shape, channels, last=True)
-            return Item(b"", content=picture)
+            _check_axes(image.shape, channels, last=True)
+            return Item(b"", content=image)
         case Tensor():
-            _check_axes(tuple(picture.shape), channels, last=False)
+            _check_axes(tuple(image.shape), channels, last=False)
             # NumPy has no bf16.
-            array = (picture.float() if picture.is_floating_point() else picture).detach().cpu().numpy()
+            array = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
             return Item(b"", content=array.transpose(1, 2, 0) if array.ndim == 3 else array)
-    raise no_picture(picture)
+    raise no_image(image)
 
 
 def _check_axes(shape: Sequence[int], channels: int, *, last: bool) -> None:
-    """Refuse a picture whose channels stand at the other end."""
+    """Refuse an image whose channels stand at the other end."""
     likely = (1, 3, 4, channels)
     if len(shape) == 3 and shape[-1 if last else 0] not in likely and shape[0 if last else -1] in likely:
         what, axes = ("an array", "(height, width, channels)") if last else ("a tensor", "(channels, height, width)")
         raise InputError(f"{what} is taken as {axes}, and this is {tuple(shape)}; turn its axes")
 
 
-def no_picture(found: object) -> InputError:
-    """Say what would have been a picture."""
-    kinds = "a path, the bytes of a file, a picture of Pillow, an array or a tensor, or several of them"
+def no_image(found: object) -> InputError:
+    """Say what would have been an image."""
+    kinds = "a path, the bytes of a file, an image of Pillow, an array or a tensor, or several of them"
     return InputError(f"expected {kinds}, found {type(found).__name__}")

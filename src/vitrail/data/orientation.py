@@ -1,4 +1,4 @@
-"""Which way up a picture is: what its EXIF tags say, and turning its pixels."""
+"""Which way up an image is: what its EXIF tags say, and turning its pixels."""
 
 import contextlib
 import io
@@ -21,13 +21,13 @@ _TURNS = {
 }
 
 
-def turn_of(picture: Image.Image) -> Image.Transpose | None:
-    """Return how a picture that Pillow opened has to be turned; nothing is decoded for it."""
-    if picture.format == "TIFF":  # Pillow turns these upright by itself
+def turn_of(image: Image.Image) -> Image.Transpose | None:
+    """Return how an image that Pillow opened has to be turned; nothing is decoded for it."""
+    if image.format == "TIFF":  # Pillow turns these upright by itself
         return None
     # Of a PNG, Pillow would decode everything to find tags that may stand at its end.
-    known = picture.info.get("exif", b"") if picture.format == "PNG" else None
-    exif = picture.getexif() if known is None else _tags(known)
+    known = image.info.get("exif", b"") if image.format == "PNG" else None
+    exif = image.getexif() if known is None else _tags(known)
     return _TURNS.get(exif.get(_ORIENTATION, 1))
 
 
@@ -57,7 +57,7 @@ def _has_tags(content: bytes) -> bool:
         if marker == 0xFF:  # segments may be filled up
             place += 1
             continue
-        if marker == 0xDA:  # the picture itself begins
+        if marker == 0xDA:  # the image itself begins
             return False
         if marker == 0xE1 and content[place + 4 : place + 8] in (b"Exif", b"http"):
             return True
@@ -66,12 +66,12 @@ def _has_tags(content: bytes) -> bool:
 
 
 def seen_size(height: int, width: int, turn: Image.Transpose | None) -> tuple[int, int]:
-    """Return the size of a picture after it was turned upright."""
+    """Return the size of an image after it was turned upright."""
     return (width, height) if turn is not None and _swaps(turn) else (height, width)
 
 
 def turned(array: Pixels, turn: Image.Transpose) -> Pixels:
-    """Turn pixels as Pillow turns pictures, by views."""
+    """Turn pixels as Pillow turns images, by views."""
     match turn:
         case Image.Transpose.FLIP_LEFT_RIGHT:
             return array[:, ::-1]

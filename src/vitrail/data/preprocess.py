@@ -1,4 +1,4 @@
-"""`Preprocess`: what happens to a picture before a model sees it, as a value that travels with the weights."""
+"""`Preprocess`: what happens to an image before a model sees it, as a value that travels with the weights."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -31,17 +31,17 @@ class Preprocess(Frozen):
     size: Pair = (224, 224)
     """Height and width of what the model sees."""
     resize: Literal["squash", "cover", "contain"] = "squash"
-    """`squash` gives up the aspect ratio; `cover` keeps it and lets the picture's edges be cropped; `contain` keeps it
+    """`squash` gives up the aspect ratio; `cover` keeps it and lets the image's edges be cropped; `contain` keeps it
     and fills the rest with the mean colour."""
     resize_to: Pair | None = None
-    """Height and width the picture is resized to (`squash`), has to cover, or is contained in, before the centre of
+    """Height and width the image is resized to (`squash`), has to cover, or is contained in, before the centre of
     `size` is cut out. None: `size` itself."""
     half: Literal["even", "down"] = "even"
     """Which way half a pixel goes when the centre is cut out: to the even number (timm, torchvision), or down
     (transformers)."""
     interpolation: Interpolation = "bilinear"
     channels: Positive = 3
-    """1 makes the picture grey, 3 colour."""
+    """1 makes the image grey, 3 colour."""
     mean: Numbers = HALF
     std: Numbers = HALF
 
@@ -63,7 +63,7 @@ class Preprocess(Frozen):
         return self
 
     def resized(self, size: tuple[int, int]) -> Self:
-        """Return the same preprocessing for another picture size; what is cropped keeps its share of the picture."""
+        """Return the same preprocessing for another image size; what is cropped keeps its share of the image."""
         if self.resize_to is None:
             return self.replace(size=size)
         sides = zip(size, self.size, self.resize_to, strict=True)
@@ -76,13 +76,13 @@ class Preprocess(Frozen):
         mean, std = ((sum(numbers) / len(numbers),) * channels for numbers in (self.mean, self.std))
         return self.replace(channels=channels, mean=mean, std=std)
 
-    def __call__(self, picture: Image.Image) -> "Tensor":
-        """Turn a picture into what the model takes: (channels, height, width), normalised."""
-        return self.normalise(self.pixels(picture))
+    def __call__(self, image: Image.Image) -> "Tensor":
+        """Turn an image into what the model takes: (channels, height, width), normalised."""
+        return self.normalise(self.pixels(image))
 
-    def pixels(self, picture: Image.Image) -> "Tensor":
-        """Resize and crop a picture: (channels, height, width), uint8."""
-        array = np.asarray(self._fit(self._coloured(picture)))
+    def pixels(self, image: Image.Image) -> "Tensor":
+        """Resize and crop an image: (channels, height, width), uint8."""
+        array = np.asarray(self._fit(self._coloured(image)))
         array = array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
         import torch
 
@@ -91,7 +91,7 @@ class Preprocess(Frozen):
     def fit(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Resize and crop decoded pixels (height, width, channels), of any number of channels."""
         if pixels.shape[2] != self.channels:
-            raise InputError(f"this model takes {self.channels} channels, and the picture has {pixels.shape[2]}")
+            raise InputError(f"this model takes {self.channels} channels, and the image has {pixels.shape[2]}")
         if self.channels == 3:
             return np.asarray(self._fit(Image.fromarray(pixels)))
         layers = [
@@ -109,50 +109,50 @@ class Preprocess(Frozen):
         shift = _by_channel([-m / s for m, s in zip(self.mean, self.std, strict=True)], pixels)
         return torch.addcmul(shift, pixels, factor)
 
-    def _coloured(self, picture: Image.Image) -> Image.Image:
+    def _coloured(self, image: Image.Image) -> Image.Image:
         if self.channels not in (1, 3):
             raise InputError(
-                f"this model takes {self.channels} channels, which a picture file does not have; give it a tensor"
+                f"this model takes {self.channels} channels, which an image file does not have; give it a tensor"
             )
         mode = "RGB" if self.channels == 3 else "L"
-        return picture if picture.mode == mode else picture.convert(mode)
+        return image if image.mode == mode else image.convert(mode)
 
-    def _resized(self, picture: Image.Image) -> Image.Image:
-        width, height = resized_size(picture.size, self.resize_to or self.size, self.resize)
-        if (width, height) == picture.size:
-            return picture
-        return picture.resize((width, height), Image.Resampling[self.interpolation.upper()])
+    def _resized(self, image: Image.Image) -> Image.Image:
+        width, height = resized_size(image.size, self.resize_to or self.size, self.resize)
+        if (width, height) == image.size:
+            return image
+        return image.resize((width, height), Image.Resampling[self.interpolation.upper()])
 
-    def _fit(self, picture: Image.Image, fill: float | None = None) -> Image.Image:
-        return self._cut(self._resized(picture), self.mean if fill is None else (fill,))
+    def _fit(self, image: Image.Image, fill: float | None = None) -> Image.Image:
+        return self._cut(self._resized(image), self.mean if fill is None else (fill,))
 
-    def _cut(self, picture: Image.Image, mean: tuple[float, ...]) -> Image.Image:
-        """Cut the centre out, after padding a picture that is too small."""
+    def _cut(self, image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
+        """Cut the centre out, after padding an image that is too small."""
         height, width = self.size
-        extra = max(0, height - picture.height), max(0, width - picture.width)
+        extra = max(0, height - image.height), max(0, width - image.width)
         if any(extra):
             colours = [round(255 * m) if self.resize == "contain" else 0 for m in mean]
             colour = tuple(colours) if len(colours) == 3 else colours[0]
-            larger = Image.new(picture.mode, (picture.width + extra[1], picture.height + extra[0]), colour)
-            larger.paste(picture, (extra[1] // 2, extra[0] // 2))
-            picture = larger
+            larger = Image.new(image.mode, (image.width + extra[1], image.height + extra[0]), colour)
+            larger.paste(image, (extra[1] // 2, extra[0] // 2))
+            image = larger
         halved = round if self.half == "even" else math.floor
-        top, left = halved((picture.height - height) / 2), halved((picture.width - width) / 2)
-        return picture.crop((left, top, left + width, top + height))
+        top, left = halved((image.height - height) / 2), halved((image.width - width) / 2)
+        return image.crop((left, top, left + width, top + height))
 
 
 def resized_size(
-    picture: tuple[int, int], box: tuple[int, int], mode: Literal["squash", "cover", "contain"]
+    image: tuple[int, int], box: tuple[int, int], mode: Literal["squash", "cover", "contain"]
 ) -> tuple[int, int]:
-    """Return the (width, height) a picture of (width, height) gets, for a box of (height, width).
+    """Return the (width, height) an image of (width, height) gets, for a box of (height, width).
 
     Fractions of a pixel are dropped when a square is covered, as torchvision does, and rounded else, as timm does.
     """
-    width, height = picture
+    width, height = image
     if mode == "squash":
         return box[1], box[0]
     if mode == "cover" and box[0] == box[1]:
-        short, long = sorted(picture)
+        short, long = sorted(image)
         longer = int(box[0] * long / short)
         return (box[0], longer) if width <= height else (longer, box[0])
     choose = min if mode == "cover" else max

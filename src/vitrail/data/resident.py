@@ -1,6 +1,6 @@
-"""Pictures that live on the device: small ones, all of them, read once; those to train on are varied there.
+"""Images that live on the device: small ones, all of them, read once; those to train on are varied there.
 
-What is drawn for a position of the stream is what would be drawn for a picture read from a file; workers draw it, and
+What is drawn for a position of the stream is what would be drawn for an image read from a file; workers draw it, and
 send nothing but numbers.
 """
 
@@ -21,7 +21,7 @@ from vitrail.data.augmentation.filling import Rooms, filled, rooms_for
 from vitrail.data.augmentation.mixing import draw_mix
 from vitrail.data.augmentation.on_device import carry_out, check_on_device
 from vitrail.data.augmentation.orders import Orders, write_orders
-from vitrail.data.batches import BadPicture, Batch, Evaluation, Training, evaluation_batches, made_ahead
+from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, made_ahead
 from vitrail.data.parcel import Parcel, Slot
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
@@ -33,7 +33,7 @@ REPLAYED = True
 """Whether a CUDA device replays what it did for the batch before, launched at once in place of kernel by kernel
 (docs/lab/gpu.md)."""
 MOST_DRAWING = 4
-"""How many workers draw: one draws tens of thousands of pictures a second, and more only take memory."""
+"""How many workers draw: one draws tens of thousands of images/s, and more only take memory."""
 MOST_BYTES = 32 * 2**30
 """More than this is not a small data set; a GPU has better use for its memory."""
 
@@ -57,7 +57,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Planning(Dataset[Any]):
-    """What a worker does: everything random of a step's pictures, drawn and written down for the device."""
+    """What a worker does: everything random of a step's images, drawn and written down for the device."""
 
     training: Training
     rooms: Rooms | None = None
@@ -73,7 +73,7 @@ class Planning(Dataset[Any]):
             for position in positions
         ]
         plans = plans if self.rooms is None else filled(plans, self.rooms)
-        indices = data.stream.pictures_at(positions)
+        indices = data.stream.images_at(positions)
         indices = np.concatenate([indices, np.repeat(indices[:1], len(plans) - len(indices))])
         parcel = Parcel()
         orders = write_orders(plans, size, parcel)
@@ -87,7 +87,7 @@ class Resident:
     def __init__(self, training: Training, device: torch.device, workers: int) -> None:
         check_on_device(training.augmentation)
         self.training, self.device, self.workers = training, device, workers
-        self.bad: list[BadPicture] = []
+        self.bad: list[BadImage] = []
         self.pixels, stand_ins = self._read(device)
         self.stand_ins = stand_ins.to(device)
         self.labels = torch.from_numpy(training.source.labels.astype(np.int64)).to(device)
@@ -109,7 +109,7 @@ class Resident:
         Not by a thread: it would take Python from the caller, who has more to do for a step than this for a batch.
         """
         side, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-        side.wait_stream(here)  # on which the pictures are still being sent
+        side.wait_stream(here)  # on which the images are still being sent
         for one in planned:
             with torch.cuda.stream(side):
                 batch, done = self.make(one), side.record_event()
@@ -150,12 +150,12 @@ class Resident:
         return rooms_for(data.augmentation, data.preprocess.size, len(data.stream.positions(0, data.share)))
 
     def _read(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return all pictures, and for each which one is shown in its place: itself, if it can be read."""
+        """Return all images, and for each which one is shown in its place: itself, if it can be read."""
         source, preprocess = self.training.source, self.training.preprocess
         shape = (len(source), preprocess.channels, *preprocess.size)
         if _bytes(len(source), preprocess) > MOST_BYTES:
             raise ConfigError(
-                f"{len(source):,} pictures of {preprocess.size[0]}×{preprocess.size[1]} pixels are too many to live on "
+                f"{len(source):,} images of {preprocess.size[0]}×{preprocess.size[1]} pixels are too many to live on "
                 f"the device; use data.on_device = false"
             )
         pixels = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -166,7 +166,7 @@ class Resident:
             there[batch.indices] = True
             self.bad += batch.bad
         if not there.any():
-            raise DataError("none of the pictures can be read; look at them with vitrail check")
+            raise DataError("none of the images can be read; look at them with vitrail check")
         return pixels, _next_readable(there)
 
 
@@ -175,7 +175,7 @@ class _Recording:
 
     def __init__(self, compute: Callable[[Layout, Tensor], Batch], layout: Layout, memory: Tensor) -> None:
         self.memory, self.graph = memory, torch.cuda.CUDAGraph()
-        # Only what this thread does is recorded; another one may be sending pictures.
+        # Only what this thread does is recorded; another one may be sending images.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.made = compute(layout, self.memory)
 
@@ -221,12 +221,12 @@ def _pinned(memory: Tensor) -> Tensor:
     return pinned
 
 
-def _bytes(pictures: int, preprocess: Preprocess) -> int:
-    return pictures * preprocess.channels * math.prod(preprocess.size)
+def _bytes(images: int, preprocess: Preprocess) -> int:
+    return images * preprocess.channels * math.prod(preprocess.size)
 
 
 def _next_readable(there: Tensor) -> Tensor:
-    """Return for each picture itself or the next one that is there, the first after the last."""
+    """Return for each image itself or the next one that is there, the first after the last."""
     readable = there.nonzero().flatten()
     place = torch.searchsorted(readable, torch.arange(len(there)))
     return readable[place % len(readable)]

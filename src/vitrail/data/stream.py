@@ -1,7 +1,7 @@
-"""The stream: which picture stands at which position, for ever, as a pure function of the seed.
+"""The stream: which image stands at which position, for ever, as a pure function of the seed.
 
     step s takes positions [s·B, (s+1)·B)
-    position p is picture shuffle(epoch)[p % n] of epoch p // n
+    position p is image shuffle(epoch)[p % n] of epoch p // n
 
 Nothing here remembers anything: any step of any run can be worked out by itself, so a run that stops goes on where it
 was at no cost, and every split over processes, micro-batches and workers sees the same stream.
@@ -38,29 +38,29 @@ WHOLE = Share()
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """An endless stream of pictures for training."""
+    """An endless stream of images for training."""
 
-    pictures: int
+    images: int
     batch: int
     seed: int = 0
     repeats: int = 1
-    """How often a batch shows the same picture, each time cut anew (repeated augmentation, arXiv 1902.05509)."""
+    """How often a batch shows the same image, each time cut anew (repeated augmentation, arXiv 1902.05509)."""
     balance: Labels | None = None
-    """The class of every picture, where every class is to be seen equally often; None shows every picture equally
+    """The class of every image, where every class is to be seen equally often; None shows every image equally
     often."""
 
     def __post_init__(self) -> None:
-        if self.pictures < 1:
-            raise DataError("there are no pictures to train on")
+        if self.images < 1:
+            raise DataError("there are no images to train on")
         if self.repeats < 1 or not 0 <= self.seed < 2**63:
             raise ConfigError(f"repeats is {self.repeats} and seed is {self.seed}; use 1 or more, and 0 to 2⁶³ - 1")
         if self.batch < 1 or self.batch % self.repeats:
             raise ConfigError(
-                f"a batch of {self.batch} cannot show every picture {self.repeats} times; use a multiple of "
+                f"a batch of {self.batch} cannot show every image {self.repeats} times; use a multiple of "
                 f"{self.repeats}"
             )
-        if self.balance is not None and len(self.balance) != self.pictures:
-            raise DataError(f"{len(self.balance)} labels for {self.pictures} pictures; give one for each")
+        if self.balance is not None and len(self.balance) != self.images:
+            raise DataError(f"{len(self.balance)} labels for {self.images} images; give one for each")
 
     def positions(self, step: int, share: Share = WHOLE) -> Numbers:
         """Return the positions of a step, or of one of the contiguous, equal shares it is cut into."""
@@ -72,35 +72,35 @@ class Stream:
         first = step * self.batch + share.part * size
         return np.arange(first, first + size, dtype=np.int64)
 
-    def pictures_at(self, positions: Numbers) -> Numbers:
-        """Return which pictures stand at these positions."""
-        # The copies of a picture stand a whole round apart, so that neighbours, which mixing pairs, are different.
+    def images_at(self, positions: Numbers) -> Numbers:
+        """Return which images stand at these positions."""
+        # The copies of an image stand a whole round apart, so that neighbours, which mixing pairs, are different.
         own = self.batch // self.repeats
         rounds = positions // self.batch * own + positions % self.batch % own
         if self.balance is not None:
             return np.array([self._balanced(int(place)) for place in rounds], dtype=np.int64)
-        epochs, places = np.divmod(rounds, self.pictures)
+        epochs, places = np.divmod(rounds, self.images)
         found = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = shuffle(self.seed, int(epoch), self.pictures)[places[here]]
+            found[here] = shuffle(self.seed, int(epoch), self.images)[places[here]]
         return found
 
     def epoch(self, step: int) -> float:
-        """Return how often every picture was shown (the repeats counted once) before a step."""
-        return step * (self.batch // self.repeats) / self.pictures
+        """Return how often every image was shown (the repeats counted once) before a step."""
+        return step * (self.batch // self.repeats) / self.images
 
     @cached_property
     def _members(self) -> list[Numbers]:
-        """The pictures of each class that has any."""
-        labels = self.balance if self.balance is not None else np.zeros(self.pictures, np.int64)
+        """The images of each class that has any."""
+        labels = self.balance if self.balance is not None else np.zeros(self.images, np.int64)
         order = np.argsort(labels, kind="stable")
         order = order[labels[order] >= 0]  # of no class
         starts = np.flatnonzero(np.diff(labels[order])) + 1
         return np.split(order, starts)
 
     def _balanced(self, place: int) -> int:
-        """Go through the classes in rounds, each round in another order, and through each class's own pictures."""
+        """Go through the classes in rounds, each round in another order, and through each class's own images."""
         turn, slot = divmod(place, len(self._members))
         number = int(self._kept("classes", turn, len(self._members))[slot])
         own = self._members[number]
@@ -119,7 +119,7 @@ class Stream:
         return {}
 
 
-def shuffle(seed: int, epoch: int, length: int, what: str = "pictures") -> Numbers:
+def shuffle(seed: int, epoch: int, length: int, what: str = "images") -> Numbers:
     """Return the numbers 0 … length - 1 in the order of an epoch."""
     return _epoch_order(seed, epoch, length, what)
 
@@ -136,6 +136,6 @@ def _shuffle(seed: int, epoch: int, length: int, what: str) -> Numbers:
 _epoch_order = lru_cache(maxsize=2)(_shuffle)
 
 
-def evaluation_share(pictures: int, share: Share) -> range:
-    """Return the pictures that one of several processes scores: all of them, each exactly once, as even as can be."""
-    return range(pictures * share.part // share.parts, pictures * (share.part + 1) // share.parts)
+def evaluation_share(images: int, share: Share) -> range:
+    """Return the images that one of several processes scores: all of them, each exactly once, as even as can be."""
+    return range(images * share.part // share.parts, images * (share.part + 1) // share.parts)

@@ -1,1 +1,1 @@
-"""A bundle and a picture to maps that show what the model looks at."""
+"""A bundle and an image to maps that show what the model looks at."""

@@ -1,4 +1,4 @@
-"""`explain`: what a bundle looks at in pictures."""
+"""`explain`: what a bundle looks at in images."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.data.given import Item, Picture, fitted, is_one, item_of, name_of, no_picture
+from vitrail.data.given import ImageInput, Item, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
 from vitrail.evaluation import in_use
@@ -31,7 +31,7 @@ Each = Literal["heads", "layers"]
 @overload
 def explain(  # type: ignore[overload-overlap]  # a text is a path, not several letters
     bundle: Bundle | str | Path,
-    pictures: Picture,
+    images: ImageInput,
     *,
     method: Method = "relevance",
     layer: int | None = None,
@@ -47,7 +47,7 @@ def explain(  # type: ignore[overload-overlap]  # a text is a path, not several 
 @overload
 def explain(
     bundle: Bundle | str | Path,
-    pictures: Iterable[Picture],
+    images: Iterable[ImageInput],
     *,
     method: Method = "relevance",
     layer: int | None = None,
@@ -62,7 +62,7 @@ def explain(
 
 def explain(
     bundle: Bundle | str | Path,
-    pictures: Picture | Iterable[Picture],
+    images: ImageInput | Iterable[ImageInput],
     *,
     method: Method = "relevance",
     layer: int | None = None,
@@ -73,7 +73,7 @@ def explain(
     discard: float = 0.0,
     device: str = "auto",
 ) -> Explanation | list[Explanation]:
-    """Show what a model looks at in a picture, or in each of several: `explain("runs/pets/best", "cat.jpg").overlay()`.
+    """Show what a model looks at in an image, or in each of several: `explain("runs/pets/best", "cat.jpg").overlay()`.
 
     `method` is one of: attention (the weights of `layer` and `head`, or the heads' mean, for the token `query`),
     rollout (all layers multiplied; `fuse` is mean, max or min of the heads, `discard` the share of smallest weights
@@ -84,13 +84,13 @@ def explain(
     """
     wanted = Wanted(method, layer, head, query, fuse, discard)
     explainer = Explainer(bundle, wanted, target=target, device=device)
-    if is_one(pictures):
-        return explainer.explain(item_of(pictures, explainer.channels), name_of(pictures, None))
-    if not isinstance(pictures, Iterable):
-        raise no_picture(pictures)
+    if is_one(images):
+        return explainer.explain(item_of(images, explainer.channels), name_of(images, None))
+    if not isinstance(images, Iterable):
+        raise no_image(images)
     return [
-        explainer.explain(_named_item(picture, number, explainer.channels), name_of(picture, number))
-        for number, picture in enumerate(pictures)
+        explainer.explain(_named_item(image, number, explainer.channels), name_of(image, number))
+        for number, image in enumerate(images)
     ]
 
 
@@ -111,7 +111,7 @@ class _Told(NamedTuple):
 
 
 class Explainer:
-    """A bundle made ready to be explained in one way, one picture after another."""
+    """A bundle made ready to be explained in one way, one image after another."""
 
     def __init__(
         self, bundle: Bundle | str | Path, wanted: Wanted, *, target: str | int | None = None, device: str = "auto"
@@ -124,16 +124,16 @@ class Explainer:
         self.model = opened.model.to(self.device)
         opened.announce()
 
-    def explain(self, item: Item, name: str = "the picture") -> Explanation:
-        """Explain one picture; `name` is for messages."""
+    def explain(self, item: Item, name: str = "the image") -> Explanation:
+        """Explain one image; `name` is for messages."""
         seen, pixels = self._prepared(item, name)
         with in_use(self.model):
             told = self._told(pixels)
             map = explain_pixels(self.model, pixels, self.wanted, told.target)[0]
         return self._explanation(map, seen, told)
 
-    def grid(self, item: Item, each: Each, name: str = "the picture") -> list[Tile]:
-        """Explain one picture for every head of the layer, or for every layer."""
+    def grid(self, item: Item, each: Each, name: str = "the image") -> list[Tile]:
+        """Explain one image for every head of the layer, or for every layer."""
         check_grid(self.wanted, each)
         seen, pixels = self._prepared(item, name)
         with in_use(self.model):
@@ -150,13 +150,13 @@ class Explainer:
         return [Tile(f"{unit} {i}", self._explanation(map, seen, told)) for i, map in enumerate(maps)]
 
     def _prepared(self, item: Item, name: str) -> tuple[Image.Image, Tensor]:
-        """Read a picture: what the model sees, to look at, and as it is given to the model."""
+        """Read an image: what the model sees, to look at, and as it is given to the model."""
         try:
             crop = fitted(item, self.bundle.preprocess)
         except VitrailError as error:
             raise type(error)(f"{name}: {error}") from None
         pixels = torch.from_numpy(np.array(crop)).permute(2, 0, 1)[None].to(self.device)
-        return as_picture(crop), self.bundle.preprocess.normalise(pixels)
+        return as_image(crop), self.bundle.preprocess.normalise(pixels)
 
     @torch.no_grad()
     def _told(self, pixels: Tensor) -> "_Told":
@@ -213,20 +213,20 @@ def read_class(target: str | int, bundle: Bundle) -> int:
     return number
 
 
-def as_picture(pixels: Pixels) -> Image.Image:
-    """Make pixels (height, width, channels) a picture to look at; of unusual channels, the mean in grey."""
+def as_image(pixels: Pixels) -> Image.Image:
+    """Make pixels (height, width, channels) an image to look at; of unusual channels, the mean in grey."""
     if pixels.shape[2] == 3:
         return Image.fromarray(pixels)
     grey = pixels.mean(axis=2).round().astype(np.uint8)
     return Image.fromarray(grey).convert("RGB")
 
 
-def _named_item(picture: object, number: int, channels: int) -> Item:
-    """Read what was given as one of many; what is no picture is refused with its number."""
+def _named_item(image: object, number: int, channels: int) -> Item:
+    """Read what was given as one of many; what is no image is refused with its number."""
     try:
-        return item_of(picture, channels)
+        return item_of(image, channels)
     except VitrailError as error:
-        raise type(error)(f"{name_of(picture, number)}: {error}") from None
+        raise type(error)(f"{name_of(image, number)}: {error}") from None
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""`Explanation`: a map of what a model looked at, with the picture it belongs to."""
+"""`Explanation`: a map of what a model looked at, with the image it belongs to."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from vitrail.evaluation import percent
 from vitrail.explanations.overlay import beside, captioned, enlarged, overlay
 from vitrail.explanations.wanted import Method
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 OPACITY = 0.6
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation:
-    """What a model looked at in one picture."""
+    """What a model looked at in one image."""
 
     map: NDArray[np.float32]
     """(rows, columns) on the grid of patches; (rows, columns, 3), colours from 0 to 1, for pca."""
-    picture: Image.Image
-    """What the model saw: the picture after resizing and cropping, in RGB."""
+    image: Image.Image
+    """What the model saw: the image after resizing and cropping, in RGB."""
     method: Method
     target: str | int | None = None
     """The class that is explained: its name, or its number where the bundle has no names; None for other methods."""
@@ -43,15 +43,15 @@ class Explanation:
         return f"Explanation({self.method}{of}: {self.map.shape[0]}×{self.map.shape[1]} patches)"
 
     def overlay(self, opacity: float = OPACITY, side: int | None = None) -> Image.Image:
-        """Return the picture with the map laid over it, from the least of the map (dark) to the most (light).
+        """Return the image with the map laid over it, from the least of the map (dark) to the most (light).
 
-        `side` is the length of the longer side in pixels. None: that of the picture, or 224 if it is smaller.
+        `side` is the length of the longer side in pixels. None: that of the image, or 224 if it is smaller.
         """
-        return overlay(self.picture, self.map, opacity, side)
+        return overlay(self.image, self.map, opacity, side)
 
     def side_by_side(self, opacity: float = OPACITY, side: int | None = None) -> Image.Image:
-        """Return the picture and beside it the overlay."""
-        return beside([enlarged(self.picture, side), self.overlay(opacity, side)])
+        """Return the image and beside it the overlay."""
+        return beside([enlarged(self.image, side), self.overlay(opacity, side)])
 
     @property
     def caption(self) -> str:
@@ -77,16 +77,14 @@ class Explanation:
         target = Path(path)
         if target.suffix.lower() == ".npy":
             return save_array(self.map, target, overwrite=overwrite)
-        if target.suffix.lower() not in PICTURES:
+        if target.suffix.lower() not in IMAGES:
             raise ConfigError(
-                f"{target} does not end as a picture or an array does; use one of {', '.join(PICTURES)} or .npy"
+                f"{target} does not end as an image or an array does; use one of {', '.join(IMAGES)} or .npy"
             )
-        return save_picture(captioned(self.side_by_side(), self.caption), target, notes=self.notes, overwrite=overwrite)
+        return save_image(captioned(self.side_by_side(), self.caption), target, notes=self.notes, overwrite=overwrite)
 
 
-def save_picture(
-    picture: Image.Image, target: Path, *, overwrite: bool, notes: Mapping[str, str] | None = None
-) -> Path:
+def save_image(image: Image.Image, target: Path, *, overwrite: bool, notes: Mapping[str, str] | None = None) -> Path:
     """Write an image, all or nothing; a PNG also holds `notes`."""
     options: dict[str, Any] = {}
     if notes and target.suffix.lower() == ".png":
@@ -94,7 +92,7 @@ def save_picture(
         for key, value in notes.items():
             options["pnginfo"].add_itxt(f"vitrail:{key}", value)
     with whole_file(target, overwrite=overwrite) as temporary:
-        picture.save(temporary, **options)
+        image.save(temporary, **options)
     return target
 
 

@@ -12,7 +12,7 @@ from vitrail.errors import ConfigError
 from vitrail.explanations.wanted import Wanted
 
 LONGEST = 120
-"""Bytes of a picture's name that are kept; file systems allow 255 in all."""
+"""Bytes of an image's name that are kept; file systems allow 255 in all."""
 LONGEST_CHOICE = 40
 """Letters of a class's or a token's name that are kept."""
 _TROUBLE = re.compile(r"[^\w.+=@-]+")
@@ -20,9 +20,9 @@ _RESERVED = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECAS
 
 
 class Outputs(NamedTuple):
-    """The files of one picture."""
+    """The files of one image."""
 
-    picture: Path
+    image: Path
     array: Path | None
 
 
@@ -45,7 +45,7 @@ def ending_of(wanted: Wanted, target: str | None, grid: str | None) -> str:
 
 
 def plan_outputs(names: Sequence[bytes], folder: Path, ending: str, *, arrays: bool, overwrite: bool) -> list[Outputs]:
-    """Choose the files for pictures of these names; one that exists is refused unless it may be overwritten."""
+    """Choose the files for images of these names; one that exists is refused unless it may be overwritten."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise ConfigError(f"{folder} is a file, and what would be written goes into a folder; choose another --out")
     taken: set[str] = set()
@@ -65,7 +65,7 @@ def plan_outputs(names: Sequence[bytes], folder: Path, ending: str, *, arrays: b
 
 
 def safe_name(name: bytes) -> str:
-    """Make a picture's name one that a file may have anywhere.
+    """Make an image's name one that a file may have anywhere.
 
     >>> safe_name(b"photos/my cat?.jpg")
     'my_cat_'
@@ -74,4 +74,4 @@ def safe_name(name: bytes) -> str:
     stem, dot, suffix = last.rpartition(".")
     kept = _TROUBLE.sub("_", stem if dot and suffix.lower() in SUFFIXES else last).lstrip(".")
     kept = kept.encode("utf-8", "ignore")[:LONGEST].decode("utf-8", "ignore")
-    return f"_{kept}" if _RESERVED.fullmatch(kept) else kept or "picture"
+    return f"_{kept}" if _RESERVED.fullmatch(kept) else kept or "image"

@@ -22,7 +22,7 @@ Part = TypeVar("Part", bound=nn.Module)
 def gradcam_maps(
     model: ViT, pixels: Tensor, target: int | Tensor, layer: int | None = None, query: Query | None = None
 ) -> Tensor:
-    """Return how much each patch speaks for class `target`, a number or one for each picture: (B, rows, columns).
+    """Return how much each patch speaks for class `target`, a number or one for each image: (B, rows, columns).
 
     With `layer`, the features are what that layer's attention reads.
     """

@@ -1,4 +1,4 @@
-"""Maps as pictures: colours for numbers, laid over the picture that was explained."""
+"""Maps as images: colours for numbers, laid over the image that was explained."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ Floats = NDArray[np.floating[Any]]
 HEAT = ((26, 22, 66), (82, 31, 122), (152, 42, 121), (214, 71, 92), (246, 124, 62), (252, 184, 66), (253, 244, 170))
 """From the least to the most; each is lighter than the one before, so that it also reads in grey."""
 LEAST_SIDE = 224
-"""Smaller pictures, such as digits of 8×8 pixels, are enlarged to this to be seen."""
+"""Smaller images, such as digits of 8×8 pixels, are enlarged to this to be seen."""
 GAP = 8
 LABEL, CAPTION, MOST_LETTERS = 26, 36, 400
 PAPER, INK = "#ffffff", "#22211f"
@@ -34,56 +34,56 @@ def stretched(numbers: Floats) -> Floats:
     return (numbers - low) / (high - low) if high > low else np.zeros_like(numbers)
 
 
-def enlarged(picture: Image.Image, side: int | None) -> Image.Image:
-    """Return a picture whose longer side is `side`; None leaves it as it is, unless it is too small to be seen."""
-    longer = max(picture.size)
+def enlarged(image: Image.Image, side: int | None) -> Image.Image:
+    """Return an image whose longer side is `side`; None leaves it as it is, unless it is too small to be seen."""
+    longer = max(image.size)
     if side is not None and side < 1:
-        raise ConfigError(f"side is {side}; it is the longer side of the picture in pixels, 1 or more")
+        raise ConfigError(f"side is {side}; it is the longer side of the image in pixels, 1 or more")
     wanted = max(longer, LEAST_SIDE) if side is None else side
     if wanted == longer:
-        return picture
-    size = tuple(max(1, round(length * wanted / longer)) for length in picture.size)
+        return image
+    size = tuple(max(1, round(length * wanted / longer)) for length in image.size)
     # Pixels that are few stay squares, which is what the model sees; others are smoothed.
     kind = Image.Resampling.NEAREST if wanted >= 4 * longer else Image.Resampling.BICUBIC
-    return picture.resize((size[0], size[1]), kind)
+    return image.resize((size[0], size[1]), kind)
 
 
-def overlay(picture: Image.Image, map: Floats, opacity: float, side: int | None) -> Image.Image:
-    """Lay a map (rows, columns), or colours (rows, columns, 3) from 0 to 1, over a picture."""
+def overlay(image: Image.Image, map: Floats, opacity: float, side: int | None) -> Image.Image:
+    """Lay a map (rows, columns), or colours (rows, columns, 3) from 0 to 1, over an image."""
     if not 0 <= opacity <= 1:
-        raise ConfigError(f"opacity is {opacity}; it goes from 0, the picture alone, to 1, the map alone")
-    ground = enlarged(picture, side)
+        raise ConfigError(f"opacity is {opacity}; it goes from 0, the image alone, to 1, the map alone")
+    ground = enlarged(image, side)
     layers = [map] if map.ndim == 2 else list(map.transpose(2, 0, 1))
     smooth = [_resized(layer if map.ndim == 3 else stretched(layer), ground.size) for layer in layers]
     colours = heat(smooth[0]) if map.ndim == 2 else (255 * np.stack(smooth, axis=-1)).round().astype(np.uint8)
-    # The picture turns grey as the map covers it, so that what has a colour has it from the map.
+    # The image turns grey as the map covers it, so that what has a colour has it from the map.
     grey = Image.blend(ground, ground.convert("L").convert("RGB"), opacity)
     return Image.blend(grey, Image.fromarray(colours), opacity)
 
 
-def beside(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Put pictures of one height side by side."""
-    width = sum(picture.width for picture in pictures) + GAP * (len(pictures) - 1)
-    sheet = Image.new("RGB", (width, pictures[0].height), PAPER)
+def beside(images: Sequence[Image.Image]) -> Image.Image:
+    """Put images of one height side by side."""
+    width = sum(image.width for image in images) + GAP * (len(images) - 1)
+    sheet = Image.new("RGB", (width, images[0].height), PAPER)
     left = 0
-    for picture in pictures:
-        sheet.paste(picture, (left, 0))
-        left += picture.width + GAP
+    for image in images:
+        sheet.paste(image, (left, 0))
+        left += image.width + GAP
     return sheet
 
 
-def tiled(pictures: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
-    """Put pictures of one size on a sheet, row by row, each with its label above it."""
-    columns = min(len(pictures), max(4, round(len(pictures) ** 0.5)))
-    width, height = pictures[0].width + GAP, pictures[0].height + LABEL
-    rows = -(-len(pictures) // columns)
+def tiled(images: Sequence[Image.Image], labels: Sequence[str]) -> Image.Image:
+    """Put images of one size on a sheet, row by row, each with its label above it."""
+    columns = min(len(images), max(4, round(len(images) ** 0.5)))
+    width, height = images[0].width + GAP, images[0].height + LABEL
+    rows = -(-len(images) // columns)
     sheet = Image.new("RGB", (columns * width + GAP, rows * height + GAP), PAPER)
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=16)
-    for number, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         row, column = divmod(number, columns)
         left, top = GAP + column * width, row * height
         pen.text((left, top + LABEL - 4), label, fill=INK, font=font, anchor="ls")
-        sheet.paste(picture, (left, top + LABEL))
+        sheet.paste(image, (left, top + LABEL))
     return sheet
 
 
@@ -112,7 +112,7 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _resized(numbers: Floats, size: tuple[int, int]) -> Floats:
-    """Bring a map to the size of a picture, each number in the middle of its patch; what overshoots between is cut."""
+    """Bring a map to the size of an image, each number in the middle of its patch; what overshoots between is cut."""
     image = Image.fromarray(np.ascontiguousarray(numbers, np.float32))
     larger: Floats = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
     return larger.clip(0, 1)

@@ -12,7 +12,7 @@ def pca_maps(model: ViT, pixels: Tensor, layer: int | None = None) -> Tensor:
     """Return the patches' features after a layer (and the final norm) as colours from 0 to 1: (B, rows, columns, 3)."""
     check_ready(model)
     grid = model.features(pixels, layer=layer, as_grid=True).tokens
-    colours = [as_colours(picture.flatten(1).T) for picture in grid]
+    colours = [as_colours(image.flatten(1).T) for image in grid]
     return torch.stack(colours).reshape(len(grid), *model.config.grid, 3).to(pixels.device)
 
 

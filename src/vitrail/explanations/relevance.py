@@ -19,7 +19,7 @@ from vitrail.models.vit import ViT
 
 
 def relevance(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | None = None) -> Tensor:
-    """Return how much each token speaks for class `target`, a number or one for each picture: (B, T).
+    """Return how much each token speaks for class `target`, a number or one for each image: (B, T).
 
     `query` says whose answer is explained where every token has one (pool none).
     """
@@ -61,7 +61,7 @@ def positive_part(gradient: Tensor, weights: Tensor) -> Tensor:
 
 
 def class_score(logits: Tensor, target: int | Tensor, config: ViTConfig, query: Query | None = None) -> Tensor:
-    """Return the sum, over pictures, of the score of class `target`; its gradient is each picture's own."""
+    """Return the sum, over images, of the score of class `target`; its gradient is each image's own."""
     check_has_classes(config)
     chosen = torch.as_tensor(target, device=logits.device).expand(len(logits))
     if not bool(((chosen >= 0) & (chosen < config.classes)).all()):

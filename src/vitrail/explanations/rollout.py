@@ -69,7 +69,7 @@ def fuse_heads(weights: Tensor, fuse: Fuse) -> Tensor:
 
 
 def discard_smallest(matrix: Tensor, share: float) -> Tensor:
-    """Set the smallest `share` of each picture's (B, Q, T) weights to 0."""
+    """Set the smallest `share` of each image's (B, Q, T) weights to 0."""
     count = int(share * matrix[0].numel())
     if not count:
         return matrix

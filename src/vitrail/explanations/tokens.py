@@ -27,7 +27,7 @@ def default_query(config: ViTConfig) -> str:
 
 
 def read_query(query: Query, config: ViTConfig) -> Tensor:
-    """Return a question's row of weights over the tokens, (T,); `pool`, whose row the picture decides, is refused."""
+    """Return a question's row of weights over the tokens, (T,); `pool`, whose row the image decides, is refused."""
     if query == "mean":
         return pooled_tokens(config)
     return torch.zeros(config.tokens).index_fill(0, torch.tensor(read_token(query, config)), 1)

@@ -85,7 +85,7 @@ class Wanted:
 def explain_pixels(model: ViT, pixels: Tensor, wanted: Wanted, target: int | Tensor | None = None) -> Tensor:
     """Return the maps (B, rows, columns), of colours (B, rows, columns, 3) for pca, of normalised pixels (B, C, H, W).
 
-    `target` is the class to explain, one number or one for each picture.
+    `target` is the class to explain, one number or one for each image.
     """
     match wanted.method:
         case "attention":

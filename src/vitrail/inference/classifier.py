@@ -1,4 +1,4 @@
-"""`Classifier`: a bundle made ready to say what is in pictures."""
+"""`Classifier`: a bundle made ready to say what is in images."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import default_workers
-from vitrail.data.given import Picture, fitted, is_one, item_of, name_of, no_picture
+from vitrail.data.given import ImageInput, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, VitrailError
@@ -29,13 +29,13 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model says of one picture: the likeliest classes, the likeliest first."""
+    """What a model says of one image: the likeliest classes, the likeliest first."""
 
     names: tuple[str, ...] = ()
     """The numbers of the classes, as text, where the bundle has no names."""
     probabilities: tuple[float, ...] = ()
     error: str | None = None
-    """Why there is no answer, where the picture could not be read and errors are kept."""
+    """Why there is no answer, where the image could not be read and errors are kept."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Answer:
 
 
 class Classifier:
-    """A model that says what is in pictures: `Classifier("runs/pets/best")("cat.jpg")`.
+    """A model that says what is in images: `Classifier("runs/pets/best")("cat.jpg")`.
 
     `bundle` is one that is open, or whatever `vitrail.load` opens; its model goes to the device. `engine` says what
     computes, or is an open engine; `precision` says in which numbers: float32 gives what the library gives that the
@@ -95,40 +95,40 @@ class Classifier:
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a text is a path, not several letters
-        self, pictures: Picture, *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
+        self, images: ImageInput, *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
     ) -> Answer: ...
 
     @overload
     def predict(
-        self, pictures: Iterable[Picture], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
+        self, images: Iterable[ImageInput], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
     ) -> list[Answer]: ...
 
     def predict(
-        self, pictures: Picture | Iterable[Picture], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
+        self, images: ImageInput | Iterable[ImageInput], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
     ) -> Answer | list[Answer]:
-        """Return the answer for one picture, or the list of answers for many.
+        """Return the answer for one image, or the list of answers for many.
 
         `top` is how many classes an answer has, if there are so many. What cannot be read raises an error that says
-        which picture it is; with `errors="keep"` the error is in its answer.
+        which image it is; with `errors="keep"` the error is in its answer.
         """
         check_counts(top, batch)
         if errors not in get_args(Errors):
             raise ConfigError(f"errors is {errors!r}; choose 'raise' or 'keep'")
-        if is_one(pictures):
-            return self._answer([pictures], [name_of(pictures, None)], top, errors, map)[0]
-        if not isinstance(pictures, Iterable):
-            raise no_picture(pictures)
+        if is_one(images):
+            return self._answer([images], [name_of(images, None)], top, errors, map)[0]
+        if not isinstance(images, Iterable):
+            raise no_image(images)
         answers: list[Answer] = []
-        given = iter(pictures)
+        given = iter(images)
         with ThreadPoolExecutor(default_workers()) as pool:
             while some := list(islice(given, batch)):
-                names = [name_of(picture, len(answers) + number) for number, picture in enumerate(some)]
+                names = [name_of(image, len(answers) + number) for number, image in enumerate(some)]
                 answers += self._answer(some, names, top, errors, pool.map)
         return answers
 
     __call__ = predict
 
-    def answers(self, pixels: Tensor, top: int, name: Callable[[int], str] = "picture {}".format) -> list[Answer]:
+    def answers(self, pixels: Tensor, top: int, name: Callable[[int], str] = "image {}".format) -> list[Answer]:
         """Return the answers for pixels (B, C, H, W) as `fitted` makes them; `name` is for messages."""
         if not len(pixels):
             return []
@@ -145,12 +145,12 @@ class Classifier:
         ]
 
     def _answer(
-        self, pictures: Sequence[object], names: Sequence[str], top: int, errors: Errors, run: Callable[..., Any]
+        self, images: Sequence[object], names: Sequence[str], top: int, errors: Errors, run: Callable[..., Any]
     ) -> list[Answer]:
-        # What is given twice is read once: Pillow's pictures must not be decoded by two threads at a time.
-        different = {id(picture): picture for picture in pictures}
+        # What is given twice is read once: Pillow's images must not be decoded by two threads at a time.
+        different = {id(image): image for image in images}
         made_of = dict(zip(different, run(self._ready, different.values()), strict=True))
-        ready: list[Pixels | VitrailError] = [made_of[id(picture)] for picture in pictures]
+        ready: list[Pixels | VitrailError] = [made_of[id(image)] for image in images]
         good: list[Pixels] = []
         readable: list[str] = []
         for name, made in zip(names, ready, strict=True):
@@ -163,9 +163,9 @@ class Classifier:
         found = iter(self.answers(pixels, top, readable.__getitem__))
         return [Answer(error=str(made)) if isinstance(made, VitrailError) else next(found) for made in ready]
 
-    def _ready(self, picture: object) -> Pixels | VitrailError:
+    def _ready(self, image: object) -> Pixels | VitrailError:
         try:
-            return fitted(item_of(picture, self.preprocess.channels), self.preprocess)
+            return fitted(item_of(image, self.preprocess.channels), self.preprocess)
         except VitrailError as error:
             return error
 

@@ -1,4 +1,4 @@
-"""`embed`: the features of many pictures, written to a file."""
+"""`embed`: the features of many images, written to a file."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from vitrail._version import __version__
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import check_target, whole_file
-from vitrail.data.batches import BadPicture
-from vitrail.data.sources.choosing import choose_pictures, recorded_split
+from vitrail.data.batches import BadImage
+from vitrail.data.sources.choosing import choose_images, recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
 from vitrail.inference.feature_files import (
@@ -44,9 +44,9 @@ class Embedded(NamedTuple):
     names: Path | None
     """The file with the names and labels; None where they are in the output itself."""
     shape: tuple[int, ...]
-    """Of all features together: pictures first."""
-    bad: tuple[BadPicture, ...]
-    """The pictures that could not be read, and have no row."""
+    """Of all features together: images first."""
+    bad: tuple[BadImage, ...]
+    """The images that could not be read, and have no row."""
 
 
 def embed(
@@ -67,16 +67,16 @@ def embed(
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Embedded:
-    """Write the features of pictures to a .parquet, .npy or .safetensors file, a row for each, in their order.
+    """Write the features of images to a .parquet, .npy or .safetensors file, a row for each, in their order.
 
     `tokens` says which: "pooled" is what the head sees, "class", "patches" and "registers" are tokens. With `layer`
     (0-based, negative from the end) the model is treated as if it ended there: its final norm follows, unless `raw`
-    tokens are asked for. `normalise` scales every vector to length 1. A picture that cannot be read has no row, and is
-    listed in what is returned. Memory does not grow with the number of pictures.
+    tokens are asked for. `normalise` scales every vector to length 1. An image that cannot be read has no row, and is
+    listed in what is returned. Memory does not grow with the number of images.
     """
     target = check_output(output, overwrite=overwrite)
     bundle = ready_bundle(bundle)
-    chosen = choose_pictures(data, part, record=recorded_split(bundle.origin))
+    chosen = choose_images(data, part, record=recorded_split(bundle.origin))
     wanted, how = Wanted(tokens, layer, normalise, raw), Computing(device, precision, batch, workers, on_progress)
     return embed_source(bundle, chosen.source, target, wanted, how, dtype=dtype, overwrite=overwrite)
 
@@ -113,12 +113,12 @@ def embed_source(
     dtype: DType = "float32",
     overwrite: bool = False,
 ) -> Embedded:
-    """Write the features of a source's pictures."""
+    """Write the features of a source's images."""
     check_dtype(dtype)
     config = bundle.model.config
     wanted.check(config)
     shape, names = wanted.shape(config), sidecar(output) if has_sidecar(output) else None
-    bad: list[BadPicture] = []
+    bad: list[BadImage] = []
     written = 0
     batches = feature_batches(bundle, source, wanted, how)
     bundle.announce()

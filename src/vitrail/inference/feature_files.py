@@ -1,7 +1,7 @@
-"""Files of features, written row by row, so that memory does not grow with the number of pictures.
+"""Files of features, written row by row, so that memory does not grow with the number of images.
 
-.parquet       a row for each picture: index, name, label, features
-.npy           one array (pictures, …); names and labels in a file beside it
+.parquet       a row for each image: index, name, label, features
+.npy           one array (images, …); names and labels in a file beside it
 .safetensors   the same array as the tensor "features"; names and labels in a file beside it
 """
 
@@ -88,25 +88,25 @@ def as_written(features: NDArray[np.float32], dtype: DType, names: Sequence[str]
 
 
 def open_rows(
-    path: Path, beside: Path | None, kind: str, pictures: int, shape: tuple[int, ...], dtype: DType, facts: str
+    path: Path, beside: Path | None, kind: str, images: int, shape: tuple[int, ...], dtype: DType, facts: str
 ) -> FeatureFile:
     """Open a file of a kind (a suffix) for about so many rows of a shape. `facts` is JSON that it keeps if it can."""
     if beside is None:
         return _Parquet(path, shape, dtype, facts)
     if kind == ".npy":
-        return _Npy(path, beside, pictures, shape, dtype)
-    return _Safetensors(path, beside, pictures, shape, dtype, {"format": "pt", "vitrail": facts})
+        return _Npy(path, beside, images, shape, dtype)
+    return _Safetensors(path, beside, images, shape, dtype, {"format": "pt", "vitrail": facts})
 
 
 class _Npy:
     """One array. How many rows it has is known at the end, and then written into the header, which has room for it."""
 
-    def __init__(self, path: Path, beside: Path, pictures: int, shape: tuple[int, ...], dtype: DType) -> None:
+    def __init__(self, path: Path, beside: Path, images: int, shape: tuple[int, ...], dtype: DType) -> None:
         self._shape, self._dtype = shape, np.dtype("<f4" if dtype == "float32" else "<f2")
-        self._said, self._rows = pictures, 0
+        self._said, self._rows = images, 0
         self._file = path.open("w+b")
         self._names = beside.open("w", encoding="utf-8")
-        self._write_header(pictures)
+        self._write_header(images)
 
     def _write_header(self, rows: int) -> None:
         self._file.seek(0)
@@ -146,14 +146,14 @@ class _Safetensors:
         self,
         path: Path,
         beside: Path,
-        pictures: int,
+        images: int,
         shape: tuple[int, ...],
         dtype: DType,
         metadata: Mapping[str, str],
     ) -> None:
         self._path, self._metadata = path, dict(metadata)
         self._array = path.with_name(path.name + ".npy")
-        self._rows = _Npy(self._array, beside, pictures, shape, dtype)
+        self._rows = _Npy(self._array, beside, images, shape, dtype)
 
     def add(self, rows: Rows) -> None:
         """Add rows."""

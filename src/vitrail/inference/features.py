@@ -1,4 +1,4 @@
-"""What a model makes of pictures before its head: pooled vectors or tokens, of any layer, batch by batch."""
+"""What a model makes of images before its head: pooled vectors or tokens, of any layer, batch by batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from vitrail.acceleration.casting import cast_once
 from vitrail.acceleration.cuda.encoder import Numbers
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import BadPicture, Evaluation, evaluation_batches
+from vitrail.data.batches import BadImage, Evaluation, evaluation_batches
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.evaluation import check_finite, in_use
@@ -56,7 +56,7 @@ class Wanted:
             raise ConfigError(f"this model {lacking[self.tokens]}; choose {' or '.join(others)}")
 
     def shape(self, config: ViTConfig) -> tuple[int, ...]:
-        """Return the shape of one picture's features."""
+        """Return the shape of one image's features."""
         return {
             "pooled": (config.pooled_width,),
             "class": (config.width,),
@@ -81,7 +81,7 @@ class Wanted:
         return FastModel(model, numbers, layers=layers, whole=self.tokens != "pooled")
 
     def take(self, model: ViT | FastModel, x: Tensor) -> Tensor:
-        """Return the features of pictures that are ready for the model, in float32."""
+        """Return the features of images that are ready for the model, in float32."""
         found = self._tokens(model, x).float()
         return F.normalize(found, dim=-1) if self.normalise else found
 
@@ -122,7 +122,7 @@ class Computing:
     workers: int | None = None
     """Processes that decode; None: one for each core."""
     on_progress: Callable[[int, int], None] | None = None
-    """Told how many pictures are done, and of how many."""
+    """Told how many images are done, and of how many."""
 
     def check(self) -> torch.device:
         """Refuse what is not there, and return the device."""
@@ -135,59 +135,59 @@ AS_A_RULE = Computing()
 
 
 class FeatureBatch(NamedTuple):
-    """The features of some pictures, in the order of the source, without those that could not be read."""
+    """The features of some images, in the order of the source, without those that could not be read."""
 
     features: NDArray[np.float32]
     """(B, …)."""
     labels: NDArray[np.int64]
     """(B,), -1 where the class is not known."""
     indices: NDArray[np.int64]
-    """(B,), which pictures of the source these are."""
-    bad: tuple[BadPicture, ...]
-    """The pictures that should have been here."""
+    """(B,), which images of the source these are."""
+    bad: tuple[BadImage, ...]
+    """The images that should have been here."""
 
 
 def feature_batches(
     bundle: Bundle, source: Source, wanted: Wanted, how: Computing = AS_A_RULE
 ) -> Iterator[FeatureBatch]:
-    """Give the features of every picture once, in order; the bundle's model goes to the device."""
+    """Give the features of every image once, in order; the bundle's model goes to the device."""
     wanted.check(bundle.model.config)
     place = how.check()
     model, done = wanted.ready(bundle.model.to(place), how.precision), 0
     data = Evaluation(source, bundle.preprocess, how.batch, bad_files="skip")
     with in_use(model):
-        for pictures in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):
+        for images in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):
             features = np.zeros((0, *wanted.shape(model.config)), np.float32)
-            if len(pictures.labels):
+            if len(images.labels):
                 # Only here, since what the caller does between two batches is no business of ours.
                 with torch.inference_mode(), autocast(place, how.precision):
-                    found = wanted.take(model, bundle.preprocess.normalise(pictures.to(place).pixels))
-                    check_finite(found.flatten(1), pictures.indices, source.name, how.precision)
+                    found = wanted.take(model, bundle.preprocess.normalise(images.to(place).pixels))
+                    check_finite(found.flatten(1), images.indices, source.name, how.precision)
                     features = found.cpu().numpy()
-            yield FeatureBatch(features, pictures.labels.numpy(), pictures.indices.numpy(), pictures.bad)
-            done += len(pictures.labels) + len(pictures.bad)
+            yield FeatureBatch(features, images.labels.numpy(), images.indices.numpy(), images.bad)
+            done += len(images.labels) + len(images.bad)
             if how.on_progress is not None:
                 how.on_progress(done, len(source))
 
 
 class Features(NamedTuple):
-    """The features of all pictures of a source that could be read, in memory."""
+    """The features of all images of a source that could be read, in memory."""
 
     features: NDArray[np.float32]
     """(N, …)."""
     labels: NDArray[np.int64]
     indices: NDArray[np.int64]
-    bad: tuple[BadPicture, ...]
+    bad: tuple[BadImage, ...]
 
 
 def gather(bundle: Bundle, source: Source, wanted: Wanted | None = None, how: Computing = AS_A_RULE) -> Features:
-    """Return the features of every picture as one array; as a rule what the head sees."""
+    """Return the features of every image as one array; as a rule what the head sees."""
     wanted = Wanted() if wanted is None else wanted
     wanted.check(bundle.model.config)
     shape = wanted.shape(bundle.model.config)
     features = np.empty((len(source), *shape), np.float32)
     labels, indices = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
-    bad: list[BadPicture] = []
+    bad: list[BadImage] = []
     rows = 0
     for some in feature_batches(bundle, source, wanted, how):
         place = slice(rows, rows + len(some.labels))
@@ -199,7 +199,7 @@ def gather(bundle: Bundle, source: Source, wanted: Wanted | None = None, how: Co
     return Features(features[:rows], labels[:rows], indices[:rows], tuple(bad))
 
 
-def nothing_to_read(bad: list[BadPicture]) -> DataError:
-    """Return the error for pictures of which none can be read."""
+def nothing_to_read(bad: list[BadImage]) -> DataError:
+    """Return the error for images of which none can be read."""
     why = f"none of the {len(bad):,} can be read; the first, {bad[0].name}: {bad[0].reason}" if bad else "none"
-    return DataError(f"there are no pictures to compute features of: {why}")
+    return DataError(f"there are no images to compute features of: {why}")

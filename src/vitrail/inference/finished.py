@@ -15,7 +15,7 @@ from vitrail.inference.writing import Format, Sink, parquet_path, read_record, w
 
 
 def count_finished(target: Path, format: Format, items: Iterator[Item]) -> Sink:
-    """Count the rows of a finished output, which must be those of the pictures as they are listed now.
+    """Count the rows of a finished output, which must be those of the images as they are listed now.
 
     What they were computed with is not known any more.
     """
@@ -26,7 +26,7 @@ def count_finished(target: Path, format: Format, items: Iterator[Item]) -> Sink:
         if there != wanted or (row is not None and row[0] != counted.done + 1):
             raise DataError(
                 f"row {counted.done + 1:,} of {shown(os.fspath(target))}, which is finished, is {_said(there)}, and "
-                f"now {_said(wanted)} would be there: the pictures have changed; make it again with --overwrite"
+                f"now {_said(wanted)} would be there: the images have changed; make it again with --overwrite"
             )
         if row is not None:
             counted.count(row[1], row[2])

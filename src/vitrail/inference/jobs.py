@@ -4,8 +4,8 @@
     FILE.rows.jsonl  Parquet only: the rows until then
     FILE.job.json    what the job is, as long as it is not finished
 
-A row is done when its line is whole. Going on, the lines that are there are compared with the pictures as they are
-listed now, so that a picture that came or went is noticed, and a line that was cut off is dropped.
+A row is done when its line is whole. Going on, the lines that are there are compared with the images as they are
+listed now, so that an image that came or went is noticed, and a line that was cut off is dropped.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from vitrail.io import read_json
 from vitrail.runtime import Precision
 
 _SAID = {
-    "places": "other pictures",
+    "places": "other images",
     "model": "another model",
     "top": "another number of classes (--top)",
     "engine": "another engine",
@@ -71,7 +71,7 @@ def digest_places(places: Sequence[str], null: bool) -> str:
 
 
 def digest_model(bundle: Bundle) -> str:
-    """Return a name for a model that says the same of every picture."""
+    """Return a name for a model that says the same of every image."""
     words = [bundle.model.config.model_dump_json(), bundle.preprocess.model_dump_json(), json.dumps(bundle.classes)]
     digest = hashlib.sha256("\0".join(words).encode())
     for name, tensor in bundle.model.state_dict().items():
@@ -178,7 +178,7 @@ class Output(Sink):
         self._append(self.writer.header())
 
     def skip_done(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Return the pictures that have no row yet, after comparing the others with their rows."""
+        """Return the images that have no row yet, after comparing the others with their rows."""
         with self._reader() as reader:
             end = self._compare(whole_records(reader, self.lines), items)
         self.file.seek(end)
@@ -205,7 +205,7 @@ class Output(Sink):
                 found = "nothing" if item is None else shown(item.name)
                 raise DataError(
                     f"row {self.done + 1} of {shown(os.fspath(self.target))} is {shown(path)}, and now {found} would "
-                    f"be there: the pictures have changed; start again with --overwrite"
+                    f"be there: the images have changed; start again with --overwrite"
                 )
             self.count(path, error)
             end = after

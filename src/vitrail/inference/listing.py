@@ -1,7 +1,7 @@
-"""What is to be predicted: files, folders, patterns, manifests, tar shards and lists, one picture after another.
+"""What is to be predicted: files, folders, patterns, manifests, tar shards and lists, one image after another.
 
-Nothing here grows with the number of pictures. Where the data for training is listed as a whole, to be shuffled and
-divided, this is a stream: what cannot be read is a picture with an error, and whoever lists a picture twice gets two.
+Nothing here grows with the number of images. Where the data for training is listed as a whole, to be shuffled and
+divided, this is a stream: what cannot be read is an image with an error, and whoever lists an image twice gets two.
 """
 
 import fnmatch
@@ -42,7 +42,7 @@ def list_items(
     null: bool = False,
     skipped: Skipped | None = None,
 ) -> Iterator[Item]:
-    """Give the pictures of every place, in a fixed order. A place that is not there is refused at once.
+    """Give the images of every place, in a fixed order. A place that is not there is refused at once.
 
     A place is a file, a folder (with all that lie inside it), a pattern, a manifest, a tar shard, the word digits, or
     "-": then `stdin` has a path on each line, or with `null` between NUL bytes. Files that lie among the images of a
@@ -60,7 +60,7 @@ def read_stdin() -> BufferedReader | None:
 
 
 def is_plain_file(place: str) -> bool:
-    """Tell whether a place is one picture, as far as its name tells."""
+    """Tell whether a place is one image, as far as its name tells."""
     return os.path.isfile(place) and not place.lower().endswith((".tar", *MANIFESTS))
 
 
@@ -74,7 +74,7 @@ def _check_place(place: str) -> None:
             raise DataError(f"{shown(place)} is compressed; unpack it and give the result")
     elif is_pattern(place):
         if not _is_range(place) and next(_matches(place), None) is None:
-            raise DataError(f"there is no picture that {shown(place)} stands for; correct the pattern")
+            raise DataError(f"there is no image that {shown(place)} stands for; correct the pattern")
     elif place != "digits":
         raise DataError(
             f"there is no {shown(place)}; give files, folders, patterns, manifests ({', '.join(MANIFESTS)}) or tar "
@@ -99,7 +99,7 @@ def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skippe
 
 
 def _file(path: bytes, skipped: Skipped) -> Iterator[Item]:
-    """Give the pictures that a file holds, by what its name ends with; or the file itself."""
+    """Give the images that a file holds, by what its name ends with; or the file itself."""
     name = os.fsdecode(path).lower()
     if name.endswith(".tar"):
         yield from _tar(path, skipped)
@@ -124,7 +124,7 @@ def _names(folder: bytes, wanted: Callable[["os.DirEntry[bytes]"], bool]) -> Ite
         last = found[-1]
 
 
-def _is_picture(name: bytes) -> bool:
+def _is_image(name: bytes) -> bool:
     stem, _, suffix = name.rpartition(b".")
     return bool(stem) and not name.startswith(b".") and suffix.lower() in _SUFFIXES
 
@@ -133,19 +133,19 @@ def _is_folder(entry: "os.DirEntry[bytes]") -> bool:
     return not entry.name.startswith(b".") and entry.name != b"__MACOSX" and entry.is_dir()
 
 
-def _is_picture_file(entry: "os.DirEntry[bytes]") -> bool:
-    return _is_picture(entry.name) and not entry.is_dir()  # a link to nothing is a picture with an error
+def _is_image_file(entry: "os.DirEntry[bytes]") -> bool:
+    return _is_image(entry.name) and not entry.is_dir()  # a link to nothing is an image with an error
 
 
 def _is_other(entry: "os.DirEntry[bytes]") -> bool:
-    return not (entry.name.startswith(b".") or _is_picture(entry.name) or entry.is_dir())
+    return not (entry.name.startswith(b".") or _is_image(entry.name) or entry.is_dir())
 
 
 def _folder(root: bytes, skipped: Skipped) -> Iterator[Item]:
-    """Give the pictures of a folder; or, as for training, of its shards or Parquet files, where it has nothing else."""
+    """Give the images of a folder; or, as for training, of its shards or Parquet files, where it has nothing else."""
     try:
         with os.scandir(root) as entries:
-            others = any(_is_folder(entry) or _is_picture_file(entry) for entry in entries)
+            others = any(_is_folder(entry) or _is_image_file(entry) for entry in entries)
     except OSError as fault:
         yield _unreadable(root, fault)
         return
@@ -173,7 +173,7 @@ def _walk(folder: bytes, around: frozenset[tuple[int, int]], skipped: Skipped) -
         if here in around:
             yield Item(folder, error="a link to a folder that it lies in; remove the link")
             return
-        for name in _names(folder, _is_picture_file):
+        for name in _names(folder, _is_image_file):
             path = os.path.join(folder, name)
             yield Item(path, path)
         _count_others(folder, skipped)
@@ -192,13 +192,13 @@ def _is_range(place: str) -> bool:
 
 
 def _matches(pattern: str, skipped: Skipped | None = None) -> Iterator[bytes]:
-    """Give the pictures and tar shards that a pattern stands for, in order; `**` stands for folders at any depth."""
+    """Give the images and tar shards that a pattern stands for, in order; `**` stands for folders at any depth."""
     parts = os.fsencode(pattern).split(b"/")
     if parts[-1] == b"**":
         parts.append(b"*")
     start = b"/" if not parts[0] else b""
     for path in _match(start, [part for part in parts if part]):
-        if _is_picture(os.path.basename(path)) or path.lower().endswith((b".tar", b".parquet")):
+        if _is_image(os.path.basename(path)) or path.lower().endswith((b".tar", b".parquet")):
             yield path
         elif skipped is not None and not os.path.basename(path).startswith(b"."):
             skipped.add(path, path)
@@ -240,11 +240,11 @@ def _match_names(folder: bytes, wanted: Callable[["os.DirEntry[bytes]"], bool]) 
         return
 
 
-# ── files that list or hold pictures ──
+# ── files that list or hold images ──
 
 
 def _tar(path: bytes, skipped: Skipped) -> Iterator[Item]:
-    """Give the files in a tar that end as pictures do; those that end as labels do are not counted as skipped."""
+    """Give the files in a tar that end as images do; those that end as labels do are not counted as skipped."""
     try:
         with open_regular(path) as file:
             for member in members(os.fsdecode(path), file.fileno()):
@@ -252,7 +252,7 @@ def _tar(path: bytes, skipped: Skipped) -> Iterator[Item]:
                 if base.startswith(b".") or b"__MACOSX/" in member.name:
                     continue
                 name = path + b"/" + member.name.lstrip(b"/")
-                if not _is_picture(base):
+                if not _is_image(base):
                     if base.rpartition(b".")[2].lower() not in LABEL_SUFFIXES:
                         skipped.add(name, path, member.start, member.size if member.is_file else 0)
                     continue
@@ -265,7 +265,7 @@ def _tar(path: bytes, skipped: Skipped) -> Iterator[Item]:
 
 
 def _manifest(path: bytes) -> Iterator[Item]:
-    """Give the pictures of a manifest's rows; paths are relative to its folder, and labels are passed over."""
+    """Give the images of a manifest's rows; paths are relative to its folder, and labels are passed over."""
     place = os.fsdecode(path)
     unit = "row" if place.lower().endswith(".parquet") else "line"
     with read_in_words(place):
@@ -280,7 +280,7 @@ def _rows(place: str) -> Iterable[Row]:
 
 
 def _row_item(row: Row, manifest: bytes, unit: str) -> Item:
-    held = row.picture.get("bytes") if isinstance(row.picture, dict) else row.picture
+    held = row.image.get("bytes") if isinstance(row.image, dict) else row.image
     name = manifest + f", {unit} {row.number}".encode()
     if isinstance(held, bytes):
         return Item(name, content=held)
@@ -306,5 +306,5 @@ def _lines(stream: BufferedReader, null: bool) -> Iterator[bytes]:
 
 
 def _listed(paths: Iterable[bytes]) -> Iterator[Item]:
-    """Give a picture for each path, whatever is there: a list has as many rows as it has paths."""
+    """Give an image for each path, whatever is there: a list has as many rows as it has paths."""
     return (Item(path, path, error=A_URL if is_url(path) else None) for path in paths if path)

@@ -1,4 +1,4 @@
-"""Predicting any number of pictures: they are decoded in parallel with computing, and rows come in input order.
+"""Predicting any number of images: they are decoded in parallel with computing, and rows come in input order.
 
 Where the engine has lanes of one core each, each lane decodes what it computes: no core waits for another, and there
 are no processes to start. Otherwise worker processes decode, those of `torch.utils.data.DataLoader`, as everywhere
@@ -47,27 +47,27 @@ from vitrail.inference.writing import Format, Row, Screen, Sink, choose_format
 from vitrail.runtime import Precision, choose_device
 
 SAMPLE = 64
-"""How many pictures are looked at where the precision is to be settled."""
+"""How many images are looked at where the precision is to be settled."""
 
 
 class Decoded(NamedTuple):
     """A batch as it comes from a worker."""
 
     pixels: Tensor
-    """(B, C, H, W), uint8, of the pictures that could be read."""
+    """(B, C, H, W), uint8, of the images that could be read."""
     names: tuple[bytes, ...]
     errors: tuple[str | None, ...]
-    """Of every picture; None for those whose pixels are there."""
+    """Of every image; None for those whose pixels are there."""
 
 
 @dataclass(frozen=True)
 class Decoding(Dataset[Any]):
-    """What a worker does: pictures in, pixels out."""
+    """What a worker does: images in, pixels out."""
 
     preprocess: Preprocess
 
     def __getitem__(self, items: Sequence[Item]) -> Decoded:
-        """Decode some pictures."""
+        """Decode some images."""
         pixels = empty_pixels(len(items), self.preprocess)
         errors: list[str | None] = []
         good = 0
@@ -85,7 +85,7 @@ class Decoding(Dataset[Any]):
 class Summary(NamedTuple):
     """How a job went."""
 
-    pictures: int
+    images: int
     """Rows in the output."""
     bad: int
     """Those with an error."""
@@ -108,7 +108,7 @@ def predict_items(
     workers: int | None = None,
     first: int = 1,
 ) -> Iterator[list[Row]]:
-    """Give the rows of pictures, in their order, a batch at a time; they are numbered from `first` on."""
+    """Give the rows of images, in their order, a batch at a time; they are numbered from `first` on."""
     check_counts(top, batch)
     lanes = classifier.engine.lanes if isinstance(classifier.engine, TorchEngine) else None
     if workers is None and lanes is not None and lanes.one_core_each:
@@ -138,7 +138,7 @@ def _by_workers(
 ) -> Iterator[list[Row]]:
     batches = _batches(items, batch)
     begun = list(islice(batches, 1))
-    if workers is None:  # starting processes for a few pictures takes longer than decoding them
+    if workers is None:  # starting processes for a few images takes longer than decoding them
         workers = default_workers() if begun and len(begun[0]) == batch else 0
     pin = classifier.device.type == "cuda" and workers > 0
     for decoded in made_ahead(Decoding(classifier.preprocess), chain(begun, batches), workers=workers, pin=pin):
@@ -177,7 +177,7 @@ def predict_files(
     overwrite: bool = False,
     on_progress: Callable[[int, int | None], None] | None = None,
 ) -> Summary:
-    """Predict what lies at some places and write a row for each picture, to a file or to stdout.
+    """Predict what lies at some places and write a row for each image, to a file or to stdout.
 
     What cannot be read is a row with an error; where that is all there is, a `DataError` says so at the end.
     `on_progress` is told how many rows there are, and of how many where that is known. With `resume`, a job that was
@@ -209,9 +209,9 @@ def predict_files(
     if output is None:
         sink: Sink = Screen(chosen, top)
     else:
-        pictures, model = digest_places(places, null), digest_model(opened)
+        images, model = digest_places(places, null), digest_model(opened)
         sink = Output(
-            output, Job(pictures, model, top, engine, precision, chosen, computed), resume=resume, overwrite=overwrite
+            output, Job(images, model, top, engine, precision, chosen, computed), resume=resume, overwrite=overwrite
         )
     ready = engine if isinstance(settled, str) else settled
     classifier = Classifier(opened, engine=ready, precision=computed, device=device)
@@ -236,28 +236,28 @@ def _check_output(output: Path | None, format: Format, places: Sequence[str], re
 
 
 def _check_readable(sink: Sink) -> None:
-    """See to it that not every picture was bad: then something else is wrong."""
+    """See to it that not every image was bad: then something else is wrong."""
     if sink.first_bad is None or sink.bad < sink.done:
         return
     path, error = sink.first_bad
     if sink.done == 1:
-        raise DataError(f"the only picture, {shown(path)}, cannot be read: {error}")
-    raise DataError(f"none of the {sink.done:,} pictures can be read; the first, {shown(path)}: {error}")
+        raise DataError(f"the only image, {shown(path)}, cannot be read: {error}")
+    raise DataError(f"none of the {sink.done:,} images can be read; the first, {shown(path)}: {error}")
 
 
 def _some(items: Iterator[Item], skipped: Skipped) -> Iterator[Item]:
-    """See to it that there is a picture at all."""
+    """See to it that there is an image at all."""
     first = next(items, None)
     if first is None:
         endings = ", ".join(sorted(SUFFIXES))
-        raise DataError("; ".join([f"no pictures were found; a picture's name ends in {endings}", *skipped.said()]))
+        raise DataError("; ".join([f"no images were found; an image's name ends in {endings}", *skipped.said()]))
     return chain([first], items)
 
 
 def _settled(
     precision: str, bundle: Bundle, kind: str, device: torch.device, items: Iterator[Item]
 ) -> tuple[Precision | Engine, Iterator[Item], str | None]:
-    """Settle the precision on the first pictures, which are given back with the others; say why."""
+    """Settle the precision on the first images, which are given back with the others; say why."""
     if precision != "auto":
         return check_precision(precision), items, None
     first = list(islice(items, SAMPLE))

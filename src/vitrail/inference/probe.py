@@ -62,7 +62,7 @@ class Collected(NamedTuple):
 
     train: Features
     val: Features | None
-    """Pictures that choose a setting, where the data has some beside those that are measured."""
+    """Images that choose a setting, where the data has some beside those that are measured."""
     measured: Features
     classes: tuple[str, ...]
     split: str
@@ -113,7 +113,7 @@ def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progr
     if record is not None:
         try:
             parts = open_data(data, record=record, on_progress=on_progress)
-        except DataError:  # not the pictures that were split then; what cannot be opened at all fails again
+        except DataError:  # not the images that were split then; what cannot be opened at all fails again
             pass
         else:
             return parts._replace(split={**parts.split, "method": "recorded"})
@@ -123,7 +123,7 @@ def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progr
 def collect(
     bundle: Bundle, parts: Parts, plan: Plan, how: Computing = AS_A_RULE, *, layer: int | None = None
 ) -> Collected:
-    """Compute the features of every picture that a plan needs, once."""
+    """Compute the features of every image that a plan needs, once."""
     measured, val = (parts.test, parts.val) if plan.part == "test" else (parts.val, None)
     if measured is None:
         raise DataError(f"there is no {plan.part} part")
@@ -167,7 +167,7 @@ def measure(
     bad = [*collected.train.bad, *(collected.val.bad if collected.val else ()), *collected.measured.bad]
     return Probed(
         rows=tuple(rows),
-        pictures=len(collected.measured.labels),
+        images=len(collected.measured.labels),
         part=plan.part,
         examples=len(collected.train.labels),
         classes=collected.classes,
@@ -232,17 +232,17 @@ def _settle_shots(plan: Plan, labels: NDArray[np.int64], classes: tuple[str, ...
     others = f" (and {len(poor) - 1:,} more)" if len(poor) > 1 else ""
     found = f"class {poor[0]!r}{others} has only {least:,}"
     if plan.shots is None:
-        notes = [f"{shots} shots are left out: {found} train pictures" for shots in SHOTS if shots > least]
+        notes = [f"{shots} shots are left out: {found} train images" for shots in SHOTS if shots > least]
         return tuple(shots for shots in SHOTS if shots <= least), notes
     if (most := max(plan.shots)) > least:
-        raise DataError(f"{most} shots need {most} train pictures of every class, but {found}; ask for fewer shots")
+        raise DataError(f"{most} shots need {most} train images of every class, but {found}; ask for fewer shots")
     return plan.shots, []
 
 
 def _settle_k(plan: Plan, examples: int, notes: list[str]) -> tuple[int, ...]:
     """Return the numbers of neighbours; those that were asked for were checked before."""
     if plan.k is None and NEIGHBOURS[0] > examples:
-        notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because there are no more train pictures")
+        notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because there are no more train images")
         return (examples,)
     return NEIGHBOURS if plan.k is None else plan.k
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, Literal, NamedTuple, get_args
 
-from vitrail.data.batches import BadPicture
+from vitrail.data.batches import BadImage
 from vitrail.metrics.intervals import Interval, wilson_interval
 
 Method = Literal["fewshot", "knn", "linear"]
@@ -36,23 +36,23 @@ class Probed:
     """What features are worth. Accuracies go from 0 to 1."""
 
     rows: tuple[Row, ...]
-    pictures: int
-    """How many pictures accuracy was measured on."""
+    images: int
+    """How many images accuracy was measured on."""
     part: str
     examples: int
-    """How many train pictures there were to draw from."""
+    """How many train images there were to draw from."""
     classes: tuple[str, ...]
     split: str
     """Who divided the data: "recorded" (the model's own run), "given" (the data), or "stratified" (drawn here)."""
     notes: tuple[str, ...]
     """What was left out, and why."""
-    bad: tuple[BadPicture, ...]
+    bad: tuple[BadImage, ...]
 
     def interval(self, row: Row) -> Interval | None:
         """Return the 95% interval of an accuracy that no draw has a part in; None where the spread says more."""
         if row.spread is not None or row.method == "fewshot":
             return None
-        return wilson_interval(round(row.mean * self.pictures), self.pictures)
+        return wilson_interval(round(row.mean * self.images), self.images)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
@@ -71,10 +71,10 @@ class Probed:
         return {
             "probes": rows,
             "part": self.part,
-            "pictures": self.pictures,
+            "images": self.images,
             "examples": self.examples,
             "classes": list(self.classes),
             "split": self.split,
             "notes": list(self.notes),
-            "bad": [picture._asdict() for picture in self.bad],
+            "bad": [image._asdict() for image in self.bad],
         }

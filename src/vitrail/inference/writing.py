@@ -40,7 +40,7 @@ LONGEST = 60
 
 
 class Row(NamedTuple):
-    """What is said of one picture."""
+    """What is said of one image."""
 
     number: int
     path: bytes
@@ -142,7 +142,7 @@ class Csv:
 
 
 class Table:
-    """A line for each picture, for people; the first rows say how wide the columns are."""
+    """A line for each image, for people; the first rows say how wide the columns are."""
 
     def __init__(self) -> None:
         self._widths: list[int] = []
@@ -157,7 +157,7 @@ class Table:
         if not lines:
             return b""
         if not self._widths:
-            lines.insert(0, ("picture", "class", "sure", "then"))
+            lines.insert(0, ("image", "class", "sure", "then"))
             self._widths = [min(LONGEST, max(len(line[column]) for line in lines)) for column in range(3)]
         wide = self._widths
         text = "".join(f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() + "\n" for a, b, c, d in lines)
@@ -188,7 +188,7 @@ class Sink:
         return
 
     def skip_done(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Return the pictures that have no row yet."""
+        """Return the images that have no row yet."""
         return items
 
     def write(self, rows: Sequence[Row]) -> None:

@@ -11,11 +11,11 @@ BINS = 15
 
 
 class ReliabilityBin(NamedTuple):
-    """The pictures whose answer had a probability in (low, high]."""
+    """The images whose answer had a probability in (low, high]."""
 
     low: float
     high: float
-    pictures: int
+    images: int
     confidence: float | None
     """The mean probability of their answers; None in an empty bin."""
     accuracy: float | None
@@ -23,7 +23,7 @@ class ReliabilityBin(NamedTuple):
 
 
 def reliability(probabilities: Floats, labels: Integers, bins: int = BINS) -> tuple[ReliabilityBin, ...]:
-    """Sort pictures into equally wide bins by the probability of their answer, and see how many of each are right."""
+    """Sort images into equally wide bins by the probability of their answer, and see how many of each are right."""
     check_labels(probabilities, labels)
     confidence = probabilities.max(axis=1).astype(np.float64)
     right = probabilities.argmax(axis=1) == labels
@@ -45,10 +45,10 @@ def reliability(probabilities: Floats, labels: Integers, bins: int = BINS) -> tu
 
 
 def expected_calibration_error(table: tuple[ReliabilityBin, ...]) -> float:
-    """Return the mean difference between probability and accuracy, each bin weighted by its pictures (ECE)."""
+    """Return the mean difference between probability and accuracy, each bin weighted by its images (ECE)."""
     gaps = [
-        row.pictures * abs(row.accuracy - row.confidence)
+        row.images * abs(row.accuracy - row.confidence)
         for row in table
         if row.accuracy is not None and row.confidence is not None
     ]
-    return sum(gaps) / sum(row.pictures for row in table)
+    return sum(gaps) / sum(row.images for row in table)

@@ -1,4 +1,4 @@
-"""How far a number measured on a few pictures may be from the one that many would give."""
+"""How far a number measured on a few images may be from the one that many would give."""
 
 from statistics import NormalDist
 from typing import NamedTuple
@@ -21,21 +21,21 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson_interval(right: int, pictures: int, level: float = 0.95) -> Interval:
-    """Return Wilson's interval of the share right / pictures (without correction for continuity).
+def wilson_interval(right: int, images: int, level: float = 0.95) -> Interval:
+    """Return Wilson's interval of the share right / images (without correction for continuity).
 
     >>> [round(end, 3) for end in wilson_interval(354, 360)]
     [0.964, 0.992]
     """
-    _check(pictures, level)
-    if not 0 <= right <= pictures:
-        raise InputError(f"{right} of {pictures} pictures cannot be right")
+    _check(images, level)
+    if not 0 <= right <= images:
+        raise InputError(f"{right} of {images} images cannot be right")
     z = _z(level)
-    share, extra = right / pictures, z**2 / pictures
+    share, extra = right / images, z**2 / images
     centre = (share + extra / 2) / (1 + extra)
-    half = z * (share * (1 - share) / pictures + extra / pictures / 4) ** 0.5 / (1 + extra)
+    half = z * (share * (1 - share) / images + extra / images / 4) ** 0.5 / (1 + extra)
     # The formula gives these ends but for rounding.
-    return Interval(0.0 if right == 0 else centre - half, 1.0 if right == pictures else centre + half)
+    return Interval(0.0 if right == 0 else centre - half, 1.0 if right == images else centre + half)
 
 
 def paired_interval(only_first: int, only_second: int, images: int, level: float = 0.95) -> Interval:
@@ -58,7 +58,7 @@ def paired_interval(only_first: int, only_second: int, images: int, level: float
 def bootstrap_mean(
     values: NDArray[np.floating | np.bool_], *, seed: int = 0, resamples: int = RESAMPLES, level: float = 0.95
 ) -> Interval:
-    """Return the percentile interval of the mean of a number that every picture has: its loss, whether it is right."""
+    """Return the percentile interval of the mean of a number that every image has: its loss, whether it is right."""
     _check(len(values), level)
     numbers, generator = np.asarray(values, np.float64), np.random.default_rng(seed)
     at_once = max(1, _AT_ONCE // len(numbers))
@@ -190,8 +190,8 @@ def _z(level: float) -> float:
     return NormalDist().inv_cdf((1 + level) / 2)
 
 
-def _check(pictures: int, level: float) -> None:
-    if pictures < 1:
-        raise InputError("there are no pictures to measure")
+def _check(images: int, level: float) -> None:
+    if images < 1:
+        raise InputError("there are no images to measure")
     if not 0 < level < 1:
         raise InputError(f"the level of an interval is {level}; it lies between 0 and 1, such as 0.95")

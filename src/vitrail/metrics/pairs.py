@@ -1,4 +1,4 @@
-"""Whether one classifier is better than another, when both were asked about the same pictures."""
+"""Whether one classifier is better than another, when both were asked about the same images."""
 
 import math
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from vitrail.metrics.intervals import Interval, paired_interval
 
 
 class Paired(NamedTuple):
-    """How two classifiers fared with the same pictures."""
+    """How two classifiers fared with the same images."""
 
-    pictures: int
+    images: int
     both: int
-    """Pictures on which both are right."""
+    """Images on which both are right."""
     only_first: int
     only_second: int
     neither: int
@@ -28,16 +28,14 @@ class Paired(NamedTuple):
 
 
 def paired(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Paired:
-    """Compare two classifiers by which of the same pictures each is right on."""
+    """Compare two classifiers by which of the same images each is right on."""
     if first.shape != second.shape or first.ndim != 1:
-        raise InputError(
-            f"answers to {first.shape} and {second.shape} pictures; give one for each of the same pictures"
-        )
+        raise InputError(f"answers to {first.shape} and {second.shape} images; give one for each of the same images")
     if not len(first):
         raise InputError("there are no images to compare two classifiers on")
     only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
     return Paired(
-        pictures=len(first),
+        images=len(first),
         both=int((first & second).sum()),
         only_first=only_first,
         only_second=only_second,
@@ -49,7 +47,7 @@ def paired(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Paired:
 
 
 def exact_mcnemar(only_first: int, only_second: int) -> float:
-    """Return how often fair coins, one for each picture on which the two differ, fall at least as unevenly.
+    """Return how often fair coins, one for each image on which the two differ, fall at least as unevenly.
 
     >>> round(exact_mcnemar(1, 7), 4)
     0.0703

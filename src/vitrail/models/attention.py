@@ -1,6 +1,6 @@
 """Multi-head self-attention.
 
-There is no attention mask: every token of a picture may look at every other one, and pictures in a batch have the same
+There is no attention mask: every token of an image may look at every other one, and images in a batch have the same
 number of tokens. Axes: B batch, T tokens, D width, H heads, d width of a head.
 """
 

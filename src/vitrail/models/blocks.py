@@ -68,14 +68,14 @@ class LayerScale(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, leave a branch out for a random share of the pictures (arXiv 1603.09382)."""
+    """In training, leave a branch out for a random share of the images (arXiv 1603.09382)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero the branch of some pictures and scale the others so that the mean stays."""
+        """Zero the branch of some images and scale the others so that the mean stays."""
         if not self.training or self.rate == 0:
             return x
         keep = 1 - self.rate

@@ -11,36 +11,36 @@ from vitrail.errors import InputError
 from vitrail.models.config import ViTConfig
 
 
-def check_pictures(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
-    """Refuse what is not a batch of pictures for a model of this config, one of whose weights is `weight`."""
+def check_images(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
+    """Refuse what is not a batch of images for a model of this config, one of whose weights is `weight`."""
     if not isinstance(x, Tensor):
-        raise InputError(f"expected a tensor of pictures, found {type(x).__name__}; preprocess the picture first")
+        raise InputError(f"expected a tensor of images, found {type(x).__name__}; preprocess the image first")
     if x.ndim != 4:
         hint = "; add a batch axis with x[None]" if x.ndim == 3 else ""
         raise InputError(
-            f"expected pictures (batch, channels, height, width), found {x.ndim} axes, {tuple(x.shape)}{hint}"
+            f"expected images (batch, channels, height, width), found {x.ndim} axes, {tuple(x.shape)}{hint}"
         )
     if 0 in x.shape[1:]:
-        raise InputError(f"expected pictures with pixels, found a tensor of shape {tuple(x.shape)}")
+        raise InputError(f"expected images with pixels, found a tensor of shape {tuple(x.shape)}")
     if x.shape[1] != config.channels:
         if x.shape[3] == config.channels:
             remedy = "the channels seem to be last, so use x.permute(0, 3, 1, 2)"
         else:
-            remedy = f"convert the picture, or build the model with channels={x.shape[1]}"
-        raise InputError(f"this model takes pictures of {config.channels} channels, found {x.shape[1]}; {remedy}")
+            remedy = f"convert the image, or build the model with channels={x.shape[1]}"
+        raise InputError(f"this model takes images of {config.channels} channels, found {x.shape[1]}; {remedy}")
     if tuple(x.shape[2:]) != config.image_size:
         found, wanted = (f"{h}×{w}" for h, w in (x.shape[2:], config.image_size))
         raise InputError(
-            f"this model takes pictures of {wanted} pixels, found {found}; resize the pictures, "
+            f"this model takes images of {wanted} pixels, found {found}; resize the images, "
             f"or call model.resize(({x.shape[2]}, {x.shape[3]}))"
         )
     if not x.is_floating_point():
-        raise InputError(f"expected normalised floating-point pictures, found {x.dtype}; preprocess the picture first")
+        raise InputError(f"expected normalised floating-point images, found {x.dtype}; preprocess the image first")
     if x.device != weight.device:
-        raise InputError(f"the model is on {weight.device}, the pictures on {x.device}; move one with .to(...)")
+        raise InputError(f"the model is on {weight.device}, the images on {x.device}; move one with .to(...)")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise InputError(
-            f"the model computes in {weight.dtype}, the pictures are {x.dtype}; use x.to({weight.dtype}), or autocast"
+            f"the model computes in {weight.dtype}, the images are {x.dtype}; use x.to({weight.dtype}), or autocast"
         )
 
 

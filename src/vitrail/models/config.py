@@ -44,7 +44,7 @@ class ConvLayer(Frozen):
 class ResNet(Frozen):
     """The convolutional half of a hybrid: weight-standardised convolutions with GroupNorm.
 
-    The root convolution and its max-pool shrink the picture by 4, every stage after the first by 2 more.
+    The root convolution and its max-pool shrink the image by 4, every stage after the first by 2 more.
     """
 
     depths: Annotated[tuple[Positive, ...], Sequence] = (3, 4, 9)
@@ -88,13 +88,13 @@ class ViTConfig(Frozen):
 
     called_elsewhere: ClassVar[Mapping[str, str]] = CALLED_ELSEWHERE
 
-    # The picture and its patches
+    # The image and its patches
     image_size: Pair = (224, 224)
-    """Height and width of the picture, in pixels."""
+    """Height and width of the image, in pixels."""
     patch_size: Pair = (16, 16)
     """Height and width of what one token stands for, in pixels; for stems with convolutions, their total stride."""
     channels: Positive = 3
-    """Channels of the picture."""
+    """Channels of the image."""
     stem: Literal["linear", "conv", "linear_norm", "conv_stem", "resnet"] = "conv"
     """How a patch becomes a token. `linear` and `conv` compute the same function."""
     conv_stem: Annotated[tuple[ConvLayer, ...], Sequence] | None = None
@@ -108,7 +108,7 @@ class ViTConfig(Frozen):
     class_token: Literal["first", "last", "none"] = "first"
     """Where the class token stands. `last` puts every special token behind the patches, the class token at the end."""
     registers: Count = 0
-    """Learned tokens that carry no picture and feed no head (arXiv 2309.16588)."""
+    """Learned tokens that carry no image and feed no head (arXiv 2309.16588)."""
     distillation_token: bool = False
     """A second class token with a head of its own (DeiT); the answer is the mean of the two heads."""
 
@@ -286,7 +286,7 @@ class ViTConfig(Frozen):
     # ── what contradicts ──
 
     @model_validator(mode="after")
-    def _picture_holds_whole_patches(self) -> Self:
+    def _image_holds_whole_patches(self) -> Self:
         for side, image, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True):
             if image % patch:
                 below, above = image - image % patch, image - image % patch + patch
@@ -298,7 +298,7 @@ class ViTConfig(Frozen):
         limit = RELATIVE_LIMIT if self.position == "relative" else LIMIT
         if self.tokens > limit:
             raise ConfigError(
-                f"pictures of {_by(self.image_size)} in patches of {_by(self.patch_size)} make {self.tokens:,} tokens; "
+                f"images of {_by(self.image_size)} in patches of {_by(self.patch_size)} make {self.tokens:,} tokens; "
                 f"at most {limit:,} are allowed with position {self.position!r}, so use larger patches"
             )
         return self
@@ -356,7 +356,7 @@ class ViTConfig(Frozen):
         for layer in self.stem_layers:
             if layer.kernel % 2 == 0 and layer.stride == 1:
                 raise ConfigError(
-                    f"a conv_stem layer with even kernel {layer.kernel} and stride 1 shrinks the picture by a pixel; "
+                    f"a conv_stem layer with even kernel {layer.kernel} and stride 1 shrinks the image by a pixel; "
                     f"use an odd kernel"
                 )
 

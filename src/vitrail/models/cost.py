@@ -15,7 +15,7 @@ class Cost(NamedTuple):
     parameters: int
     tokens: int
     flops: int
-    """Floating-point operations to classify one picture; a multiply-add counts as two."""
+    """Floating-point operations to classify one image; a multiply-add counts as two."""
 
 
 def cost(config: ViTConfig) -> Cost:
@@ -35,8 +35,8 @@ def cost(config: ViTConfig) -> Cost:
 def _count(config: ViTConfig) -> Cost:
     with torch.device("meta"):
         model = ViT(config).eval().to("meta")  # also what a model computes for itself, such as rotations
-        picture = torch.empty(1, config.channels, *config.image_size)
+        image = torch.empty(1, config.channels, *config.image_size)
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
-        model(picture)
+        model(image)
     return Cost(sum(p.numel() for p in model.parameters()), config.tokens, counter.get_total_flops())

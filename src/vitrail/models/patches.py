@@ -1,6 +1,6 @@
-"""Cutting a picture into patches, and putting it together again.
+"""Cutting an image into patches, and putting it together again.
 
-Axes: B batch, C channels, H W picture, h w patch, N patches (row by row).
+Axes: B batch, C channels, H W image, h w patch, N patches (row by row).
 """
 
 from typing import Literal

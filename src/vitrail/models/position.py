@@ -151,7 +151,7 @@ def relative_term(query: Tensor, table: Tensor, offsets: Tensor) -> Tensor:
 
 
 def drop_patches(config: ViTConfig, batch: int, device: torch.device) -> Tensor:
-    """Draw which tokens stay, in order, for each picture: every special token and a random share of the patches."""
+    """Draw which tokens stay, in order, for each image: every special token and a random share of the patches."""
     keep = max(1, round(config.patches * (1 - config.patch_dropout)))
     order = torch.rand(batch, config.patches, device=device).argsort(dim=1)
     chosen = order[:, :keep].sort(dim=1).values + config.layout.patches.start
@@ -162,7 +162,7 @@ def drop_patches(config: ViTConfig, batch: int, device: torch.device) -> Tensor:
 
 
 def pick(table: Tensor, kept: Tensor | None) -> Tensor:
-    """Take the kept rows of (1 or B, T, D) for each picture: (B, kept T, D)."""
+    """Take the kept rows of (1 or B, T, D) for each image: (B, kept T, D)."""
     if kept is None:
         return table
     B, D = kept.shape[0], table.shape[-1]

@@ -70,7 +70,7 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
 
     An offset counts patches row by row, so it is a step of some rows and some columns; of the two readings of an
     offset (2 right, or 1 down and 12 left, on 14 columns) the one with fewer columns is taken. The step covers the same
-    share of the picture on the old grid, where the table is read between its rows.
+    share of the image on the old grid, where the table is read between its rows.
     """
     if old == new:
         return table
@@ -93,7 +93,7 @@ def resample_kernel(kernel: Tensor, new: Grid) -> Tensor:
     """Resize patch kernels (D, C, h, w) by FlexiViT's pseudo-inverse (arXiv 2212.08013).
 
     If B resizes a patch bilinearly, the new kernel is pinv(Bᵀ) times the old one: an enlarged patch then gives exactly
-    the embedding that the small one gave, which resizing the kernel like a picture does not.
+    the embedding that the small one gave, which resizing the kernel like an image does not.
     """
     old = (kernel.shape[-2], kernel.shape[-1])
     if old == new:

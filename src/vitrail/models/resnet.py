@@ -87,7 +87,7 @@ class Stage(nn.Module):
 
 
 class ResNetBackbone(nn.Module):
-    """A picture in, a feature map out: (B, C, H, W) to (B, out_channels, H / stride, W / stride)."""
+    """An image in, a feature map out: (B, C, H, W) to (B, out_channels, H / stride, W / stride)."""
 
     def __init__(self, channels: int, config: ResNet) -> None:
         super().__init__()

@@ -26,11 +26,11 @@ class Stage(NamedTuple):
 
 
 @torch.no_grad()
-def stages(model: ViT, picture: Tensor) -> list[Stage]:
-    """Run pictures (B, C, H, W) through the model and list what they become."""
+def stages(model: ViT, image: Tensor) -> list[Stage]:
+    """Run images (B, C, H, W) through the model and list what they become."""
     config, first, last = model.config, 0, model.config.depth - 1
-    model.embed(picture)  # refuses a picture that does not fit, before anything else looks at it
-    traced = model.trace(picture, attention=(first,), tokens=(last,))
+    model.embed(image)  # refuses an image that does not fit, before anything else looks at it
+    traced = model.trace(image, attention=(first,), tokens=(last,))
     special = [
         name
         for name, count in (
@@ -51,12 +51,12 @@ def stages(model: ViT, picture: Tensor) -> list[Stage]:
     answers = f"a score for each of {config.classes} classes" if config.classes else "no head: the features"
     found = [
         (
-            "picture",
-            picture,
+            "image",
+            image,
             f"{_channels(config.channels)} of {config.image_size[0]}×{config.image_size[1]} pixels",
         ),
-        *_through_the_stem(model, picture),
-        ("tokens", model.embed(picture)[0], f"{joined}{placed}".strip(", ") or "as they came from the stem"),
+        *_through_the_stem(model, image),
+        ("tokens", model.embed(image)[0], f"{joined}{placed}".strip(", ") or "as they came from the stem"),
         (
             "attention, layer 0",
             traced.attention[first],
@@ -67,13 +67,13 @@ def stages(model: ViT, picture: Tensor) -> list[Stage]:
             traced.tokens[last],
             f"{config.depth} blocks of attention and MLP later",
         ),
-        ("pooled", model.features(picture).pooled, pooled),
+        ("pooled", model.features(image).pooled, pooled),
         ("logits", traced.logits, answers),
     ]
     return [Stage(name, tuple(tensor.shape), meaning) for name, tensor, meaning in found]
 
 
-def _through_the_stem(model: ViT, picture: Tensor) -> list[Named]:
+def _through_the_stem(model: ViT, image: Tensor) -> list[Named]:
     """Return the tensors that this stem really makes: a convolution, for one, never cuts an image into patches."""
     stem, config = model.patch_embed, model.config
     found: list[Named] = []
@@ -81,14 +81,14 @@ def _through_the_stem(model: ViT, picture: Tensor) -> list[Named]:
         (rows, columns), (h, w) = config.grid, config.patch_size
         meaning = f"{rows}×{columns} patches, each {h}×{w} pixels × {_channels(config.channels)}"
         order: Order = "hwc" if isinstance(stem, NormedLinearProjection) else "chw"
-        found.append(("patches", cut(picture, config.patch_size, order), meaning))
+        found.append(("patches", cut(image, config.patch_size, order), meaning))
         read = f"each patch as {config.width} learned features"
     else:
         read = "the feature map read row by row"
     with ExitStack() as hooks:
         for name, meaning, module, side in _watched(stem, config):
             hooks.callback(_hook(module, side, name, meaning, found).remove)
-        embeddings = stem(picture)
+        embeddings = stem(image)
     return [*found, ("patch embeddings", embeddings, read)]
 
 
@@ -133,7 +133,7 @@ def _watched(stem: nn.Module, config: ViTConfig) -> list[tuple[str, str, nn.Modu
             return [("feature map", meaning, stem.proj, "out")]  # type: ignore[list-item]
 
 
-def sample_picture(channels: int, size: tuple[int, int]) -> Tensor:
+def sample_image(channels: int, size: tuple[int, int]) -> Tensor:
     """Paint a bright disc on a sloping background: (1, channels, height, width) in ±1, no two channels alike."""
     y, x = torch.meshgrid(torch.linspace(-1, 1, size[0]), torch.linspace(-1, 1, size[1]), indexing="ij")
     disc = (((x - 0.25) ** 2 + (y + 0.2) ** 2) < 0.3).float()

@@ -1,4 +1,4 @@
-"""Stems: five ways from a picture (B, C, H, W) to patch embeddings (B, N, D).
+"""Stems: five ways from an image (B, C, H, W) to patch embeddings (B, N, D).
 
 Whatever the stem, `proj.weight` has the shape of a convolution kernel, (D, C, h, w), so that `linear`, `conv`
 and (but for its norms) `linear_norm` can exchange weights.

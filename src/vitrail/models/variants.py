@@ -28,7 +28,7 @@ SIZES = {
 
 
 class Variant(NamedTuple):
-    """One named model. The name is timm's without the picture size, `paper` is the name in the papers."""
+    """One named model. The name is timm's without the image size, `paper` is the name in the papers."""
 
     name: str
     paper: str
@@ -105,7 +105,7 @@ def variant_name(config: ViTConfig) -> str | None:
 
 
 def _find(name: str) -> tuple[Variant, int]:
-    """Look a name up: the paper's, or timm's with or without a picture size."""
+    """Look a name up: the paper's, or timm's with or without an image size."""
     if not isinstance(name, str):
         raise ConfigError(f"expected the name of a model, such as 'B/16', found {name!r}")
     for variant in VARIANTS:

@@ -1,6 +1,6 @@
 """The Vision Transformer (arXiv 2010.11929).
 
-    picture (B, C, H, W)
+    image (B, C, H, W)
       -> stem: one token a patch, (B, N, D)
       -> class token and other special tokens join, positions are added, (B, T, D)
       -> encoder blocks
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.blocks import Block
-from vitrail.models.checks import check_pictures, read_layer, read_layers
+from vitrail.models.checks import check_images, read_layer, read_layers
 from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import initialise
 from vitrail.models.pooling import AttentionPool, PreLogits
@@ -41,7 +41,7 @@ from vitrail.models.stems import STEMS, resized_stem
 
 @dataclass(frozen=True)
 class Features:
-    """What a picture looks like to the model, before the head."""
+    """What an image looks like to the model, before the head."""
 
     pooled: Tensor
     """(B, D), or (B, representation): what the head sees; for every token, (B, T, …), where `pool` is none."""
@@ -102,10 +102,10 @@ class ViT(nn.Module):
         self.head_dist = _head(config) if config.distillation_token else None
         initialise(self, config)
 
-    # ── from picture to logits ──
+    # ── from image to logits ──
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map pictures (B, C, H, W) to logits (B, classes); to (B, T, classes) where `pool` is none."""
+        """Map images (B, C, H, W) to logits (B, classes); to (B, T, classes) where `pool` is none."""
         return self._classify(self._encode(x))
 
     def features(self, x: Tensor, *, layer: int | None = None, as_grid: bool = False) -> Features:
@@ -178,7 +178,7 @@ class ViT(nn.Module):
         *,
         method: Method = "timm",
     ) -> None:
-        """Fit the model to another picture or patch size, resampling position tables and patch kernels.
+        """Fit the model to another image or patch size, resampling position tables and patch kernels.
 
         `method` names whose way of resampling positions is followed; see `vitrail.models.resample`. What is resampled
         becomes new parameters: make the optimiser afterwards.
@@ -213,8 +213,8 @@ class ViT(nn.Module):
     # ── the steps of the forward pass ──
 
     def embed(self, x: Tensor) -> tuple[Tensor, Places]:
-        """Turn pictures into placed tokens (B, T, D), and say what the blocks need to know of their places."""
-        check_pictures(x, self.config, next(self.parameters()))
+        """Turn images into placed tokens (B, T, D), and say what the blocks need to know of their places."""
+        check_images(x, self.config, next(self.parameters()))
         return self.placed(self.patch_embed(x))
 
     def placed(self, patches: Tensor) -> tuple[Tensor, Places]:
@@ -249,7 +249,7 @@ class ViT(nn.Module):
         return torch.cat([*expanded, patches], dim=1)
 
     def _encode(self, x: Tensor, depth: int | None = None) -> Tensor:
-        """Run pictures through the first `depth` blocks, or through all: (B, T, D)."""
+        """Run images through the first `depth` blocks, or through all: (B, T, D)."""
         tokens, places = self.embed(x)
         for block in list(self.blocks)[:depth]:
             tokens = self._run(block, tokens, places)

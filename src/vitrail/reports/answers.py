@@ -1,4 +1,4 @@
-"""The answers to every held-out picture, as held_out.parquet holds them, and those of two runs side by side."""
+"""The answers to every held-out image, as held_out.parquet holds them, and those of two runs side by side."""
 
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ COLUMNS = ["index", "name", "true", "predicted", "confidence", "correct", "diges
 
 
 class Answers(NamedTuple):
-    """A row for each held-out picture that could be read, in the order of the data."""
+    """A row for each held-out image that could be read, in the order of the data."""
 
     places: NDArray[np.int64]
-    """Which pictures of the source these are."""
+    """Which images of the source these are."""
     names: list[str]
     true: list[str]
     predicted: list[str]
@@ -26,7 +26,7 @@ class Answers(NamedTuple):
 
 
 class Both(NamedTuple):
-    """What two runs answered to the same pictures."""
+    """What two runs answered to the same images."""
 
     one: Answers
     other: Answers
@@ -34,12 +34,12 @@ class Both(NamedTuple):
 
 
 def answers_of_both(one: Record, other: Record) -> tuple[Both | None, str]:
-    """Return the answers of two runs that were judged by the same pictures; or the reason why there are none."""
+    """Return the answers of two runs that were judged by the same images; or the reason why there are none."""
     first, why = _read(one)
     second, why_not = _read(other) if first is not None else (None, "")
     if first is None or second is None:
         return None, why or why_not
-    if _pictures(first) != _pictures(second):
+    if _images(first) != _images(second):
         return None, (
             "The two runs were evaluated on different images, so they cannot be compared image by image. Runs with the "
             "same data and seed have the same held-out images."
@@ -58,7 +58,7 @@ def evaluated_on_the_same(one: Record, other: Record) -> bool:
     """Say whether two runs were evaluated on the same images: by their digests, without these by the recorded names."""
     first, second = _read(one)[0], _read(other)[0]
     if first is not None and second is not None:
-        return _pictures(first) == _pictures(second)
+        return _images(first) == _images(second)
     there, here = (_recorded_names(run) for run in (one, other))
     return bool(there) and there == here and one.data == other.data
 
@@ -68,7 +68,7 @@ def _recorded_names(run: Record) -> list[str]:
     return list(names.get("test") or names.get("val") or ()) if isinstance(names, dict) else []
 
 
-def _pictures(answers: Answers) -> list[tuple[str, str]]:
+def _images(answers: Answers) -> list[tuple[str, str]]:
     # By what is in them: the same data may lie elsewhere, and other data may have files of the same names.
     return list(zip(answers.digests, answers.true, strict=True))
 
@@ -79,7 +79,7 @@ def _read(run: Record) -> tuple[Answers | None, str]:
         return None, f"{run.name}: {run.why_no_verdict}"
     if not path.is_file():
         return None, (
-            f"{run.name} has no {HELD_OUT}, so the runs cannot be compared picture by picture; pip install "
+            f"{run.name} has no {HELD_OUT}, so the runs cannot be compared image by image; pip install "
             "'vitrail[train]' and the same train command add it."
         )
     try:
@@ -87,7 +87,7 @@ def _read(run: Record) -> tuple[Answers | None, str]:
         import pyarrow.parquet as pq
     except ImportError:
         return None, (
-            f"{HELD_OUT} cannot be read without pyarrow, so the runs are not compared picture by picture; pip install "
+            f"{HELD_OUT} cannot be read without pyarrow, so the runs are not compared image by image; pip install "
             "'vitrail[train]' brings it."
         )
     try:

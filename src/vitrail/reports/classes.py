@@ -28,8 +28,8 @@ def classes(run: Record) -> Section:
     verdict = run.verdict
     shown = verdict.weakest_first
     few = paragraph(
-        "Recall is the share of a class's pictures that are recognised; precision, the share of the answers naming it "
-        "that are right. Intervals are of 95%: a class with few pictures may be far from its number."
+        "Recall is the share of a class's images that are recognised; precision, the share of the answers naming it "
+        "that are right. Intervals are of 95%: a class with few images may be far from its number."
     )
     bars = _extremes(verdict) if len(shown) > 3 else ""
     return Section("classes", "Classes", title, few + bars + _table(verdict))
@@ -45,7 +45,7 @@ def _extremes(verdict: Verdict) -> str:
     drawn = [
         bar_chart(
             [
-                Bar(row.name, row.recall or 0, f"{row.name}: {share(row.recall)} of {many(row.pictures, 'picture')}")
+                Bar(row.name, row.recall or 0, f"{row.name}: {share(row.recall)} of {many(row.images, 'image')}")
                 for row in rows
             ],
             title=title, unit="percent", colour=colour, high=1.0, width=WIDTH, standalone=False,
@@ -60,7 +60,7 @@ def _table(verdict: Verdict) -> str:
     columns = [
         Column("Class"),
         *([COUNTED] if counted else []),
-        Column("Pictures", number=True),
+        Column("Images", number=True),
         Column("Recall", number=True),
         Column("95% interval", number=True, hint="of the recall, by Wilson"),
         Column("Precision", number=True),
@@ -74,7 +74,7 @@ def _table(verdict: Verdict) -> str:
             [
                 Cell(name(row.name)),
                 *([Cell(f"{place + 1}")] if counted else []),
-                Cell(f"{row.pictures:,}", row.pictures),
+                Cell(f"{row.images:,}", row.images),
                 _share_cell(row.recall),
                 Cell("–", "") if interval is None else Cell(span(interval), interval[0]),
                 _share_cell(row.precision),
@@ -134,20 +134,20 @@ def confusion(run: Record) -> Section:
 def _pairs(verdict: Verdict, matrix: NDArray[np.int64]) -> str:
     found = most_confused(matrix, PAIRS)
     if not found:
-        return paragraph("No picture was taken for another class.")
+        return paragraph("No image was taken for another class.")
     rows = [
         [
             Cell(name(verdict.classes[one.true])),
             Cell(name(verdict.classes[one.predicted])),
-            Cell(f"{one.pictures:,}", one.pictures),
-            _share_cell(one.pictures / int(matrix[one.true].sum())),
+            Cell(f"{one.images:,}", one.images),
+            _share_cell(one.images / int(matrix[one.true].sum())),
         ]
         for one in found
     ]
     columns = [
         Column("Class"),
         Column("Taken for"),
-        Column("Pictures", number=True),
+        Column("Images", number=True),
         Column("Of the class", number=True),
     ]
     return table(columns, rows, caption="The most frequent confusions")
@@ -159,13 +159,13 @@ def calibration(run: Record) -> Section:
     if run.verdict is None:
         return Section("calibration", "Certainty", title, absent(run.why_no_verdict))
     verdict = run.verdict
-    bins = [Bin(row.low, row.high, row.pictures, row.confidence, row.accuracy) for row in verdict.reliability]
+    bins = [Bin(row.low, row.high, row.images, row.confidence, row.accuracy) for row in verdict.reliability]
     drawn = reliability_diagram(bins, width=WIDTH, height=WIDTH - 100, standalone=False)
-    sure = sum(row.pictures * (row.confidence or 0) for row in verdict.reliability) / verdict.pictures
+    sure = sum(row.images * (row.confidence or 0) for row in verdict.reliability) / verdict.images
     gap = sure - verdict.top1
     low, high = verdict.top1_interval
     if abs(gap) < 0.01 or low <= sure <= high:
-        tends = "On the whole it is as sure as it may be, as far as so many pictures can tell."
+        tends = "On the whole it is as sure as it may be, as far as so many images can tell."
     elif gap > 0:
         tends = "On the whole it is surer than it should be: it says so more often than it is right."
     else:

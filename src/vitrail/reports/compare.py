@@ -69,7 +69,7 @@ def _head(one: Record, other: Record, both: Both | None, *, alike: bool) -> str:
 def _different(a: Verdict, b: Verdict) -> str:
     """Say that two results cannot be compared, and how they could be."""
     on_a, on_b = (
-        f"{many(found.pictures, 'image')} of {many(len(found.classes), 'class', 'classes')}" for found in (a, b)
+        f"{many(found.images, 'image')} of {many(len(found.classes), 'class', 'classes')}" for found in (a, b)
     )
     return (
         f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images: the numbers stand side by side "
@@ -84,13 +84,13 @@ def _which(result: Paired) -> str:
 
 
 def _statement(result: Paired) -> str:
-    """Say what the same pictures tell."""
+    """Say what the same images tell."""
     alone = f"A alone is right on {result.only_first:,} and B alone on {result.only_second:,}"
     if not result.only_first + result.only_second:
-        return f"On the same {many(result.pictures, 'picture')} both are right and wrong on exactly the same ones."
+        return f"On the same {many(result.images, 'image')} both are right and wrong on exactly the same ones."
     luck = f"By luck alone, so uneven a split comes {_often(result.chance)}"
     so = "so this is a difference" if result.chance < LUCK else "so this says little about which is better"
-    return f"On the same {many(result.pictures, 'picture')}, {alone}. {luck}, {so} (McNemar, exact)."
+    return f"On the same {many(result.images, 'image')}, {alone}. {luck}, {so} (McNemar, exact)."
 
 
 def _often(chance: float) -> str:
@@ -146,9 +146,9 @@ def _number_row(row: Row) -> list[Cell]:
 
 
 def _pairs(one: Record, both: Both | None, why_not: str) -> Section:
-    title = "On the same pictures"
+    title = "On the same images"
     if both is None:
-        return Section("pairs", "Pictures", title, absent(why_not))
+        return Section("pairs", "Images", title, absent(why_not))
     result = both.paired
     low, high = result.interval
     columns = [Column(""), Column("B right", number=True), Column("B wrong", number=True)]
@@ -161,7 +161,7 @@ def _pairs(one: Record, both: Both | None, why_not: str) -> Section:
     )
     counted = table(columns, rows, caption=title, sortable=False)
     body = f'<div class="pair"><div>{said}</div><div>{counted}</div></div>{disagreements(one, both)}'
-    return Section("pairs", "Pictures", title, body)
+    return Section("pairs", "Images", title, body)
 
 
 def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
@@ -215,7 +215,7 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
             Cell(share(x.recall), x.recall),
             Cell(share(y.recall), y.recall),
             Cell(_coloured(change), change),
-            Cell(f"{y.pictures:,}", y.pictures),
+            Cell(f"{y.images:,}", y.images),
         ]
         for x, y, change in found
     ]
@@ -224,7 +224,7 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
         Column("Recall, A", number=True),
         Column("Recall, B", number=True),
         Column("B − A, points", number=True),
-        Column("Pictures", number=True),
+        Column("Images", number=True),
     ]
     return Section("classes", "Classes", title, table(columns, rows, caption=title))
 

@@ -5,7 +5,7 @@ from PIL import Image
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
 from vitrail.io import ContentError, read_json
-from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, picture, table
+from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, embedded_image, name, paragraph, table
 from vitrail.reports.record import Check, Record
 from vitrail.reports.words import many
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
@@ -29,9 +29,9 @@ def data(run: Record) -> Section:
     found = (
         f"<h3>What the check found</h3><ul>{findings}</ul>" if findings else paragraph("The check found nothing wrong.")
     )
-    if check.looked_at < check.pictures:
+    if check.looked_at < check.images:
         found += paragraph(
-            f"The check looked at {many(check.looked_at, 'picture')} of {check.pictures:,}; vitrail check sees all.",
+            f"The check looked at {many(check.looked_at, 'image')} of {check.images:,}; vitrail check sees all.",
             "quiet small",
         )
     if check.not_looked_for:
@@ -49,7 +49,7 @@ def _samples(run: Record) -> str:
             continue
         image.thumbnail((SMALL, SMALL))
         alt = f"a training image of {sample.label}"
-        by_class.setdefault(sample.label, []).append(picture(image, alt))
+        by_class.setdefault(sample.label, []).append(embedded_image(image, alt))
     if not by_class:
         return ""
     rows = "".join(
@@ -107,14 +107,14 @@ def _counts(check: Check) -> str:
         for one in names
     ]
     columns = [Column("Class"), *(Column(part, number=True) for part in parts)]
-    return table(columns, rows, foot=total, caption="Pictures by part")
+    return table(columns, rows, foot=total, caption="Images by part")
 
 
 def _sizes(check: Check) -> str:
     bars = [
         Bar(
             f"{span['low']:,} and more" if span["high"] is None else f"{span['low']:,} to {span['high']:,}",
-            span["pictures"] or 0,
+            span["images"] or 0,
         )
         for span in check.short_sides
     ]

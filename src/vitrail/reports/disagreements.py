@@ -1,9 +1,9 @@
-"""Pictures on which only one of two runs is right."""
+"""Images on which only one of two runs is right."""
 
 from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
 from vitrail.reports.answers import Answers, Both
-from vitrail.reports.page import absent, name, path, picture
+from vitrail.reports.page import absent, embedded_image, name, path
 from vitrail.reports.record import Record
 from vitrail.reports.sight import Sight, look_into
 from vitrail.reports.words import cut, file_name, share
@@ -13,19 +13,19 @@ SHOWN = 6
 
 
 def disagreements(run: Record, both: Both) -> str:
-    """Return the pictures on which one alone is right, those first of which the other is surest."""
+    """Return the images on which one alone is right, those first of which the other is surest."""
     found = both.paired
     if not found.only_first + found.only_second:
         return ""
     sight = look_into(run)
     parts = []
     for title, right, wrong in (("Only A is right", both.one, both.other), ("Only B is right", both.other, both.one)):
-        rows = [row for row in range(found.pictures) if right.right[row] and not wrong.right[row]]
+        rows = [row for row in range(found.images) if right.right[row] and not wrong.right[row]]
         if rows:
             rows.sort(key=lambda row: -float(wrong.confidence[row]))
             cards = "".join(_card(sight, both.one, wrong, row) for row in rows[:SHOWN])
             parts.append(f'<h3>{title}</h3><ul class="mistakes many">{cards}</ul>')
-    notes = absent(sight.why_no_pictures) if sight.source is None else ""
+    notes = absent(sight.why_no_images) if sight.source is None else ""
     return notes + "".join(parts)
 
 
@@ -45,4 +45,4 @@ def _seen(sight: Sight, index: int, called: str, true: str) -> str:
         original = sight.original(sight.item(index, called, true))
     except (VitrailError, OSError):
         return ""
-    return "" if original is None else picture(original, cut(called))
+    return "" if original is None else embedded_image(original, cut(called))

@@ -6,10 +6,10 @@ from PIL import Image
 
 from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
-from vitrail.explanations.explain import Explainer, as_picture
+from vitrail.explanations.explain import Explainer, as_image
 from vitrail.explanations.overlay import enlarged
 from vitrail.explanations.wanted import Wanted
-from vitrail.reports.page import Section, absent, name, paragraph, path, picture
+from vitrail.reports.page import Section, absent, embedded_image, name, paragraph, path
 from vitrail.reports.record import Mistake
 from vitrail.reports.sight import SIDE, Sight
 from vitrail.reports.words import cut, file_name, share
@@ -27,7 +27,7 @@ class Seen(NamedTuple):
     """An image as stored and as the model saw it, and what spoke for a prediction; None where that is not known."""
 
     original: Image.Image | None
-    picture: Image.Image
+    image: Image.Image
     relevance: Image.Image | None
 
 
@@ -62,7 +62,7 @@ def mistakes(sight: Sight) -> Section:
 
 def _notes(sight: Sight, without: set[str]) -> str:
     if sight.source is None:
-        return absent(sight.why_no_pictures)
+        return absent(sight.why_no_images)
     if sight.bundle is None:
         return absent(sight.why_no_bundle)
     return absent(f"Something is missing here: {'; '.join(sorted(without)[:3])}.") if without else ""
@@ -94,17 +94,17 @@ def look(sight: Sight, index: int, called: str, true: str, answer: str) -> Seen 
     try:
         explained = Explainer(sight.bundle, Wanted("relevance"), target=sight.numbers.get(answer)).explain(item, called)
     except VitrailError:
-        return Seen(original, enlarged(as_picture(fitted(item, sight.bundle.preprocess)), SIDE), None)
-    return Seen(original, enlarged(explained.picture, SIDE), explained.overlay(side=SIDE))
+        return Seen(original, enlarged(as_image(fitted(item, sight.bundle.preprocess)), SIDE), None)
+    return Seen(original, enlarged(explained.image, SIDE), explained.overlay(side=SIDE))
 
 
 def pair(seen: Seen | None, called: str, answer: str) -> str:
     """Return the image as it is stored, and below it what the model saw and what spoke for the prediction."""
     if seen is None:
         return ""
-    whole = "" if seen.original is None else f'<div class="whole">{picture(seen.original, called)}</div>'
-    first = picture(seen.picture, f"{called}, as the model saw it")
-    second = "" if seen.relevance is None else picture(seen.relevance, f"what spoke for {answer}")
+    whole = "" if seen.original is None else f'<div class="whole">{embedded_image(seen.original, called)}</div>'
+    first = embedded_image(seen.image, f"{called}, as the model saw it")
+    second = "" if seen.relevance is None else embedded_image(seen.relevance, f"what spoke for {answer}")
     return f'{whole}<div class="two">{first}{second}</div>'
 
 

@@ -134,8 +134,8 @@ def chart(svg: str, caption: str = "", *, wide: bool = False) -> str:
     return f'<figure class="{kind}">{svg}{words}</figure>'
 
 
-def picture(image: "Image.Image", alt: str, *, exact: bool = False) -> str:
-    """Return a picture that is in the page itself: as JPEG, or `exact` as PNG where edges and flat colours count."""
+def embedded_image(image: "Image.Image", alt: str, *, exact: bool = False) -> str:
+    """Return an image that is in the page itself: as JPEG, or `exact` as PNG where edges and flat colours count."""
     buffer, kind = io.BytesIO(), "png" if exact else "jpeg"
     if exact:
         image.save(buffer, "PNG", optimize=True)

@@ -21,7 +21,7 @@ class Bin(BaseModel):
 
     low: float
     high: float
-    pictures: int
+    images: int
     confidence: float | None
     accuracy: float | None
 
@@ -30,14 +30,14 @@ class ClassScore(BaseModel):
     """How one class fared."""
 
     name: str
-    pictures: int
+    images: int
     precision: float | None
     recall: float | None
     f1: float | None
 
 
 class Mistake(BaseModel):
-    """A picture that was taken for another class."""
+    """An image that was taken for another class."""
 
     index: int
     name: str
@@ -57,7 +57,7 @@ class Baselines(BaseModel):
 class Verdict(BaseModel):
     """What the best model is worth, as verdict.json holds it."""
 
-    pictures: int
+    images: int
     kind: str
     classes: list[str]
     top1: float
@@ -84,20 +84,20 @@ class Verdict(BaseModel):
         """Refuse a file that somebody has changed by hand, where one number no longer goes with another."""
         count = len(self.classes)
         square = len(self.confusion) == count and all(len(row) == count for row in self.confusion)
-        scored = all(row.recall is not None and row.f1 is not None for row in self.per_class if row.pictures)
-        if self.pictures < 1 or len(self.per_class) != count or not square or not scored:
+        scored = all(row.recall is not None and row.f1 is not None for row in self.per_class if row.images)
+        if self.images < 1 or len(self.per_class) != count or not square or not scored:
             raise ValueError("the parts of the verdict do not fit together")
         return self
 
     @property
     def on_training(self) -> bool:
-        """Whether no picture was held out, so that the model was measured by what it was taught."""
-        return self.kind == "training pictures"
+        """Whether no image was held out, so that the model was measured by what it was taught."""
+        return self.kind == "training images"
 
     @property
     def weakest_first(self) -> list[ClassScore]:
-        """The classes that have pictures, by recall, then by F1."""
-        return sorted((row for row in self.per_class if row.pictures), key=lambda row: (row.recall, row.f1))
+        """The classes that have images, by recall, then by F1."""
+        return sorted((row for row in self.per_class if row.images), key=lambda row: (row.recall, row.f1))
 
 
 class Finding(BaseModel):
@@ -112,7 +112,7 @@ class Check(BaseModel):
     """What is known of the data, as check.json holds it."""
 
     verdict: str
-    pictures: int
+    images: int
     looked_at: int
     not_looked_for: list[str] = []
     counts: dict[str, dict[str, int]]
@@ -149,7 +149,7 @@ class Record:
 
     @property
     def data(self) -> str:
-        """Where its pictures are."""
+        """Where its images are."""
         return str(self.origin.get("data", ""))
 
     @property
@@ -161,7 +161,7 @@ class Record:
 
     @property
     def chosen_on_these(self) -> bool:
-        """Whether the pictures it was measured by also chose its best moment, because there is no test part."""
+        """Whether the images it was measured by also chose its best moment, because there is no test part."""
         counts = (self.split or {}).get("counts", {})
         return bool(counts) and not counts.get("test")
 
@@ -224,8 +224,8 @@ def _check_is_run(place: Path) -> None:
 
 def _unmeasured(place: Path) -> str:
     if (place / "candidate.json").exists():
-        return "This run is a candidate of a sweep that another one won, so it never met the held-out pictures."
-    return "The run has not finished, so nothing has been measured on held-out pictures yet."
+        return "This run is a candidate of a sweep that another one won, so it never met the held-out images."
+    return "The run has not finished, so nothing has been measured on held-out images yet."
 
 
 def _read(path: Path, kind: type[Model], what: str, faults: list[str]) -> tuple[Model | None, str]:

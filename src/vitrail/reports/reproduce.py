@@ -17,9 +17,9 @@ PACKAGES = ("torch", "numpy", "pillow", "simplejpeg", "safetensors")
 FILES = {
     f"{BEST}/{WEIGHTS}": "the best model's weights",
     RECIPE: "every setting",
-    SPLIT: "which picture is in which part",
+    SPLIT: "which image is in which part",
     METRICS: "every step, as numbers",
-    HELD_OUT: "the answer to every held-out picture",
+    HELD_OUT: "the answer to every held-out image",
 }
 
 

@@ -30,9 +30,9 @@ def head(run: Record) -> str:
     if run.verdict is None:
         return f'{above}<h1>{escape(_unfinished_title(run))}</h1><p class="lead">{escape(run.why_no_verdict)}</p>'
     verdict = run.verdict
-    what = "training pictures" if verdict.on_training else "held-out pictures"
-    noun = what if verdict.pictures != 1 else what.removesuffix("s")
-    title = f"Right on {share(verdict.top1)} of {verdict.pictures:,} {noun}"
+    what = "training images" if verdict.on_training else "held-out images"
+    noun = what if verdict.images != 1 else what.removesuffix("s")
+    title = f"Right on {share(verdict.top1)} of {verdict.images:,} {noun}"
     return f'{above}<h1>{escape(title)}</h1><p class="lead">{_lead(verdict)}</p>{_warnings(run, verdict)}'
 
 
@@ -46,7 +46,7 @@ def result(run: Record) -> Section:
         for one in numbers(run.verdict)
     )
     bad = run.verdict.bad
-    left_out = paragraph(f"{many(len(bad), 'picture')} could not be read and are not counted.") if bad else ""
+    left_out = paragraph(f"{many(len(bad), 'image')} could not be read and are not counted.") if bad else ""
     return Section("result", "Result", "Result", f'<dl class="numbers">{cards}</dl>{left_out}')
 
 
@@ -63,12 +63,12 @@ def numbers(verdict: Verdict) -> list[Number]:
     return [
         Number(
             "Accuracy", share(verdict.top1), f"95% interval {span(verdict.top1_interval)}",
-            "The share of right answers, and where it would lie with very many pictures (Wilson).",
+            "The share of right answers, and where it would lie with very many images (Wilson).",
         ),
         *(top5 if verdict.top5 is not None else []),
         Number(
             "Macro F1", share(verdict.macro_f1), f"95% interval {span(verdict.macro_f1_interval)}",
-            "Precision and recall joined, every class counting alike, however few pictures it has.",
+            "Precision and recall joined, every class counting alike, however few images it has.",
         ),
         Number(
             "Balanced accuracy", share(verdict.balanced_accuracy),
@@ -99,7 +99,7 @@ def _lead(verdict: Verdict) -> str:
     ]
     weakest = verdict.weakest_first
     if verdict.top1 == 1:
-        said.append("No picture was mistaken.")
+        said.append("No image was mistaken.")
     elif weakest:
         called = f"<strong>{name(weakest[0].name)}</strong>"
         said.append(f"The weakest class is {called}, of which {share(weakest[0].recall)} are recognised.")
@@ -109,28 +109,28 @@ def _lead(verdict: Verdict) -> str:
 
 def _worst_confusion(verdict: Verdict) -> str:
     found = most_confused(np.array(verdict.confusion, np.int64), 1)
-    if not found or found[0].pictures < 2:
+    if not found or found[0].images < 2:
         return ""
     true, predicted = (name(verdict.classes[place]) for place in (found[0].true, found[0].predicted))
-    return f"Most often, {true} was taken for {predicted} ({many(found[0].pictures, 'time')})."
+    return f"Most often, {true} was taken for {predicted} ({many(found[0].images, 'time')})."
 
 
 def _warnings(run: Record, verdict: Verdict) -> str:
     said = [f"{text[:1].upper()}{text[1:]}." for text in verdict.warnings]
     if verdict.on_training:
         said.append(
-            "No picture was held out, so this says how well the model knows what it was taught, and nothing about new "
-            "pictures. Leave data.val and data.test above 0 for a verdict."
+            "No image was held out, so this says how well the model knows what it was taught, and nothing about new "
+            "images. Leave data.val and data.test above 0 for a verdict."
         )
     elif run.chosen_on_these:
         said.append(
-            "There is no test part: the best moment of the run was selected on these same pictures, so expect a little "
+            "There is no test part: the best moment of the run was selected on these same images, so expect a little "
             "less on new ones."
         )
     low, high = verdict.top1_interval
     if not verdict.on_training and high - low > 2 * NARROW:
         said.append(
-            f"The interval is wide because {many(verdict.pictures, 'picture')} are few; more held-out pictures would "
+            f"The interval is wide because {many(verdict.images, 'image')} are few; more held-out images would "
             "make the number surer."
         )
     return "".join(paragraph(text, "warn") for text in said)

@@ -1,4 +1,4 @@
-"""Model and pictures of a run, opened to be looked at: what cannot be had is a sentence."""
+"""Model and images of a run, opened to be looked at: what cannot be had is a sentence."""
 
 import os
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ SIDE, LARGE = 208, 480
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """The best model of a run and the pictures it is judged by."""
+    """The best model of a run and the images it is judged by."""
 
     run: Record
     bundle: Bundle | None
     why_no_bundle: str
     source: Source | None
-    why_no_pictures: str
+    why_no_images: str
 
     @property
     def unreadable(self) -> tuple[str, ...]:
@@ -50,23 +50,23 @@ class Sight:
         return {} if self.source is None else {name: number for number, name in enumerate(self.source.classes)}
 
     def item(self, index: int, name: str, true: str) -> "Item":
-        """Return one of the pictures; if another one now stands in its place, say so."""
+        """Return one of the images; if another one now stands in its place, say so."""
         from vitrail.data.given import Item
 
         if self.source is None:
-            raise DataError(self.why_no_pictures)
+            raise DataError(self.why_no_images)
         # A run may have been started with another path to the same data, so that only the ends of names are alike.
         same = index < len(self.source) and os.path.basename(self.source.name(index)) == os.path.basename(name)
         if not same or self.source.labels[index] != self.numbers.get(true):
-            raise DataError("the data has changed since the run, and another picture is in its place")
+            raise DataError("the data has changed since the run, and another image is in its place")
         return Item(b"", content=self.source.read(index))
 
     def original(self, item: "Item") -> Image.Image | None:
         """Return an image as stored, upright, no larger than a page needs; None where it cannot be shown in colour."""
-        from vitrail.data.decode import open_picture
+        from vitrail.data.decode import open_image
 
         try:
-            opened = open_picture(item.read())
+            opened = open_image(item.read())
             scale = min(1.0, LARGE / max(opened.width, opened.height))
             image = Image.fromarray(np.ascontiguousarray(opened.pixels(3, scale=scale)))
         except (VitrailError, OSError, ValueError):  # one of 13 channels, say
@@ -75,7 +75,7 @@ class Sight:
         return image if max(image.size) >= SIDE else enlarged(image, LARGE)
 
     def some(self, count: int) -> list["Item"]:
-        """Return so many of the pictures, evenly from first to last; what cannot be read is left out."""
+        """Return so many of the images, evenly from first to last; what cannot be read is left out."""
         from vitrail.data.given import Item
 
         if self.source is None or not len(self.source):
@@ -90,18 +90,18 @@ class Sight:
 
 
 def look_into(run: Record) -> Sight:
-    """Open the best model and the held-out pictures of a run, if they are there."""
+    """Open the best model and the held-out images of a run, if they are there."""
     bundle, why_no_bundle = None, ""
     try:
         bundle = load(run.folder / BEST)
     except (VitrailError, OSError) as error:
         why_no_bundle = ended(f"The best model cannot be opened: {error}")
-    source, why_no_pictures = None, ""
+    source, why_no_images = None, ""
     try:
         source = _held_out(run)
     except (VitrailError, OSError, KeyError, TypeError) as error:
-        why_no_pictures = ended(f"The pictures cannot be shown, because the data of the run cannot be opened: {error}")
-    return Sight(run, bundle, why_no_bundle, source, why_no_pictures)
+        why_no_images = ended(f"The images cannot be shown, because the data of the run cannot be opened: {error}")
+    return Sight(run, bundle, why_no_bundle, source, why_no_images)
 
 
 def _held_out(run: Record) -> Source:

@@ -27,7 +27,7 @@ def points(difference: float) -> str:
 
 
 def many(count: int, one: str, more: str = "") -> str:
-    """Write a count with its noun: 1 picture, 2 pictures."""
+    """Write a count with its noun: 1 image, 2 images."""
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 

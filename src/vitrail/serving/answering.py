@@ -21,22 +21,22 @@ Made = TypeVar("Made")
 
 
 class Answerer:
-    """What turns pictures into results, for all models."""
+    """What turns images into results, for all models."""
 
     def __init__(self, settings: Settings, counters: Counters) -> None:
         self._settings, self._counters = settings, counters
         self.decoders = Decoders(settings)
 
-    async def answer(self, request: Request, served: Served, question: Asked, pictures: list[bytes], task: str) -> Any:
-        """Return a result for each picture, in order; what is wrong with the only one is a `Refusal`."""
-        question.check(served, len(pictures))
-        seats = served.batcher.reserve(len(pictures), alone=question.alone)
-        # No failure of one picture ends the others; what ends all (the deadline, the client) cancels them.
+    async def answer(self, request: Request, served: Served, question: Asked, images: list[bytes], task: str) -> Any:
+        """Return a result for each image, in order; what is wrong with the only one is a `Refusal`."""
+        question.check(served, len(images))
+        seats = served.batcher.reserve(len(images), alone=question.alone)
+        # No failure of one image ends the others; what ends all (the deadline, the client) cancels them.
         client, turn = client_key("" if request.client is None else request.client.host), asyncio.Lock()
         work = asyncio.gather(
             *(
-                self._one(served, question, self.decoders.decode(picture, served.bundle.preprocess, client, turn), seat)
-                for picture, seat in zip(pictures, seats, strict=True)
+                self._one(served, question, self.decoders.decode(image, served.bundle.preprocess, client, turn), seat)
+                for image, seat in zip(images, seats, strict=True)
             ),
             return_exceptions=True,
         )
@@ -53,7 +53,7 @@ class Answerer:
                 raise made
             else:
                 results.append(made)
-        self._counters.pictures.labels(served.name, task).inc(len(results))
+        self._counters.images.labels(served.name, task).inc(len(results))
         return results
 
     async def _one(self, served: Served, question: Asked, decoded: Coroutine[Any, Any, Pixels], seat: Seat) -> Any:

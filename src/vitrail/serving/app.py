@@ -85,7 +85,7 @@ class Service:
         return await self._asked(request, PredictOptions, "predict")
 
     async def embed(self, request: Request) -> Response:
-        """Give the features of pictures."""
+        """Give the features of images."""
         return await self._asked(request, EmbedOptions, "embed")
 
     async def explain(self, request: Request) -> Response:
@@ -100,7 +100,7 @@ class Service:
             options = read_options(kind, asked.fields)
             with self.shelf.use(options.model) as served:
                 question = options.question()
-                results = await self._answerer.answer(request, served, question, asked.pictures, task)
+                results = await self._answerer.answer(request, served, question, asked.images, task)
         said: dict[str, str] = {"method": options.method or "relevance"} if isinstance(options, ExplainOptions) else {}
         return as_json({"model": served.name, **said, "results": results})
 
@@ -160,7 +160,7 @@ class Service:
     # ── the page ──
 
     async def samples(self, _: Request) -> Response:
-        """List the sample pictures."""
+        """List the sample images."""
         return as_json({"samples": sample_list(self._files)})
 
     async def file(self, request: Request) -> Response:

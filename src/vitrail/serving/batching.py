@@ -23,7 +23,7 @@ class Question(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether every picture is computed by itself."""
+        """Whether every image is computed by itself."""
 
     def __hash__(self) -> int: ...
 
@@ -35,11 +35,11 @@ ALONE = 4
 BATCHES = 8
 """So many batches are computed while an image that is computed alone waits; then it has its turn."""
 Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
-"""Takes a question and some pictures, returns an answer for each; an exception is one picture's own fault."""
+"""Takes a question and some images, returns an answer for each; an exception is one image's own fault."""
 
 
-def _nothing_more(question: Any, pictures: Sequence[Pixels]) -> Sequence[Any]:
-    raise RuntimeError(f"{question} was asked of a model that is closed, about {len(pictures)} pictures")
+def _nothing_more(question: Any, images: Sequence[Pixels]) -> Sequence[Any]:
+    raise RuntimeError(f"{question} was asked of a model that is closed, about {len(images)} images")
 
 
 class Seat:
@@ -114,31 +114,31 @@ class Batcher:
         """Do something in the thread that computes, and wait for it; not to be called where the event loop runs."""
         self._thread.submit(work).result()
 
-    def reserve(self, pictures: int, *, alone: bool = False) -> list[Seat]:
+    def reserve(self, images: int, *, alone: bool = False) -> list[Seat]:
         """Take seats for all images of a request, or refuse it."""
-        if pictures > self.queue:
+        if images > self.queue:
             raise Refusal(
-                413, f"{pictures} images in one request, and the queue holds {self.queue}; send fewer at a time"
+                413, f"{images} images in one request, and the queue holds {self.queue}; send fewer at a time"
             )
-        self.check_room(pictures, alone=alone)
+        self.check_room(images, alone=alone)
         line = self._alone if alone else self._together
-        line.taken += pictures
-        return [Seat(line) for _ in range(pictures)]
+        line.taken += images
+        return [Seat(line) for _ in range(images)]
 
     def waiting(self) -> float:
         """Return for how many seconds the oldest image of a batch has been waiting."""
         return monotonic() - min((job.arrived for job in self._together.jobs), default=monotonic())
 
-    def check_room(self, pictures: int, *, alone: bool = False) -> None:
+    def check_room(self, images: int, *, alone: bool = False) -> None:
         """Refuse more images than there are seats left; requests of several leave some for others."""
         line = self._alone if alone else self._together
-        kept = 0 if pictures == 1 or alone else line.seats // KEPT
-        if line.taken and line.taken + pictures > line.seats - kept:
+        kept = 0 if images == 1 or alone else line.seats // KEPT
+        if line.taken and line.taken + images > line.seats - kept:
             what = "explanations" if alone else "images"
             raise Refusal(503, f"too many {what} are waiting already; try again soon", retry_after=1, reason="full")
 
     async def ask(self, question: Question, pixels: Pixels, seat: Seat) -> Any:
-        """Return the answer for one picture; whoever is cancelled meanwhile leaves the queue."""
+        """Return the answer for one image; whoever is cancelled meanwhile leaves the queue."""
         job = _Job(question, pixels, seat, asyncio.get_running_loop().create_future())
         line = self._alone if question.alone else self._together
         line.jobs.append(job)
@@ -168,7 +168,7 @@ class Batcher:
                 await self._answer(batch)
 
     async def _gather(self) -> None:
-        """Let others join the oldest picture for as long as it may wait."""
+        """Let others join the oldest image for as long as it may wait."""
         jobs = self._together.jobs
         if not jobs or self._closing or len(jobs) >= self.batch:
             return

@@ -23,17 +23,17 @@ class Counters:
             registry=registry,
         )  # fmt: skip
         self.in_flight = Gauge("vitrail_requests_in_flight", "Requests being answered", registry=registry)
-        self.pictures = Counter("vitrail_pictures", "Pictures answered", ("model", "task"), registry=registry)
+        self.images = Counter("vitrail_images", "Images answered", ("model", "task"), registry=registry)
         self.refused = Counter("vitrail_refused", "Requests refused, by the reason", ("reason",), registry=registry)
         self.batch_size = Histogram(
-            "vitrail_batch_size", "Pictures computed at once", ("model",), buckets=_SIZES, registry=registry
+            "vitrail_batch_size", "Images computed at once", ("model",), buckets=_SIZES, registry=registry
         )
         self.compute_seconds = Histogram(
             "vitrail_compute_seconds", "Time to compute a batch", ("model",), buckets=_SECONDS, registry=registry
         )
-        self.waiting = Gauge("vitrail_queue_pictures", "Pictures that wait", ("model",), registry=registry)
+        self.waiting = Gauge("vitrail_queue_images", "Images that wait", ("model",), registry=registry)
         self.cancelled = Counter(
-            "vitrail_cancelled", "Pictures that left before their answer", ("model",), registry=registry
+            "vitrail_cancelled", "Images that left before their answer", ("model",), registry=registry
         )
         self.reloads = Counter("vitrail_reloads", "Attempts to reload models", ("outcome",), registry=registry)
         self.ready = Gauge("vitrail_ready", "1 where requests are answered", registry=registry)

@@ -185,9 +185,9 @@ class Decoders:
             async with asyncio.timeout(seconds):
                 return await self._decoded(decoder, job)
         except TimeoutError:
-            raise _Ended(f"the picture takes more than {seconds:g} s to decode; send a simpler file") from None
+            raise _Ended(f"the image takes more than {seconds:g} s to decode; send a simpler file") from None
         except (asyncio.IncompleteReadError, OSError):
-            raise _Ended("the picture cannot be used: its decoder has failed") from None
+            raise _Ended("the image cannot be used: its decoder has failed") from None
 
     async def _decoded(self, decoder: _Decoder, job: _Job) -> Pixels | Refusal:
         settings = self._settings
@@ -202,7 +202,7 @@ class Decoders:
             said = json.loads(await decoder.results.readexactly(min(size, LONGEST_REFUSAL)))
             return Refusal(int(said["status"]), str(said["sentence"]))
         if (height, width, size) != (*job.preprocess.size, job.preprocess.channels):
-            raise _Ended("the picture cannot be used: its decoder has failed")
+            raise _Ended("the image cannot be used: its decoder has failed")
         content = await decoder.results.readexactly(height * width * size)
         return np.frombuffer(content, np.uint8).reshape(height, width, size)
 

@@ -49,7 +49,7 @@ def page_files(folder: Path = FOLDER) -> dict[str, PageFile]:
 
 
 def sample_list(files: dict[str, PageFile]) -> list[dict[str, str]]:
-    """Return the sample pictures with their names, in the order of their files."""
+    """Return the sample images with their names, in the order of their files."""
     # Their addresses are relative, as all of the page's: a proxy may have put the service below another path.
     return [
         {"name": _called(address), "url": address.lstrip("/")}

@@ -14,9 +14,9 @@ _WORDS = {
     404: "There is nothing at this address.",
     408: "The body did not arrive in time.",
     409: "The bundle cannot be opened; the model that was there keeps serving.",
-    413: "Too many bytes, pixels or pictures.",
-    415: "The body, or the only picture, is of a kind that is not taken.",
-    422: "An option does not fit the model, or the only picture is damaged or takes too long to decode.",
+    413: "Too many bytes, pixels or images.",
+    415: "The body, or the only image, is of a kind that is not taken.",
+    422: "An option does not fit the model, or the only image is damaged or takes too long to decode.",
     503: "Starting, stopping, or too much to do already; try again after Retry-After seconds.",
     504: "There was no answer within the deadline.",
 }
@@ -30,7 +30,7 @@ def document(settings: Settings) -> Json:
         "info": {
             "title": "Vitrail",
             "version": __version__,
-            "description": "Vision Transformers behind HTTP: predictions, features and explanations of pictures.",
+            "description": "Vision Transformers behind HTTP: predictions, features and explanations of images.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": {**_work(settings), **_others(secured)},
@@ -73,14 +73,14 @@ def _work(settings: Settings) -> Json:
 
 
 def _asking(name: str, summary: str, answer: str, settings: Settings, *options: tuple[str, Json, str]) -> Json:
-    picture = {"type": "string", "contentMediaType": "image/*", "contentEncoding": "base64"}
+    image = {"type": "string", "contentMediaType": "image/*", "contentEncoding": "base64"}
     fields: Json = {option: {**schema, "description": said} for option, schema, said in options}
-    pictures = {"type": "array", "items": picture, "minItems": 1, "maxItems": settings.pictures_limit}
+    images = {"type": "array", "items": image, "minItems": 1, "maxItems": settings.images_limit}
     file = {"type": "string", "format": "binary"}
     return {
         "operationId": name,
         "summary": summary,
-        "description": "A result for each picture, in order. Where there are several, one that cannot be read has an "
+        "description": "A result for each image, in order. Where there are several, one that cannot be read has an "
         "error as its result; where it is the only one, its fault is the status.",
         "parameters": [
             {"name": option, "in": "query", "required": False, "schema": schema, "description": said}
@@ -93,17 +93,17 @@ def _asking(name: str, summary: str, answer: str, settings: Settings, *options: 
                 "multipart/form-data": {
                     "schema": {
                         "type": "object",
-                        "required": ["picture"],
+                        "required": ["image"],
                         "additionalProperties": False,
-                        "properties": {"picture": {"type": "array", "items": file, "minItems": 1}, **fields},
+                        "properties": {"image": {"type": "array", "items": file, "minItems": 1}, **fields},
                     }
                 },
                 "application/json": {
                     "schema": {
                         "type": "object",
-                        "required": ["pictures"],
+                        "required": ["images"],
                         "additionalProperties": False,
-                        "properties": {"pictures": pictures, **fields},
+                        "properties": {"images": images, **fields},
                     }
                 },
             },
@@ -151,7 +151,7 @@ def _others(secured: bool) -> Json:
         "/v1/models/reload": {"post": reload},
         "/healthz": {"get": {"operationId": "healthz", "summary": "The process answers", **_answers("Status", ())}},
         "/readyz": {"get": {"operationId": "readyz", "summary": "Models answer", **_answers("Status", (503,))}},
-        "/samples": {"get": {"operationId": "samples", "summary": "Pictures to try", **_answers("Samples", ())}},
+        "/samples": {"get": {"operationId": "samples", "summary": "Images to try", **_answers("Samples", ())}},
         "/metrics": {
             "get": {
                 "operationId": "metrics",
@@ -194,7 +194,7 @@ def _schemas() -> Json:
     numbers = _object({"shape": wholes, "dtype": {"enum": ["float32", "float16"]}, "data": text})
     numbers["description"] = "Numbers as base64 of little-endian bytes, the last axis running fastest."
     explained = _object(
-        {"map": numbers, "attention": numbers, "picture": text, "target": {"anyOf": [known, {"type": "null"}]}},
+        {"map": numbers, "attention": numbers, "image": text, "target": {"anyOf": [known, {"type": "null"}]}},
         optional=("map", "attention"),
     )
 

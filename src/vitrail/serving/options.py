@@ -1,4 +1,4 @@
-"""What a request may ask for beside its pictures: fields of the query, or of the JSON."""
+"""What a request may ask for beside its images: fields of the query, or of the JSON."""
 
 from typing import Annotated, Any, Literal, get_args
 

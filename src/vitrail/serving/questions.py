@@ -20,7 +20,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError
 from vitrail.explanations.attention import attention_rows
-from vitrail.explanations.explain import as_picture, read_class
+from vitrail.explanations.explain import as_image, read_class
 from vitrail.explanations.relevance import answering_token
 from vitrail.explanations.wanted import Wanted as WantedMap
 from vitrail.explanations.wanted import explain_pixels
@@ -33,7 +33,7 @@ LARGEST_ATTENTION = 64 * 2**20
 """Most bytes of attention weights in one answer."""
 _NOT_FINITE = "the model's answer is not a finite number; its weights are damaged, or need float32"
 Answer = dict[str, Any] | Diverged
-"""What is said of one picture; an exception where the model has no sensible answer for it."""
+"""What is said of one image; an exception where the model has no sensible answer for it."""
 
 
 class Answering(Protocol):
@@ -58,19 +58,19 @@ class Predict:
     top: int
     alone: bool = False
 
-    def check(self, model: Answering, pictures: int) -> None:  # noqa: ARG002 - as all questions are asked
+    def check(self, model: Answering, images: int) -> None:  # noqa: ARG002 - as all questions are asked
         """Refuse what a model cannot answer."""
         config = model.bundle.model.config
         if not config.classes:
             raise InputError("this model has no head, so it knows no classes; ask it for embeddings")
         if config.pool == "none":
-            raise InputError("this model answers for every token, not for the picture; ask it for explanations")
+            raise InputError("this model answers for every token, not for the image; ask it for explanations")
 
-    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[Answer]:
-        """Return the likeliest classes of each picture."""
+    def answer(self, model: Answering, images: Sequence[Pixels]) -> list[Answer]:
+        """Return the likeliest classes of each image."""
         if model.engine is None:
             raise InputError("this model has no head, so it knows no classes")
-        logits = model.engine(_batch(pictures))
+        logits = model.engine(_batch(images))
         names = model.bundle.classes
         likely = logits.softmax(dim=1).topk(min(self.top, logits.shape[1]), dim=1)
         answers: list[Answer] = [
@@ -82,20 +82,20 @@ class Predict:
 
 @dataclass(frozen=True)
 class Embed:
-    """What are the features of the picture?"""
+    """What are the features of the image?"""
 
     wanted: WantedFeatures
     alone: bool = False
 
-    def check(self, model: Answering, pictures: int) -> None:  # noqa: ARG002 - as all questions are asked
+    def check(self, model: Answering, images: int) -> None:  # noqa: ARG002 - as all questions are asked
         """Refuse what a model does not have."""
         self.wanted.check(model.bundle.model.config)
 
-    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[Answer]:
-        """Return one vector a picture."""
-        ready = model.ready(self.wanted)  # made once, so outside of what holds for these pictures only
+    def answer(self, model: Answering, images: Sequence[Pixels]) -> list[Answer]:
+        """Return one vector an image."""
+        ready = model.ready(self.wanted)  # made once, so outside of what holds for these images only
         with torch.inference_mode(), autocast(model.device, model.precision):
-            found = self.wanted.take(ready, _normalised(model, pictures)).cpu()
+            found = self.wanted.take(ready, _normalised(model, images)).cpu()
         return _finite([{"embedding": row} for row in found.tolist()], found)
 
 
@@ -107,9 +107,9 @@ class Explain:
     target: str | int | None = None
     every_token: bool = False
     """All attention weights of a layer instead of one token's map."""
-    alone: bool = True  # the weights of all layers take much memory, so one picture at a time
+    alone: bool = True  # the weights of all layers take much memory, so one image at a time
 
-    def check(self, model: Answering, pictures: int) -> None:
+    def check(self, model: Answering, images: int) -> None:
         """Refuse what a model cannot answer, and more than an answer may hold."""
         config = model.bundle.model.config
         self.wanted.check(config, target=self.target)
@@ -120,20 +120,20 @@ class Explain:
         if self.wanted.method != "attention" or self.wanted.head is not None:
             raise ConfigError("query=all gives the attention of every token and head; use method=attention and no head")
         size = 2 * config.heads * config.tokens**2
-        if size * pictures > LARGEST_ATTENTION:
-            instead = "ask about one token" if size > LARGEST_ATTENTION else "send fewer pictures at a time"
+        if size * images > LARGEST_ATTENTION:
+            instead = "ask about one token" if size > LARGEST_ATTENTION else "send fewer images at a time"
             raise InputError(
-                f"all attention weights of a layer are {size / 2**20:,.1f} MB a picture for this model, more than an "
-                f"answer may hold for {pictures}; {instead}"
+                f"all attention weights of a layer are {size / 2**20:,.1f} MB an image for this model, more than an "
+                f"answer may hold for {images}; {instead}"
             )
 
-    def answer(self, model: Answering, pictures: Sequence[Pixels]) -> list[Answer]:
+    def answer(self, model: Answering, images: Sequence[Pixels]) -> list[Answer]:
         """Return a map, or the weights of a layer, with the crop that the model saw."""
-        return [self._one(model, picture) for picture in pictures]
+        return [self._one(model, image) for image in images]
 
-    def _one(self, model: Answering, picture: Pixels) -> dict[str, Any]:
-        vit, pixels = model.bundle.model, _normalised(model, [picture])
-        seen = {"picture": as_data_url(as_picture(picture))}
+    def _one(self, model: Answering, image: Pixels) -> dict[str, Any]:
+        vit, pixels = model.bundle.model, _normalised(model, [image])
+        seen = {"image": as_data_url(as_image(image))}
         if self.every_token:
             layer = -1 if self.wanted.layer is None else self.wanted.layer
             weights = attention_rows(vit, pixels, read_layer(layer, vit.config.depth))[0]
@@ -166,19 +166,19 @@ def packed(tensor: Tensor, dtype: str) -> dict[str, Any]:
     return {"shape": list(array.shape), "dtype": dtype, "data": base64.b64encode(array.tobytes()).decode()}
 
 
-def as_data_url(picture: Image.Image) -> str:
-    """Write a picture so that a page can show it."""
+def as_data_url(image: Image.Image) -> str:
+    """Write an image so that a page can show it."""
     file = io.BytesIO()
-    picture.save(file, "PNG", compress_level=1)
+    image.save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _batch(pictures: Sequence[Pixels]) -> Tensor:
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)
+def _batch(images: Sequence[Pixels]) -> Tensor:
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
 
 
-def _normalised(model: Answering, pictures: Sequence[Pixels]) -> Tensor:
-    return model.bundle.preprocess.normalise(_batch(pictures).to(model.device))
+def _normalised(model: Answering, images: Sequence[Pixels]) -> Tensor:
+    return model.bundle.preprocess.normalise(_batch(images).to(model.device))
 
 
 def _named(index: int, probability: float, names: tuple[str, ...] | None) -> dict[str, Any]:

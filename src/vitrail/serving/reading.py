@@ -1,4 +1,4 @@
-"""Reading a request: never more than is allowed, in any of the three ways in which pictures are sent."""
+"""Reading a request: never more than is allowed, in any of the three ways in which images are sent."""
 
 import asyncio
 import base64
@@ -20,14 +20,14 @@ from vitrail.serving.settings import MEGABYTE, Settings
 Kind = TypeVar("Kind", PredictOptions, EmbedOptions, ExplainOptions)
 MOST_OPTIONS, LONGEST_OPTION = 50, 100
 MORE_PARTS = 1000
-"""How many values JSON may have beside its pictures. Each takes a hundred times the memory of its bytes."""
-WAYS = "a picture as the body (image/*), multipart/form-data with fields 'picture', or JSON with 'pictures'"
+"""How many values JSON may have beside its images. Each takes a hundred times the memory of its bytes."""
+WAYS = "an image as the body (image/*), multipart/form-data with fields 'image', or JSON with 'images'"
 
 
 class Asked(NamedTuple):
     """What a request holds."""
 
-    pictures: list[bytes]
+    images: list[bytes]
     fields: dict[str, Any]
     """Its options, not checked yet."""
 
@@ -68,7 +68,7 @@ class Upload:
 
 
 async def read_request(request: Request, upload: Upload, settings: Settings) -> Asked:
-    """Read the body and take the pictures and the options out of it."""
+    """Read the body and take the images and the options out of it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (kind.startswith("image/") or kind in ("multipart/form-data", "application/json", "")):
         raise Refusal(415, f"a body of type {kind[:80]!r} is not taken; send {WAYS}")
@@ -84,20 +84,18 @@ async def read_request(request: Request, upload: Upload, settings: Settings) -> 
         raise Refusal(415, f"the request does not say what its body is; set Content-Type, and send {WAYS}")
     if kind == "application/json":
         # Much text takes long to read, and nobody else is answered meanwhile.
-        most = settings.pictures_limit
-        pictures, more = (
+        most = settings.images_limit
+        images, more = (
             await asyncio.to_thread(_from_json, body, most) if len(body) > MEGABYTE else _from_json(body, most)
         )
-        asked = Asked(pictures, {**fields, **more})
+        asked = Asked(images, {**fields, **more})
     elif kind == "multipart/form-data":
-        pictures, more = await _from_multipart(request, body, settings)
-        asked = Asked(pictures, {**fields, **more})
+        images, more = await _from_multipart(request, body, settings)
+        asked = Asked(images, {**fields, **more})
     else:
         asked = Asked([body], fields)
-    if len(asked.pictures) > settings.pictures_limit:
-        raise Refusal(
-            413, f"{len(asked.pictures)} pictures in one request; at most {settings.pictures_limit} are taken"
-        )
+    if len(asked.images) > settings.images_limit:
+        raise Refusal(413, f"{len(asked.images)} images in one request; at most {settings.images_limit} are taken")
     return asked
 
 
@@ -143,26 +141,26 @@ async def _from_multipart(request: Request, body: bytes, settings: Settings) -> 
     async def stream() -> AsyncGenerator[bytes, None]:
         yield body
 
-    most = settings.pictures_limit
+    most = settings.images_limit
     parser = _InMemory(request.headers, stream(), max_files=most + 1, max_fields=64, max_part_size=settings.body_bytes)
     try:
         form = await parser.parse()
     except MultiPartException as error:
         if "Too many files" in error.message:
-            raise Refusal(413, f"more than {most} pictures in one request; send fewer at a time") from None
+            raise Refusal(413, f"more than {most} images in one request; send fewer at a time") from None
         raise Refusal(400, f"the multipart body cannot be read: {error.message.rstrip('.')}") from None
     except Exception:  # headers of parts can be damaged in ways that the parser does not foresee
         raise Refusal(400, "the multipart body cannot be read; is its boundary the one in Content-Type?") from None
     try:
-        found = form.getlist("picture")
+        found = form.getlist("image")
         if not found:
-            raise Refusal(400, "the form has no field 'picture'; send one for each picture")
+            raise Refusal(400, "the form has no field 'image'; send one for each image")
         if not all(isinstance(part, UploadFile) for part in found):
-            raise Refusal(400, "the field 'picture' is text; send it as a file, with a file name")
-        options = {name: value for name, value in form.multi_items() if name != "picture"}
+            raise Refusal(400, "the field 'image' is text; send it as a file, with a file name")
+        options = {name: value for name, value in form.multi_items() if name != "image"}
         for name, value in options.items():
             if isinstance(value, UploadFile):
-                raise Refusal(400, f"the form has a file in the field {name[:80]!r}; pictures are fields 'picture'")
+                raise Refusal(400, f"the form has a file in the field {name[:80]!r}; images are fields 'image'")
         return [await part.read() for part in found if isinstance(part, UploadFile)], options
     finally:
         await form.close()
@@ -171,25 +169,25 @@ async def _from_multipart(request: Request, body: bytes, settings: Settings) -> 
 def _from_json(body: bytes, most: int) -> tuple[list[bytes], dict[str, Any]]:
     # None of these signs is in base64, so few of them are in a body that is meant well.
     if sum(body.count(sign) for sign in (b",", b"[", b"{")) > most + MORE_PARTS:
-        raise Refusal(400, 'the body is not JSON like {"pictures": ["<base64>", …]}: it has far too many parts')
+        raise Refusal(400, 'the body is not JSON like {"images": ["<base64>", …]}: it has far too many parts')
     try:
         asked = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        raise Refusal(400, 'the body is not JSON; send {"pictures": ["<base64>", …]}') from None
+        raise Refusal(400, 'the body is not JSON; send {"images": ["<base64>", …]}') from None
     if not isinstance(asked, dict):
-        raise Refusal(400, "the JSON should be an object with a list 'pictures' of base64 texts")
-    given = asked.pop("pictures", None)
+        raise Refusal(400, "the JSON should be an object with a list 'images' of base64 texts")
+    given = asked.pop("images", None)
     if not isinstance(given, list) or not given or not all(isinstance(one, str) for one in given):
-        raise Refusal(400, "'pictures' should be a list of one or more base64 texts")
-    pictures = []
+        raise Refusal(400, "'images' should be a list of one or more base64 texts")
+    images = []
     for number, one in enumerate(given):
         try:
-            pictures.append(base64.b64decode(one, validate=True))
+            images.append(base64.b64decode(one, validate=True))
         except (binascii.Error, ValueError):
             raise Refusal(
-                400, f"picture {number} is not base64; send that alone, without 'data:' before it or line breaks in it"
+                400, f"image {number} is not base64; send that alone, without 'data:' before it or line breaks in it"
             ) from None
-    return pictures, asked
+    return images, asked
 
 
 def _no_constant(word: str) -> Any:

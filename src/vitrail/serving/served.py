@@ -21,7 +21,7 @@ from vitrail.explanations.wanted import Wanted as WantedMap
 from vitrail.inference.features import Wanted as WantedFeatures
 from vitrail.inference.jobs import digest_model
 from vitrail.models.config import ViTConfig
-from vitrail.models.stages import sample_picture, stages
+from vitrail.models.stages import sample_image, stages
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, choose_device
 from vitrail.serving.batching import Batcher
@@ -85,9 +85,9 @@ class Served:
         """What /v1/models says of this model."""
         return {**self._description, "precision": self.precision if self.engine is None else self.engine.precision}
 
-    def answer(self, question: Asked, pictures: Sequence[Pixels]) -> list[Answer]:
-        """Compute the answers for some pictures; called in the model's own thread."""
-        return question.answer(self, pictures)
+    def answer(self, question: Asked, images: Sequence[Pixels]) -> list[Answer]:
+        """Compute the answers for some images; called in the model's own thread."""
+        return question.answer(self, images)
 
     def warm_up(self) -> None:
         """Compute once what the first client would otherwise wait for; a model that answers nonsense is found out."""
@@ -104,8 +104,8 @@ class Served:
         question: Asked = Embed(WantedFeatures()) if self.engine is None else Predict(top=1)
         # On a GPU every size of a small batch is recorded when it first comes, and that takes a while.
         sizes = SIZES if self.device.type == "cuda" else (1, WARM_BATCH)
-        for pictures in sorted({min(self.batcher.batch, size) for size in sizes}):
-            for answer in self.answer(question, [blank] * pictures):
+        for images in sorted({min(self.batcher.batch, size) for size in sizes}):
+            for answer in self.answer(question, [blank] * images):
                 if isinstance(answer, Exception):
                     raise answer
 
@@ -137,7 +137,7 @@ def describe(name: str, bundle: Bundle, device: torch.device) -> dict[str, Any]:
     """Say what a model is, as /v1/models answers."""
     config, layout = bundle.model.config, bundle.model.config.layout
     why_not = _refused_methods(config)
-    sample = sample_picture(config.channels, config.image_size).to(device)
+    sample = sample_image(config.channels, config.image_size).to(device)
     return {
         "name": name,
         "classes": None if bundle.classes is None else list(bundle.classes),

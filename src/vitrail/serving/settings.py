@@ -49,14 +49,14 @@ class Settings(Frozen):
     device: str = "auto"
     engine: str = "torch"
     precision: Literal["float32", "bf16", "fp16", "auto"] = "auto"
-    """`auto` tries bf16 on the first pictures that clients send, and takes it where it is faster and agrees."""
+    """`auto` tries bf16 on the first images that clients send, and takes it where it is faster and agrees."""
 
     batch: Annotated[int, Field(gt=0, le=4096)] = 32
-    """Most pictures that are computed at once."""
+    """Most images that are computed at once."""
     wait: Annotated[float, BeforeValidator(_as_number), Field(ge=0, le=10_000)] = 5.0
-    """Milliseconds for which a picture waits for others, when nothing is being computed."""
+    """Milliseconds for which an image waits for others, when nothing is being computed."""
     queue: Positive = 256
-    """Most pictures of a model that wait; more are refused with 503."""
+    """Most images of a model that wait; more are refused with 503."""
     deadline: Seconds = 30.0
     """Seconds from a request's last byte to its answer; later it is 504."""
     decoders: Annotated[int, Field(gt=0, le=256)] = 2
@@ -77,9 +77,9 @@ class Settings(Frozen):
     upload_time: Seconds = 60.0
     """Seconds that a request may take to arrive."""
     pixel_limit: Amount = 50.0
-    """Most millions of pixels of a picture, seen in its header before anything is decoded."""
-    pictures_limit: Positive = 64
-    """Most pictures in one request."""
+    """Most millions of pixels of an image, seen in its header before anything is decoded."""
+    images_limit: Positive = 64
+    """Most images in one request."""
     formats: Annotated[tuple[Format, ...], AsTuple, Field(min_length=1)] = ("jpeg", "png", "webp", "gif", "bmp")
     """The kinds of files that are opened at all."""
     token: str | None = Field(default=None, repr=False, exclude=True)
@@ -136,7 +136,7 @@ class Settings(Frozen):
 
     @property
     def pixels(self) -> int:
-        """Most pixels of a picture."""
+        """Most pixels of an image."""
         return round(self.pixel_limit * 1_000_000)
 
     def shown(self) -> dict[str, Any]:

@@ -9,11 +9,11 @@ FEW = 5_000
 
 def before_training(facts: Facts, *, fresh: bool) -> list[str]:
     """Say what to expect of training from scratch on few photographs, and what to do instead; else nothing."""
-    if not fresh or facts.pictures >= FEW or facts.side <= SMALL_SIDE:
+    if not fresh or facts.images >= FEW or facts.side <= SMALL_SIDE:
         return []
     repository = PRETRAINED.removeprefix("timm:")
     return [
-        f"few photographs: {facts.pictures:,} images to train on, from scratch. Expect far less than a pretrained "
+        f"few photographs: {facts.images:,} images to train on, from scratch. Expect far less than a pretrained "
         "model gives: a Vision Transformer knows nothing of images beforehand, and has to learn edges, textures and "
         "shapes from these alone",
         f"better: start from a pretrained model, --from {PRETRAINED} (on a CPU add --recipe linear-probe). Without a "

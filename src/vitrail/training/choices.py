@@ -10,7 +10,7 @@ from vitrail.data.augmentation.augment import Affine, Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.augmentation.on_device import check_on_device
 from vitrail.data.augmentation.randaugment import RandAugment
-from vitrail.data.decode import decode, open_picture
+from vitrail.data.decode import decode, open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError
@@ -23,9 +23,9 @@ from vitrail.training.schedules import learning_rate
 from vitrail.training.starting import Start, planned_model
 
 LOOKED_AT = 64
-"""How many pictures are opened to see what they are like."""
+"""How many images are opened to see what they are like."""
 TINY_SIDE, SMALL_SIDE = 16, 40
-"""Pictures up to these sides are drawings or thumbnails; larger ones are photographs."""
+"""Images up to these sides are drawings or thumbnails; larger ones are photographs."""
 FEW_PHOTOS = 2_000
 """Fewer photographs than these teach two blocks as much as four, in three quarters of the time, at half the learning
 rate; a CPU spends what is saved on more steps (benchmarks/LOG.md)."""
@@ -37,9 +37,9 @@ and one that is 384 wide better at 0.0025 than at 0.005."""
 
 
 class Facts(NamedTuple):
-    """What the pictures to train on are like."""
+    """What the images to train on are like."""
 
-    pictures: int
+    images: int
     classes: tuple[str, ...]
     side: int
     """The middle of their shorter sides, in pixels."""
@@ -74,21 +74,21 @@ class Plan(NamedTuple):
 
 
 def look_at(source: Source, device: str = "cpu") -> Facts:
-    """Open a few pictures, spread over the source, to see what they are like."""
+    """Open a few images, spread over the source, to see what they are like."""
     sides: list[int] = []
     grey: list[bool] = []
     for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int).tolist():
         try:
             stored = source.read(index)
-            picture = open_picture(stored)
-            sides.append(min(picture.height, picture.width))
+            image = open_image(stored)
+            sides.append(min(image.height, image.width))
             if len(grey) < 8:
                 pixels = decode(stored, 3)
                 grey.append(bool((pixels[..., 0] == pixels[..., 1]).all() and (pixels[..., 1] == pixels[..., 2]).all()))
         except DataError:
             continue
     if not sides:
-        raise DataError("none of the pictures that were tried can be read; look at them with vitrail check")
+        raise DataError("none of the images that were tried can be read; look at them with vitrail check")
     return Facts(len(source), source.classes, int(np.median(sides)), all(grey), device)
 
 
@@ -118,22 +118,22 @@ def choose(recipe: Recipe, facts: Facts, start: Bundle | None) -> Plan:
         start=recipe.start if start is None else recipe.start or Start(),
         criterion=_criterion(recipe, choices),
     )
-    steps = _steps(settled, facts.pictures, batch)
+    steps = _steps(settled, facts.images, batch)
     learning_rate(settled.schedule, 0, steps, rate)  # refuses a schedule that does not fit, before anything is written
     return Plan(settled, model, preprocess, batch, steps, rate, augmentation, mixing, choices)
 
 
-def with_batch(plan: Plan, batch: int, pictures: int, reason: str) -> Plan:
-    """Settle a batch that was "auto", in a plan for so many pictures."""
+def with_batch(plan: Plan, batch: int, images: int, reason: str) -> Plan:
+    """Settle a batch that was "auto", in a plan for so many images."""
     recipe = plan.recipe.replace(batch=batch)
     choices = [*plan.choices, Choice("batch", batch, reason)]
-    return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, pictures, batch), choices=choices)
+    return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, images, batch), choices=choices)
 
 
-def _steps(recipe: Recipe, pictures: int, batch: int) -> int:
+def _steps(recipe: Recipe, images: int, batch: int) -> int:
     if recipe.steps is not None:
         return recipe.steps
-    return max(1, math.ceil((recipe.epochs or 1) * pictures * recipe.data.repeats / batch))
+    return max(1, math.ceil((recipe.epochs or 1) * images * recipe.data.repeats / batch))
 
 
 def _written(model: ViTConfig) -> dict[str, Any]:
@@ -192,11 +192,11 @@ def _small_model(facts: Facts, given: dict[str, Any], choices: list[Choice]) -> 
     reasons = {
         "image_size": f"the shorter sides are about {facts.side} pixels{cut}",
         "patch_size": f"gives {math.prod(s // p for s, p in zip(size, patch, strict=True))} patches",
-        "stem": "a few convolutions before the patches, which few pictures teach much sooner than a plain projection",
-        "width": "small enough for a CPU" if on_cpu else f"{facts.pictures:,} pictures need no larger model",
-        "depth": f"{facts.pictures:,} images teach more blocks no more" if on_cpu and few else "as for the width",
+        "stem": "a few convolutions before the patches, which few images teach much sooner than a plain projection",
+        "width": "small enough for a CPU" if on_cpu else f"{facts.images:,} images need no larger model",
+        "depth": f"{facts.images:,} images teach more blocks no more" if on_cpu and few else "as for the width",
         "activation": "as good in a small model, and quicker on a CPU" if on_cpu else "the usual one",
-        "channels": "the pictures are grey" if facts.grey else "the pictures are in colour",
+        "channels": "the images are grey" if facts.grey else "the images are in colour",
     }
     choices += [
         Choice(f"model.{name}", found[name], why)
@@ -207,7 +207,7 @@ def _small_model(facts: Facts, given: dict[str, Any], choices: list[Choice]) -> 
 
 
 def _few_photos(facts: Facts) -> bool:
-    return facts.side > SMALL_SIDE and facts.pictures < FEW_PHOTOS
+    return facts.side > SMALL_SIDE and facts.images < FEW_PHOTOS
 
 
 def _pair(given: Any, default: int) -> tuple[int, int]:
@@ -218,10 +218,10 @@ def _pair(given: Any, default: int) -> tuple[int, int]:
 
 
 def _early_convolutions(patch: tuple[int, int], width: int, small: bool, again: int) -> tuple[ConvLayer, ...]:
-    """Return convolutions that halve a picture until a patch is one pixel; () where halving does not lead there.
+    """Return convolutions that halve an image until a patch is one pixel; () where halving does not lead there.
 
     Each that halves is followed by `again` that do not, but for a last single one, which would cost most and add least.
-    Small pictures, which have no pixels to lose, begin with one that does not.
+    Small images, which have no pixels to lose, begin with one that does not.
     """
     halvings = patch[0].bit_length() - 1
     if patch[0] != patch[1] or patch[0] != 1 << halvings or not halvings or width % patch[0]:
@@ -243,18 +243,18 @@ def _preprocess(recipe: Recipe, model: ViTConfig, start: Bundle | None) -> Prepr
 
 
 def _batch(recipe: Recipe, facts: Facts, choices: list[Choice]) -> int:
-    power = 1 << max(5, min(9, round(math.log2(max(1, facts.pictures / 24)))))
+    power = 1 << max(5, min(9, round(math.log2(max(1, facts.images / 24)))))
     needed = 2 * recipe.data.repeats * recipe.micro_batches
     batch = -(-power // needed) * needed
     if recipe.batch is None:
-        choices.append(Choice("batch", batch, steps_said(facts.pictures, batch)))
+        choices.append(Choice("batch", batch, steps_said(facts.images, batch)))
     return batch
 
 
-def steps_said(pictures: int, batch: int) -> str:
-    """Say how many steps it takes to show every picture."""
-    steps = max(1, round(pictures / batch))
-    return f"about {steps:,} {'step' if steps == 1 else 'steps'} for each time the {pictures:,} pictures are shown"
+def steps_said(images: int, batch: int) -> str:
+    """Say how many steps it takes to show every image."""
+    steps = max(1, round(images / batch))
+    return f"about {steps:,} {'step' if steps == 1 else 'steps'} for each time the {images:,} images are shown"
 
 
 def _epochs(facts: Facts, start: Bundle | None, choices: list[Choice]) -> float:
@@ -264,8 +264,8 @@ def _epochs(facts: Facts, start: Bundle | None, choices: list[Choice]) -> float:
         shown, most = 30_000, 50
     else:
         shown, most = (57_000, 150) if facts.side <= TINY_SIDE else (80_000, 225)
-    epochs = float(max(10, min(most, round(shown / facts.pictures))))
-    choices.append(Choice("epochs", epochs, f"about {round(int(epochs) * facts.pictures, -3):,} pictures shown in all"))
+    epochs = float(max(10, min(most, round(shown / facts.images))))
+    choices.append(Choice("epochs", epochs, f"about {round(int(epochs) * facts.images, -3):,} images shown in all"))
     return epochs
 
 
@@ -277,7 +277,7 @@ def _rate(recipe: Recipe, facts: Facts, model: ViTConfig, start: Bundle | None, 
         gently = model.width > NARROW or _few_photos(facts)
         rate, why = (1e-3, "a fresh model") if gently else (2e-3, "a fresh narrow model")
         rate, why = rate * (MUON_FASTER if kind == "muon" else 1), f"for {kind} and {why}"
-        why += f", taught by {facts.pictures:,} images" if _few_photos(facts) else ""
+        why += f", taught by {facts.images:,} images" if _few_photos(facts) else ""
     else:
         small = model.width <= SMALL_WIDTH
         rate = 1e-3 if small else 1e-4
@@ -297,13 +297,13 @@ def _augmentation(facts: Facts, choices: list[Choice]) -> Augmentation:
     if facts.side <= TINY_SIDE:
         affine = Affine(translate=(0.09, 0.09), scale=(0.95, 1.05), shear=3.0)
         found = Augmentation(crop="none", flip=0.0, rotation=6.0, affine=affine)
-        why = "tiny pictures: small turns and shifts; not mirrored, because they may be letters or digits"
+        why = "tiny images: small turns and shifts; not mirrored, because they may be letters or digits"
     elif facts.side <= SMALL_SIDE and facts.grey:
         found = Augmentation(crop="padded", flip=0.0, erasing=0.25)
-        why = "small grey pictures: shifted by a few pixels, a part erased; not mirrored, because they may be letters"
+        why = "small grey images: shifted by a few pixels, a part erased; not mirrored, because they may be letters"
     elif facts.side <= SMALL_SIDE:
         found = Augmentation(crop="padded", randaugment=RandAugment(layers=2, magnitude=9))
-        why = "small pictures: shifted by a few pixels, mirrored, changed by RandAugment"
+        why = "small images: shifted by a few pixels, mirrored, changed by RandAugment"
     else:
         found = Augmentation(crop_area=(0.6, 1.0), randaugment=RandAugment(layers=2, magnitude=7))
         why = "photographs: cut out, mirrored, changed by RandAugment"

@@ -1,4 +1,4 @@
-"""curves.png: how a run went, in one picture that can be read at a glance."""
+"""curves.png: how a run went, in one image that can be read at a glance."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ NOTE_SIZE = 8.5
 DRAWN_POINTS = 4000
 """More points of a curve than this cannot be seen."""
 STYLE: dict[str, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so the picture is the same everywhere
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so the image is the same everywhere
     "font.size": 11,
     "text.color": INK,
     "axes.edgecolor": "#BBBBBB",

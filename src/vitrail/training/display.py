@@ -49,7 +49,7 @@ class Status:
     def update(self, row: dict[str, Any]) -> None:
         """Take in a step."""
         keep = SMOOTH if self.row else 0.0
-        self.pace.add(images=row["pictures"], seconds=row["seconds"], waited=row["waited"])
+        self.pace.add(images=row["images"], seconds=row["seconds"], waited=row["waited"])
         self.row = row
         self.loss = keep * self.loss + (1 - keep) * row["loss"]
         self.accuracy = keep * self.accuracy + (1 - keep) * row["accuracy"]
@@ -67,7 +67,7 @@ class Status:
     @property
     def left(self) -> str:
         """How long the steps will still take, at the present pace."""
-        images, rate = (self.row["steps"] - self.row["step"]) * self.row["pictures"], self.pace.rate
+        images, rate = (self.row["steps"] - self.row["step"]) * self.row["images"], self.pace.rate
         if rate is None:
             return UNKNOWN if images else _clock(0)
         return _clock(images / max(rate, 1e-9))

@@ -21,21 +21,21 @@ FILLED = 0.85
 """How much of the memory a batch that is chosen may fill: kernels, pieces and other programs need some, too."""
 
 
-def settle_batch(job: Job, folder: Path, pictures: int, there: Room) -> Plan:
-    """Settle a batch that is "auto" by the memory there is, for a run of so many pictures in this folder.
+def settle_batch(job: Job, folder: Path, images: int, there: Room) -> Plan:
+    """Settle a batch that is "auto" by the memory there is, for a run of so many images in this folder.
 
     Any other plan stays as it is. A run that goes on keeps the batch it began with, however much memory there is now.
     """
     if job.plan.recipe.batch != "auto":
         return job.plan
     if (began_with := _of_the_main_process(_recorded(folder), job.device)) > 0:
-        return with_batch(job.plan, began_with, pictures, "as this run began")
+        return with_batch(job.plan, began_with, images, "as this run began")
     there = there._replace(free=_least(there.free, job.device))
     unit = _unit(job.plan, job.processes, job.plan.recipe.micro_batches)
     usual = batch = -(-job.plan.batch // unit) * unit
     needed = 0
     while True:
-        tried = job._replace(plan=with_batch(job.plan, batch, pictures, ""))
+        tried = job._replace(plan=with_batch(job.plan, batch, images, ""))
         known = forecast(tried)
         needed = needed or known.total
         if known.total <= FILLED * there.free and _fits_everywhere(tried, known):
@@ -46,12 +46,12 @@ def settle_batch(job: Job, folder: Path, pictures: int, there: Room) -> Plan:
                 f"{_size(known.total)}; use {_other_remedies(job)}"
             )
         batch = _next_smaller(batch, unit)
-        while batch > unit and known.with_pictures(_at_once(job, batch), known.parts) > FILLED * there.free:
+        while batch > unit and known.with_images(_at_once(job, batch), known.parts) > FILLED * there.free:
             batch = _next_smaller(batch, unit)
-    why = f"{steps_said(pictures, batch)}, which fits into {_size(there.free)}"
+    why = f"{steps_said(images, batch)}, which fits into {_size(there.free)}"
     if batch < usual:
         why = f"{usual} would need about {_size(needed)}, and {there.place} has {_size(there.free)} for this run"
-    return with_batch(job.plan, batch, pictures, why)
+    return with_batch(job.plan, batch, images, why)
 
 
 @contextmanager
@@ -98,8 +98,8 @@ def shown(known: Forecast, there: Room) -> str:
         "gradients": known.gradients,
         "optimiser": known.optimizer,
         "average": known.average,
-        "pictures that stay there": known.resident,
-        "pictures in flight": known.in_flight,
+        "images that stay there": known.resident,
+        "images in flight": known.in_flight,
     }
     listed = ", ".join(f"{name} {size / unit:.1f}" for name, size in parts.items() if size >= 0.05 * unit)
     return f"memory: about {_size(known.total)} of {_size(there.free)} ({listed})"
@@ -112,13 +112,13 @@ def _remedies(job: Job, known: Forecast, there: Room) -> str:
     batch, parts, found = job.plan.batch, known.parts, []
     unit = _unit(job.plan, job.processes, parts)
     smaller = batch
-    while smaller > unit and known.with_pictures(_at_once(job, smaller), parts) > limit:
+    while smaller > unit and known.with_images(_at_once(job, smaller), parts) > limit:
         smaller = _next_smaller(smaller, unit)
-    if smaller < batch and known.with_pictures(_at_once(job, smaller), parts) <= limit:
+    if smaller < batch and known.with_images(_at_once(job, smaller), parts) <= limit:
         found.append(f"--set batch={smaller}")
     more = 2 * parts
     while batch % _unit(job.plan, job.processes, more) == 0:
-        if known.with_pictures(batch // (job.processes * more), more) <= limit:
+        if known.with_images(batch // (job.processes * more), more) <= limit:
             found.append(f"keep the batch and cut it with --set micro_batches={more}")
             break
         more *= 2
@@ -127,11 +127,11 @@ def _remedies(job: Job, known: Forecast, there: Room) -> str:
 
 def _other_remedies(job: Job) -> str:
     checkpointing = "" if job.plan.recipe.gradient_checkpointing else "--set gradient_checkpointing=true, or "
-    return f"{checkpointing}a smaller model or picture"
+    return f"{checkpointing}a smaller model or image"
 
 
 def _unit(plan: Plan, processes: int, parts: int) -> int:
-    """Return what a batch must be a multiple of, so that every part of it is whole pairs of pictures."""
+    """Return what a batch must be a multiple of, so that every part of it is whole pairs of images."""
     return 2 * processes * parts * plan.recipe.data.repeats
 
 

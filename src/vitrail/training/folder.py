@@ -52,7 +52,7 @@ class Origin(NamedTuple):
     """What a run is made from, beside its recipe."""
 
     data: str
-    """Where the pictures are."""
+    """Where the images are."""
     start: str
     """A checksum of the model it starts from, its weights and its config; nothing for a fresh one."""
 
@@ -112,7 +112,7 @@ def damaged(path: Path, what: str) -> CheckpointError:
 
 
 def check_apart(folder: Path, origin: Origin) -> None:
-    """Refuse a run among the pictures it is trained on: its own folders would be taken for classes."""
+    """Refuse a run among the images it is trained on: its own folders would be taken for classes."""
     data = Path(origin.data)
     if data.is_dir() and folder.resolve().is_relative_to(data):
         raise ConfigError(f"the run folder {folder} lies in the data, {data}; choose another --run")

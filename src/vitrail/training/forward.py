@@ -15,7 +15,7 @@ from vitrail.training.team import Team
 
 
 def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, team: Team) -> nn.Module:
-    """Return what maps pictures to logits in a step; it has no parameters but the model's own."""
+    """Return what maps images to logits in a step; it has no parameters but the model's own."""
     if not recipe.compile:
         return team.wrapped(model)
     if not (isinstance(model, ViT) and goes_shorter(model.config, recipe, precision, team.device, alone=team.alone)):

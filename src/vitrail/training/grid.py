@@ -23,7 +23,7 @@ from vitrail.training.recipe import Recipe, read_value
 
 OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 FIXED = ("data.val", "data.test")
-"""What decides which pictures are measured, so that runs which differ in it cannot be compared."""
+"""What decides which images are measured, so that runs which differ in it cannot be compared."""
 LONGEST_NAME = 60
 
 
@@ -91,7 +91,7 @@ def combine(over: Mapping[str, Sequence[Any]], changes: Sequence[str]) -> list[d
         raise ConfigError("a sweep needs something to try; give it values such as optimizer.lr=0.003,0.01,0.03")
     for key in over:
         if fixed := next((name for name in FIXED if _overlap(key, name)), None):
-            raise ConfigError(f"a sweep over {key} would measure its runs on different pictures; use --set {fixed}=…")
+            raise ConfigError(f"a sweep over {key} would measure its runs on different images; use --set {fixed}=…")
         if _overlap(key, "criterion"):
             raise ConfigError("a sweep compares its runs by one criterion; choose it with --set criterion=…")
         if change := next((text for text in changes if _overlap(key, text.partition("=")[0].strip())), None):

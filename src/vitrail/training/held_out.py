@@ -1,4 +1,4 @@
-"""held_out.parquet: what the best model answered to every picture of the part it is judged on."""
+"""held_out.parquet: what the best model answered to every image of the part it is judged on."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from vitrail.metrics.classification import log_losses
 from vitrail.training.folder import whole
 
 TOP = 5
-"""How many classes are kept for a picture. All of them would be 200 MB for 50,000 pictures of 1,000 classes."""
+"""How many classes are kept for an image. All of them would be 200 MB for 50,000 images of 1,000 classes."""
 
 
 def digest_of(source: Source, index: int) -> str:
@@ -27,7 +27,7 @@ def digest_of(source: Source, index: int) -> str:
 
 
 def write_held_out(predictions: Predictions, source: Source, path: Path) -> None:
-    """Write a row for each picture that could be read, in the order of the source."""
+    """Write a row for each image that could be read, in the order of the source."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

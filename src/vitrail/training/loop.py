@@ -28,7 +28,7 @@ from vitrail.training.criterion import as_good, score, validated
 from vitrail.training.fitting import within_memory
 from vitrail.training.folder import VERDICT, Journal, write_json
 from vitrail.training.forward import forget_compiled, forward_of
-from vitrail.training.memory import Job, resident_pictures
+from vitrail.training.memory import Job, resident_images
 from vitrail.training.objectives import class_weights, loss_note
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.predictions import predictor
@@ -66,7 +66,7 @@ def train_run(
     with nullcontext() if run.records is None else closing(run.records):
         if not run.state.progress.finished:
             run.check_best()
-            there = resident_pictures(plan, parts)
+            there = resident_images(plan, parts)
             job = Job(plan, where.device, where.precision, where.team.processes.size, where.workers, there)
             with within_memory(job, folder, watcher.note):
                 run.go()
@@ -219,7 +219,7 @@ class _Run:
         best = self.best.load()
         source = self.parts.test or self.parts.val or self.parts.train
         answers = self.predictions(best.model.to(self.where.device), source)
-        kind = "training pictures" if source is self.parts.train else "held-out pictures"
+        kind = "training images" if source is self.parts.train else "held-out images"
         measured = measure(answers, source, kind=kind)
         if self.records is not None and self.parts.val is not None:
             gap = gap_warning(Journal.read(self.folder), len(self.parts.val))
@@ -294,18 +294,18 @@ class _Run:
         return Bundle(model, self.plan.preprocess, self.bundle.classes, provenance)  # type: ignore[arg-type]
 
     def _report(self, step: int, stepped: Stepped, rate: float, waited: float, took: float) -> None:
-        pictures = self.plan.batch
+        images = self.plan.batch
         row = {
             "step": step,
             "epoch": round(self.training.stream.epoch(step), 4),
             "loss": stepped.loss,
-            "accuracy": stepped.correct / pictures,
+            "accuracy": stepped.correct / images,
             "lr": rate,
             "gradient_norm": stepped.gradient_norm,
         }
         if self.records is not None:
-            self.records.step(row, seconds=took, waited=waited, pictures=pictures)
-        self.watcher.step({**row, "steps": self.plan.steps, "seconds": took, "waited": waited, "pictures": pictures})
+            self.records.step(row, seconds=took, waited=waited, images=images)
+        self.watcher.step({**row, "steps": self.plan.steps, "seconds": took, "waited": waited, "images": images})
 
     def _note_bad(self, bad: tuple[Any, ...]) -> None:
         for name, reason in bad:

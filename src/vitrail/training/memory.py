@@ -3,7 +3,7 @@
     weights        once                               the average   once more, in float32
     gradients      those that are trained, once       the optimizer twice for Adam, once for SGD with momentum; for Muon
                                                       once for matrices, twice for the rest
-    pictures       all of them, where they live on the device
+    images       all of them, where they live on the device
     in flight      what the backward pass needs, and what a layer needs while it computes; or, where that is more, what
                    Muon's update needs, which computes all matrices of one shape together
 
@@ -49,11 +49,11 @@ class Job(NamedTuple):
     processes: int = 1
     workers: int = 0
     resident: int = 0
-    """How many pictures live on the device, as `resident_pictures` counts them."""
+    """How many images live on the device, as `resident_images` counts them."""
 
     @property
-    def pictures(self) -> int:
-        """How many pictures a process sends through the model at once."""
+    def images(self) -> int:
+        """How many images a process sends through the model at once."""
         return max(1, self.plan.batch // (self.processes * self.plan.recipe.micro_batches))
 
 
@@ -64,14 +64,14 @@ class Forecast(NamedTuple):
     gradients: int
     optimizer: int
     average: int
-    pictures: int
-    """How many pictures go through the model at once."""
+    images: int
+    """How many images go through the model at once."""
     in_flight: int
     """What they take, beside the gradients."""
     parts: int
     """Into how many micro-batches a process cuts its share."""
     resident: int = 0
-    """What the pictures that live on the device take."""
+    """What the images that live on the device take."""
     updating: int = 0
     """What the update needs while it computes, whatever the batch; `in_flight` is never less."""
 
@@ -85,21 +85,21 @@ class Forecast(NamedTuple):
         """The most there is at one moment."""
         return self.standing + self.in_flight
 
-    def with_pictures(self, pictures: int, parts: int) -> int:
-        """Return about what another number of pictures at once would take in all."""
+    def with_images(self, images: int, parts: int) -> int:
+        """Return about what another number of images at once would take in all."""
         # With one part, gradients take the place of what the backward pass has used up; with more, they are in the way.
         more = self.gradients if self.parts == 1 < parts else 0
-        return self.standing + more + max(self.updating, round(self.in_flight * pictures / self.pictures))
+        return self.standing + more + max(self.updating, round(self.in_flight * images / self.images))
 
 
-def resident_pictures(plan: Plan, parts: Parts) -> int:
-    """Return how many pictures live on the device: those to train on, and those to measure by."""
+def resident_images(plan: Plan, parts: Parts) -> int:
+    """Return how many images live on the device: those to train on, and those to measure by."""
     return len(parts.train) + len(parts.val or parts.train) if plan.recipe.data.on_device else 0
 
 
-def evaluation_batch(pictures: int) -> int:
-    """Return how many pictures are measured at once: so few that memory which is enough for training is enough."""
-    return min(EVALUATION_BATCH, 2 * max(1, pictures))
+def evaluation_batch(images: int) -> int:
+    """Return how many images are measured at once: so few that memory which is enough for training is enough."""
+    return min(EVALUATION_BATCH, 2 * max(1, images))
 
 
 def forecast(job: Job) -> Forecast:
@@ -121,7 +121,7 @@ def forecast(job: Job) -> Forecast:
     after = max(measuring, updating)  # never both at once
     in_flight = (training + after if _recorded(job) else max(training, after)) + _beside(job)
     return Forecast(
-        weights, gradients + buckets, optimizer, average, job.pictures, in_flight, recipe.micro_batches,
+        weights, gradients + buckets, optimizer, average, job.images, in_flight, recipe.micro_batches,
         job.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,
     )  # fmt: skip
 
@@ -133,7 +133,7 @@ def _recorded(job: Job) -> bool:
 
 
 def fits_really(job: Job, known: Forecast) -> bool:
-    """Compute a step on random pictures, to see whether a GPU has the memory for it."""
+    """Compute a step on random images, to see whether a GPU has the memory for it."""
     try:
         with torch.random.fork_rng(devices=_generators(job.device)):
             _compute_a_step(job, known)
@@ -148,20 +148,20 @@ def _compute_a_step(job: Job, known: Forecast) -> None:
     standing = torch.empty(known.optimizer + known.average + known.resident, dtype=torch.uint8, device=job.device)
     model = _model(job, job.device)
     for _ in range(min(2, job.plan.recipe.micro_batches)):
-        _loss(job, _pictures(job, job.device, job.pictures), model).backward()
+        _loss(job, _images(job, job.device, job.images), model).backward()
     update = torch.empty(known.updating, dtype=torch.uint8, device=job.device)
     torch.cuda.synchronize(job.device)
     del standing, update  # they had to be there until now
 
 
-def _pictures(job: Job, device: torch.device, pictures: int) -> Tensor:
+def _images(job: Job, device: torch.device, images: int) -> Tensor:
     plan = job.plan
-    size = (pictures, plan.model.channels, *plan.model.image_size)
+    size = (images, plan.model.channels, *plan.model.image_size)
     return torch.randint(0, 256, size, dtype=torch.uint8, device=device)
 
 
 def _loss(job: Job, stored: Tensor, model: nn.Module) -> Tensor:
-    """Return the loss of pictures, by way of everything that a step does."""
+    """Return the loss of images, by way of everything that a step does."""
     plan, device, count = job.plan, stored.device, len(stored)
     pixels = plan.preprocess.normalise(stored)
     if plan.mixing.on and count % 2 == 0:
@@ -187,7 +187,7 @@ def _training(job: Job, model: nn.Module, device: torch.device) -> int:
     def step() -> None:
         # A second part finds the gradients of the first; a third finds no more.
         for _ in range(min(2, job.plan.recipe.micro_batches)):
-            _loss(job, _pictures(job, device, job.pictures), model).backward()
+            _loss(job, _images(job, device, job.images), model).backward()
 
     most = _most_alive(step, model)
     model.zero_grad(set_to_none=True)
@@ -199,7 +199,7 @@ def _measuring(job: Job, model: nn.Module, device: torch.device) -> int:
     """Return what the measuring of a batch takes beside the weights."""
 
     def measure() -> None:
-        pixels = job.plan.preprocess.normalise(_pictures(job, device, evaluation_batch(job.pictures)))
+        pixels = job.plan.preprocess.normalise(_images(job, device, evaluation_batch(job.images)))
         with autocast(device, job.precision):
             model(pixels)
 
@@ -235,12 +235,12 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _beside(job: Job) -> int:
-    """Return what is there beside tensors that a step makes: on a CPU the pictures that workers make ahead."""
+    """Return what is there beside tensors that a step makes: on a CPU the images that workers make ahead."""
     if job.device.type == "cuda":
         return KERNELS
     height, width = job.plan.model.image_size
     batches = 1 + PREFETCHED * job.workers
-    return batches * job.pictures * job.plan.recipe.micro_batches * height * width * job.plan.model.channels
+    return batches * job.images * job.plan.recipe.micro_batches * height * width * job.plan.model.channels
 
 
 def _copies(optimizer: Optimizer, name: str, parameter: Tensor) -> int:

@@ -38,7 +38,7 @@ class Objective(Frozen):
     class_weights: Annotated[Literal["none", "balanced"] | tuple[float, ...], BeforeValidator(_as_class_weights)] = (
         "none"
     )
-    """How much a picture counts by its class: all alike, so that every class counts alike, or as the numbers say."""
+    """How much an image counts by its class: all alike, so that every class counts alike, or as the numbers say."""
 
 
 def targets(labels: Tensor, classes: int, objective: Objective, share: Tensor | None = None) -> Tensor:
@@ -53,7 +53,7 @@ def targets(labels: Tensor, classes: int, objective: Objective, share: Tensor | 
 def loss(logits: Tensor, targets: Tensor, objective: Objective, weights: Tensor | None = None) -> Tensor:
     """Return the mean loss over the batch, computed in float32 whatever the logits are in.
 
-    `weights` (K) come from `class_weights`. The sum is divided by the number of pictures and not by their weights, so
+    `weights` (K) come from `class_weights`. The sum is divided by the number of images and not by their weights, so
     that a batch in parts, on several processes say, has the same gradient as the whole.
     """
     if logits.shape != targets.shape:
@@ -63,10 +63,10 @@ def loss(logits: Tensor, targets: Tensor, objective: Objective, weights: Tensor 
     weights = None if weights is None else weights.to(logits)
     if objective.loss == "softmax":
         return F.cross_entropy(logits, targets, weight=weights)
-    by_picture = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
+    by_image = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
     if weights is not None:
-        by_picture = by_picture * (targets @ weights)
-    return by_picture.mean()
+        by_image = by_image * (targets @ weights)
+    return by_image.mean()
 
 
 def class_weights(labels: Tensor | NDArray[Any], classes: int, objective: Objective) -> Tensor | None:
@@ -83,9 +83,9 @@ def class_weights(labels: Tensor | NDArray[Any], classes: int, objective: Object
 
 
 def balanced_weights(labels: Tensor | NDArray[Any], classes: int) -> Tensor:
-    """Return weights (K) by which every class counts alike, and the pictures count 1 on average.
+    """Return weights (K) by which every class counts alike, and the images count 1 on average.
 
-    A class without a picture gets 0.
+    A class without an image gets 0.
     """
     counts = torch.bincount(torch.as_tensor(labels).cpu(), minlength=classes).to(torch.float64)
     present = int((counts > 0).sum())

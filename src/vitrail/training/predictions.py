@@ -37,7 +37,7 @@ class Predictor:
         answered = [share for share in shares if len(share.labels)]
         if not answered:
             raise DataError(
-                f"none of the {len(bad)} pictures to measure by can be read; the first, {bad[0].name}: {bad[0].reason}"
+                f"none of the {len(bad)} images to measure by can be read; the first, {bad[0].name}: {bad[0].reason}"
             )
         return Predictions(
             np.concatenate([share.probabilities for share in answered]),
@@ -64,6 +64,6 @@ def predictor(plan: Plan, where: Where, often: Source) -> Predictor:
 def share_of(source: Source, plan: Plan, where: Where) -> Evaluation:
     """Return the share of a split that is this process's to evaluate."""
     processes = where.team.processes
-    pictures = plan.batch // (processes.size * plan.recipe.micro_batches)
+    images = plan.batch // (processes.size * plan.recipe.micro_batches)
     share = Share(processes.rank, processes.size)
-    return Evaluation(source, plan.preprocess, evaluation_batch(pictures), share, bad_files="skip")
+    return Evaluation(source, plan.preprocess, evaluation_batch(images), share, bad_files="skip")

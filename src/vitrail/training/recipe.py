@@ -74,11 +74,11 @@ class DataPart(Frozen):
     balance: bool = False
     """Show every class equally often."""
     repeats: Positive = 1
-    """How often a batch shows the same picture, each time cut anew."""
+    """How often a batch shows the same image, each time cut anew."""
     cache: Positive | None = None
-    """Keep pictures decoded, with so many pixels along the shorter side. None: read the files."""
+    """Keep images decoded, with so many pixels along the shorter side. None: read the files."""
     on_device: bool = False
-    """Keep all training pictures on the device and vary them there: for small pictures, where reading is the bound."""
+    """Keep all training images on the device and vary them there: for small images, where reading is the bound."""
     bad_files: BadFiles = "skip"
 
 
@@ -87,11 +87,11 @@ class Recipe(Frozen):
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """How often every picture is shown."""
+    """How often every image is shown."""
     steps: Positive | None = None
     """The length of the run in steps, instead of `epochs`."""
     batch: Annotated[int | Literal["auto"] | None, BeforeValidator(_as_batch)] = None
-    """Pictures in a step, over all processes; "auto" halves the usual number until memory is enough."""
+    """Images in a step, over all processes; "auto" halves the usual number until memory is enough."""
     micro_batches: Positive = 1
     """Into how many parts a process cuts its share of a batch, to save memory."""
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"

@@ -48,10 +48,10 @@ class Records:
             for row in Journal.read(folder):
                 self._watch(row)
 
-    def step(self, row: dict[str, Any], *, seconds: float, waited: float, pictures: int) -> None:
+    def step(self, row: dict[str, Any], *, seconds: float, waited: float, images: int) -> None:
         """Keep what a step came to, and the pace; the journal is the same however fast the machine is."""
         self.journal.write(row)
-        self.pace.add(images=pictures, seconds=seconds, waited=waited)
+        self.pace.add(images=images, seconds=seconds, waited=waited)
         rate = self.pace.rate
         speed = {} if rate is None else {"images_per_second": rate, "waiting_share": self.pace.waiting_share}
         self._watch({**row, **speed})
@@ -114,11 +114,11 @@ def gap_warning(rows: Sequence[dict[str, Any]], images: int) -> list[str]:
 
 def card_metrics(measured: Evaluation, *, tested: bool) -> dict[str, str]:
     """Return the metrics that a model card shows, with the split they are from and what has to be known with them."""
-    split = "test" if tested else "train" if measured.kind == "training pictures" else "validation"
+    split = "test" if tested else "train" if measured.kind == "training images" else "validation"
     caveat = {"train": ", which the model was trained on", "validation": ", which also selected the checkpoint"}
     low, high = (percent(end) for end in measured.top1_interval)
     return {
-        "split": f"{split}, {measured.pictures:,} images{caveat.get(split, '')}",
+        "split": f"{split}, {measured.images:,} images{caveat.get(split, '')}",
         "accuracy": f"{percent(measured.top1)}% (95% interval {low}–{high}%)",
         **({} if measured.top5 is None else {"top-5 accuracy": f"{percent(measured.top5)}%"}),
         "balanced accuracy": f"{percent(measured.balanced_accuracy)}%",

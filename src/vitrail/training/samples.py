@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import open_image
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.io import read_json
@@ -104,7 +104,7 @@ def _readable(source: Source, places: Sequence[int], count: int) -> list[bytes]:
 def _small(source: Source, index: int) -> bytes | None:
     """Return an image as a small JPEG, turned as it is meant to be seen; None where it cannot be read."""
     try:
-        opened = open_picture(source.read(index))
+        opened = open_image(source.read(index))
         scale = SIDE / max(opened.width, opened.height)
         image = Image.fromarray(np.ascontiguousarray(opened.pixels(3, scale=min(1.0, scale))))
     except (VitrailError, OSError, ValueError):

@@ -31,7 +31,7 @@ class Stepped(NamedTuple):
 
     loss: float
     correct: int
-    """How many pictures were answered rightly; with mixing, by the larger share."""
+    """How many images were answered rightly; with mixing, by the larger share."""
     gradient_norm: float
 
 
@@ -141,11 +141,11 @@ class Stepper(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether pictures are mixed with their neighbours."""
+        """Whether images are mixed with their neighbours."""
         return self.recipe.mixing is not None and self.recipe.mixing.on  # no longer None once a run is planned
 
     def pixels(self, part: Batch) -> Tensor:
-        """Return pictures as the model gets them: normalised, and mixed."""
+        """Return images as the model gets them: normalised, and mixed."""
         pixels = self.preprocess.normalise(part.pixels)
         return mix_pixels(pixels, part.share, part.box) if self.mixed else pixels
 
@@ -174,7 +174,7 @@ def _now(device: torch.device) -> torch.cuda.Event:
 
 @torch.no_grad()
 def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
-    """Return the first part of a model whose output is not finite for these pictures, computed as in a step."""
+    """Return the first part of a model whose output is not finite for these images, computed as in a step."""
     found: list[str] = []
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:

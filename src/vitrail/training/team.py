@@ -93,7 +93,7 @@ class Team(NamedTuple):
 
     @torch.no_grad()
     def average_buffers(self, model: nn.Module) -> None:
-        """Give every process the mean of what each has measured of its own pictures."""
+        """Give every process the mean of what each has measured of its own images."""
         if self.alone:
             return
         for buffer in _measured(model):

@@ -1,4 +1,4 @@
-"""`train`: a folder of pictures in, a measured classifier out."""
+"""`train`: a folder of images in, a measured classifier out."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from vitrail.training.folder import (
     write_json,
 )
 from vitrail.training.loop import train_run
-from vitrail.training.memory import Job, resident_pictures
+from vitrail.training.memory import Job, resident_images
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe
 from vitrail.training.room import room
 from vitrail.training.samples import keep_samples
@@ -77,7 +77,7 @@ def train(
     verdict_on: Literal["test", "val"] = "test",
     said: set[str] | None = None,
 ) -> Run:
-    """Train a classifier on pictures, or go on with a run that was stopped: the same call finds the same folder.
+    """Train a classifier on images, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
     "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
@@ -100,7 +100,7 @@ def train(
             check_apart(place, origin)
         _check_alike(team, plan, parts)
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
-        job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_pictures(plan, parts))
+        job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_images(plan, parts))
         plan = settle_batch(job, place, len(parts.train), room(chosen))
         opened = _opened(team, place, plan, parts, origin, advice, quiet=quiet, said=said)
         with opened as screen, repeatable(plan.recipe.deterministic):
@@ -123,8 +123,8 @@ def _check_alike(team: Team, plan: Plan, parts: Parts) -> None:
     words = json.dumps(parts.split, sort_keys=True)
     found = team.gathered((plan.recipe.fingerprint(), len(parts.train), words))
     if len(set(found)) > 1:
-        counts = sorted({pictures for _, pictures, _ in found})
-        seen = f"{counts[0]:,} and {counts[-1]:,} pictures" if len(counts) > 1 else "other names or settings"
+        counts = sorted({images for _, images, _ in found})
+        seen = f"{counts[0]:,} and {counts[-1]:,} images" if len(counts) > 1 else "other names or settings"
         error = ConfigError(f"the processes do not see the same data: {seen}; give all of them the same files")
         error.everywhere = True
         raise error
@@ -178,13 +178,13 @@ def _introduce(
             screen.of_data(text, loud=True)
     elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(parts.split)):
         raise DataError(
-            f"the data is no longer what the run in {place} began with: pictures were added, removed or renamed; "
+            f"the data is no longer what the run in {place} began with: images were added, removed or renamed; "
             f"choose another --run, or bring them back"
         )
     keep_samples(place, parts.train)
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     precision = _precision(plan.recipe, device)
-    screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} pictures to train on")
+    screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} images to train on")
 
 
 def _say_check(screen: Screen, place: Path, parts: Parts, size: int) -> None:

@@ -20,7 +20,7 @@ class Underway:
         self.since, self.idle = time.monotonic(), 0.0
 
     def waited(self, seconds: float) -> float:
-        """Return how much of a wait for pictures counts: nothing, if the device was busy all along."""
+        """Return how much of a wait for images counts: nothing, if the device was busy all along."""
         idle = 0.0 if self.taken is not None and self.taken.is_busy() else seconds
         self.idle += idle
         return idle
@@ -30,7 +30,7 @@ class Underway:
         self.taken, self.batch, self.rate, self.waited_for = taken, batch, rate, waited
 
     def done(self) -> float:
-        """Return the seconds since the step before was done, without the waits for pictures that count."""
+        """Return the seconds since the step before was done, without the waits for images that count."""
         took = time.monotonic() - self.since - self.idle
         self.taken = self.batch = None
         self.begin()

@@ -35,7 +35,7 @@ class Screen:
         self.said = set() if said is None else said
         self.console = Console(stderr=True, highlight=False)
         self.status = Status(compiled=compiled)
-        # It has no thread of its own: processes that read pictures are forked while it shows.
+        # It has no thread of its own: processes that read images are forked while it shows.
         self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
         self.on_terminal = self.console.is_terminal and not quiet
         self.shown = time.monotonic()
@@ -106,7 +106,7 @@ class Screen:
 
     @property
     def waited_share(self) -> float | None:
-        """The share of the time that was spent waiting for pictures; None where nothing was trained."""
+        """The share of the time that was spent waiting for images; None where nothing was trained."""
         return self.status.waited_share if self.status.row else None
 
     def _say(self, plain: str, fine: RenderableType, *, wrap: bool = True, shown: bool = True) -> None:

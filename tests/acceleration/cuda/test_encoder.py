@@ -26,13 +26,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 def given(kind: str, dtype: torch.dtype, **changes: object) -> tuple[ViT, Tensor]:
     made = bundle(kind, **changes)
-    pictures = made.preprocess.normalise(pixels(3, made.preprocess.channels))
-    return made.model.to(dtype), pictures.to(dtype)
+    images = made.preprocess.normalise(pixels(3, made.preprocess.channels))
+    return made.model.to(dtype), images.to(dtype)
 
 
 @torch.inference_mode()
-def answers(model: torch.nn.Module, pictures: Tensor) -> Tensor:
-    found: Tensor = model(pictures)
+def answers(model: torch.nn.Module, images: Tensor) -> Tensor:
+    found: Tensor = model(images)
     return found
 
 
@@ -43,34 +43,30 @@ def answers(model: torch.nn.Module, pictures: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"layer_scale": 0.5, "depth": 4}], ids=["", "scaled"])
 def test_the_answers_are_the_models(kind: str, dtype: torch.dtype, changes: dict[str, object]) -> None:
-    model, pictures = given(kind, dtype, **changes)
+    model, images = given(kind, dtype, **changes)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fast = FastModel(model, Numbers(dtype, exact=True))
-    kept = pictures.clone()
+    kept = images.clone()
     for _ in range(2):  # what a call leaves behind must not change the next
-        assert relative_error(answers(fast, pictures), answers(model, pictures)) < TOLERANCE[dtype]
-    assert torch.equal(pictures, kept)
+        assert relative_error(answers(fast, images), answers(model, images)) < TOLERANCE[dtype]
+    assert torch.equal(images, kept)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu"])
 def test_every_activation(activation: str) -> None:
-    model, pictures = given("plain", torch.float64, activation=activation)
+    model, images = given("plain", torch.float64, activation=activation)
     assert (
-        relative_error(
-            answers(FastModel(model, Numbers(torch.float64, exact=True)), pictures), answers(model, pictures)
-        )
+        relative_error(answers(FastModel(model, Numbers(torch.float64, exact=True)), images), answers(model, images))
         < 1e-10
     )
 
 
 @pytest.mark.parametrize("without", ["qkv_bias", "proj_bias", "mlp_bias", "patch_bias"])
 def test_layers_without_a_bias(without: str) -> None:
-    model, pictures = given("plain", torch.float64, **{without: False})
+    model, images = given("plain", torch.float64, **{without: False})
     assert (
-        relative_error(
-            answers(FastModel(model, Numbers(torch.float64, exact=True)), pictures), answers(model, pictures)
-        )
+        relative_error(answers(FastModel(model, Numbers(torch.float64, exact=True)), images), answers(model, images))
         < 1e-10
     )
 
@@ -87,17 +83,17 @@ UNUSUAL = [
 
 @pytest.mark.parametrize("changes", UNUSUAL, ids=range(len(UNUSUAL)))
 def test_unusual_tokens_and_patches(changes: dict[str, object]) -> None:
-    model, pictures = given("plain", torch.float64, **changes)
+    model, images = given("plain", torch.float64, **changes)
     fast = FastModel(model, Numbers(torch.float64, exact=True))
-    assert relative_error(answers(fast, pictures), answers(model, pictures)) < 1e-10
+    assert relative_error(answers(fast, images), answers(model, images)) < 1e-10
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("low", [False, True])
-def test_no_pictures_get_no_answers(pool: str, low: bool) -> None:
-    model, pictures = low_model(pool=pool)
-    numbers = Numbers(torch.float32, inputs=calibrate(model, pictures) if low else None)
-    assert answers(FastModel(model, numbers), pictures[:0]).shape == (0, 5)
+def test_no_images_get_no_answers(pool: str, low: bool) -> None:
+    model, images = low_model(pool=pool)
+    numbers = Numbers(torch.float32, inputs=calibrate(model, images) if low else None)
+    assert answers(FastModel(model, numbers), images[:0]).shape == (0, 5)
 
 
 @pytest.mark.parametrize(
@@ -108,19 +104,19 @@ def test_no_pictures_get_no_answers(pool: str, low: bool) -> None:
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(kind: str, changes: dict[str, object]) -> None:
-    model, pictures = given(kind, torch.float32, **changes)
-    for make in (lambda: FastModel(model, Numbers()), lambda: calibrate(model, pictures)):
+    model, images = given(kind, torch.float32, **changes)
+    for make in (lambda: FastModel(model, Numbers()), lambda: calibrate(model, images)):
         with pytest.raises(ConfigError, match="the fast encoder takes plain pre-norm blocks and positions added at"):
             make()
 
 
 def test_gelu_is_the_tanh_form_unless_the_exact_one_is_asked_for() -> None:
     """It is cuBLASLt's; how far it lies off is seen here, and no more than that."""
-    exact, pictures = given("plain", torch.float64)
+    exact, images = given("plain", torch.float64)
     tanh, _ = given("plain", torch.float64, activation="gelu_tanh")
-    found = answers(FastModel(exact, Numbers(torch.float64)), pictures)
-    assert relative_error(found, answers(tanh, pictures)) < 1e-10
-    assert 1e-6 < relative_error(found, answers(exact, pictures)) < 2e-3
+    found = answers(FastModel(exact, Numbers(torch.float64)), images)
+    assert relative_error(found, answers(tanh, images)) < 1e-10
+    assert 1e-6 < relative_error(found, answers(exact, images)) < 2e-3
 
 
 def test_which_models_are_folded() -> None:
@@ -140,14 +136,14 @@ def test_which_models_are_folded() -> None:
 
 @pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("linear", 1), ("mean_of_all", 8), ("distilled", 10)])
 def test_the_last_block_computes_what_the_head_reads(kind: str, count: int) -> None:
-    model, pictures = given(kind, torch.float32)
+    model, images = given(kind, torch.float32)
     fast = FastModel(model, Numbers(torch.float32, exact=True))
     with torch.inference_mode():
-        assert fast.encode(pictures).shape[1] == count
+        assert fast.encode(images).shape[1] == count
     seen: list[int] = []
     fast.encoder.blocks[-1].register_forward_hook(lambda _, __, found: seen.append(len(found[0])))
-    answers(fast, pictures)
-    assert seen == [count * len(pictures)]
+    answers(fast, images)
+    assert seen == [count * len(images)]
 
 
 def test_biases_are_kept_back_until_a_norm_reads_the_stream() -> None:
@@ -162,27 +158,27 @@ def test_biases_are_kept_back_until_a_norm_reads_the_stream() -> None:
 
 
 def test_bf16_is_as_near_as_autocast_is() -> None:
-    model, pictures = given("plain", torch.float32, depth=6)
-    exact = answers(model, pictures)
+    model, images = given("plain", torch.float32, depth=6)
+    exact = answers(model, images)
     with torch.autocast("cpu", torch.bfloat16):
-        usual = relative_error(answers(model, pictures).float(), exact)
-        found = answers(FastModel(model, Numbers()), pictures)  # also where autocast is on, as engines have it
+        usual = relative_error(answers(model, images).float(), exact)
+        found = answers(FastModel(model, Numbers()), images)  # also where autocast is on, as engines have it
     assert relative_error(found.float(), exact) < 3 * usual
-    assert torch.equal(found, answers(FastModel(model, Numbers()), pictures))
+    assert torch.equal(found, answers(FastModel(model, Numbers()), images))
 
 
 def test_autocast_around_it_changes_nothing() -> None:
-    model, pictures = given("plain", torch.float32)
+    model, images = given("plain", torch.float32)
     fast = FastModel(model, Numbers(torch.float32))
-    expected = answers(fast, pictures)
+    expected = answers(fast, images)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(answers(fast, pictures), expected)
+        assert torch.equal(answers(fast, images), expected)
 
 
-def test_pictures_that_do_not_fit_are_refused_in_the_models_words() -> None:
-    model, pictures = given("plain", torch.float32)
-    with pytest.raises(InputError, match="this model takes pictures of 16×32 pixels, found 16×16"):
-        answers(FastModel(model, Numbers()), pictures[..., :16])
+def test_images_that_do_not_fit_are_refused_in_the_models_words() -> None:
+    model, images = given("plain", torch.float32)
+    with pytest.raises(InputError, match="this model takes images of 16×32 pixels, found 16×16"):
+        answers(FastModel(model, Numbers()), images[..., :16])
 
 
 @pytest.mark.parametrize("sizes", [(), SIZES])
@@ -194,7 +190,7 @@ def test_on_a_cpu_a_replayed_function_is_just_called(sizes: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (33, 64), (64, 64), (65, None), (0, None)])
-def test_few_pictures_are_filled_up_and_many_are_not_recorded(count: int, rows: int | None) -> None:
+def test_few_images_are_filled_up_and_many_are_not_recorded(count: int, rows: int | None) -> None:
     cpu = torch.device("cpu")
     assert Replayed(torch.relu, cpu, sizes=SIZES)._rows(count) == rows
     assert Replayed(torch.relu, cpu)._rows(count) == (count or None)
@@ -207,13 +203,13 @@ def low_model(**changes: object) -> tuple[ViT, Tensor]:
     return given("plain", torch.float32, width=32, heads=2, depth=3, **changes)
 
 
-def scales_of(model: ViT, pictures: Tensor | list[Tensor]) -> dict[str, float]:
-    return {name: known.scale for name, known in calibrate(model, pictures).items()}
+def scales_of(model: ViT, images: Tensor | list[Tensor]) -> dict[str, float]:
+    return {name: known.scale for name, known in calibrate(model, images).items()}
 
 
 def test_calibration_finds_the_largest_numbers() -> None:
-    model, pictures = low_model()
-    scales = scales_of(model, pictures)
+    model, images = low_model()
+    scales = scales_of(model, images)
     assert set(scales) == {f"{block}.{name}" for block in range(3) for name in PRODUCTS}
     assert all(type(scale) is float for scale in scales.values())
     seen: dict[str, float] = {}
@@ -225,30 +221,30 @@ def test_calibration_finds_the_largest_numbers() -> None:
     for number, block in enumerate(plain.blocks):
         block.attn.proj.register_forward_pre_hook(keep(f"{number}.proj"))
         block.mlp.fc2.register_forward_pre_hook(keep(f"{number}.fc2"))
-    answers(plain, pictures)
+    answers(plain, images)
     for name in ("0.proj", "0.fc2", "1.proj", "1.fc2"):  # of the last block only the token that is read is looked at
         assert scales[name] * FP8_MAX / MARGIN == pytest.approx(seen[name], rel=1e-4)
     for name in ("2.proj", "2.fc2"):
         assert scales[name] * FP8_MAX / MARGIN <= seen[name] * 1.0001
-    assert scales_of(model, pictures.double()) == pytest.approx(scales, rel=1e-5)
+    assert scales_of(model, images.double()) == pytest.approx(scales, rel=1e-5)
     # Several batches are one larger one.
-    assert scales_of(model, list(pictures.split(1))) == pytest.approx(scales, rel=1e-5)
+    assert scales_of(model, list(images.split(1))) == pytest.approx(scales, rel=1e-5)
 
 
-@pytest.mark.parametrize("given_pictures", [[], torch.zeros(0, 3, 16, 32), [torch.zeros(0, 3, 16, 32)]], ids=range(3))
-def test_calibration_without_pictures(given_pictures: object) -> None:
+@pytest.mark.parametrize("given_images", [[], torch.zeros(0, 3, 16, 32), [torch.zeros(0, 3, 16, 32)]], ids=range(3))
+def test_calibration_without_images(given_images: object) -> None:
     model, _ = low_model()
-    with pytest.raises(InputError, match="there are no pictures to calibrate fp8 with"):
-        calibrate(model, given_pictures)
+    with pytest.raises(InputError, match="there are no images to calibrate fp8 with"):
+        calibrate(model, given_images)
 
 
 @pytest.mark.parametrize("found", [0.0, float("nan")])
 def test_calibration_refuses_what_cannot_be_scaled(found: float) -> None:
-    model, pictures = low_model(activation="relu")
+    model, images = low_model(activation="relu")
     torch.nn.init.zeros_(model.blocks[0].mlp.fc1.weight)
     torch.nn.init.constant_(model.blocks[0].mlp.fc1.bias, found)
     with pytest.raises(InputError, match=rf"what goes into 0\.fc2 is {found} at most, which fp8 cannot be scaled by"):
-        calibrate(model, pictures)
+        calibrate(model, images)
 
 
 def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
@@ -269,32 +265,32 @@ def test_a_matrix_of_zeros_in_fp8(weight_scales: str, together: Tensor | None) -
 @pytest.mark.parametrize("spared", [0, 1])
 def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str, spared: int) -> None:
     """Numbers of three bits behind the point are off by a sixteenth at most; sums of many of them by less."""
-    model, pictures = low_model(pool=pool)
-    known = calibrate(model, pictures, low=low, spared=spared)
+    model, images = low_model(pool=pool)
+    known = calibrate(model, images, low=low, spared=spared)
     numbers = Numbers(torch.float32, inputs=known, low=low, weight_scales=weight_scales, spared=spared)
     fast = FastModel(model, numbers)
     for index, block in enumerate(fast.encoder.blocks[:2]):
         kinds = {name: type(getattr(block, name)) for name in PRODUCTS}
         assert kinds == {name: Fp8Product if name in low and index >= spared else Product for name in PRODUCTS}
-    error = relative_error(answers(fast, pictures), answers(model, pictures))
+    error = relative_error(answers(fast, images), answers(model, images))
     assert 1e-5 < error < 0.1
 
 
 def test_fp8_adds_up_right() -> None:
     """A scale is taken off again behind the product, whatever it is."""
-    model, pictures = low_model(pool="mean")
-    inputs = calibrate(model, pictures)
-    model, pictures = model.double(), pictures.double()
+    model, images = low_model(pool="mean")
+    inputs = calibrate(model, images)
+    model, images = model.double(), images.double()
     base = FastModel(model, Numbers(torch.float64, inputs=inputs))
     twice = {name: known._replace(scale=known.scale * 2) for name, known in inputs.items()}
     other = FastModel(model, Numbers(torch.float64, inputs=twice))
     # Twice the scale is another exponent and the same digits, but for the few numbers that become too small.
-    assert relative_error(answers(other, pictures), answers(base, pictures)) < 0.02
+    assert relative_error(answers(other, images), answers(base, images)) < 0.02
 
 
 def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
-    model, pictures = low_model()
-    fast = FastModel(model, Numbers(inputs=calibrate(model, pictures), low=frozenset(PRODUCTS)))
+    model, images = low_model()
+    fast = FastModel(model, Numbers(inputs=calibrate(model, images), low=frozenset(PRODUCTS)))
     last = fast.encoder.blocks[-1]
     assert isinstance(last, FastBlock)
     assert isinstance(last.q, Fp8Product)
@@ -311,7 +307,7 @@ def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
     low: bool, exact: bool, fused: bool | None, in_bf16: bool, in_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is asked of the products is seen here; on a CPU it changes nothing."""
-    model, pictures = low_model()
+    model, images = low_model()
     asked: list[tuple[str, bool]] = []
     for product in (Product, Fp8Product):
         plain = product.activated
@@ -321,9 +317,9 @@ def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
             return plain(self, *given, fused=fused)
 
         monkeypatch.setattr(product, "activated", noted)
-    inputs = calibrate(model, pictures) if low else None
+    inputs = calibrate(model, images) if low else None
     asked.clear()
-    answers(FastModel(model, Numbers(torch.float32, exact=exact, inputs=inputs, fused=fused)), pictures)
+    answers(FastModel(model, Numbers(torch.float32, exact=exact, inputs=inputs, fused=fused)), images)
     high = ("Product", in_bf16 and exact)
     # The first block is spared, and behind the token that is read nothing is in fp8.
     assert asked == [high, ("Fp8Product", in_fp8) if low else high, high]

@@ -31,50 +31,50 @@ SMALL: dict[str, Any] = {"image_size": 64, "patch_size": 16, "width": 128, "dept
 
 
 def given(batch: int = 8, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
-    """Return a model on the GPU, pictures, and what the model answers in float64 on the CPU."""
+    """Return a model on the GPU, images, and what the model answers in float64 on the CPU."""
     model = ViT(ViTConfig(**{**SMALL, **changes}))
     scramble(model)
-    pictures = torch.randn(batch, 3, 64, 64)
+    images = torch.randn(batch, 3, 64, 64)
     with torch.no_grad():
-        exact = model.double()(pictures.double())
-    return model.float().cuda(), pictures.cuda(), exact
+        exact = model.double()(images.double())
+    return model.float().cuda(), images.cuda(), exact
 
 
 def error(found: Tensor, exact: Tensor) -> float:
     return float((found.cpu().double() - exact).norm() / exact.norm())
 
 
-def plain_error(model: ViT, pictures: Tensor, exact: Tensor) -> float:
+def plain_error(model: ViT, images: Tensor, exact: Tensor) -> float:
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-        return error(model(pictures), exact)
+        return error(model(images), exact)
 
 
 @pytest.mark.parametrize("changes", [{}, {"pool": "mean"}, {"layer_scale": 0.5, "class_token": "last"}], ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu"])
 @pytest.mark.parametrize("exact_gelu", [False, True])
 def test_bf16(changes: dict[str, Any], activation: str, exact_gelu: bool) -> None:
-    model, pictures, exact = given(**changes, activation=activation)
+    model, images, exact = given(**changes, activation=activation)
     fast = vitrail.accelerate(model, exact=exact_gelu)
-    found = fast(pictures)
+    found = fast(images)
     assert isinstance(fast.model, FastModel)
     assert found.isfinite().all()
-    assert error(found, exact) < 2 * plain_error(model, pictures, exact)
-    assert torch.equal(fast(pictures), found)
+    assert error(found, exact) < 2 * plain_error(model, images, exact)
+    assert torch.equal(fast(images), found)
 
 
 def test_exact_gelu_inside_a_product() -> None:
-    model, pictures, exact = given()
+    model, images, exact = given()
     with torch.inference_mode():
-        found = FastModel(model, Numbers(exact=True, fused=True))(pictures)
-    assert error(found, exact) < 2 * plain_error(model, pictures, exact)
+        found = FastModel(model, Numbers(exact=True, fused=True))(images)
+    assert error(found, exact) < 2 * plain_error(model, images, exact)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_graphs_give_the_same_bits(batch: int) -> None:
-    model, pictures, _ = given(batch)
+    model, images, _ = given(batch)
     plain, replayed = vitrail.accelerate(model), vitrail.accelerate(model, graphs=True)
-    for given_pictures in (pictures, pictures.flip(0), torch.randn_like(pictures)):
-        assert torch.equal(replayed(given_pictures), plain(given_pictures))
+    for given_images in (images, images.flip(0), torch.randn_like(images)):
+        assert torch.equal(replayed(given_images), plain(given_images))
 
 
 @pytest.mark.skipif(
@@ -86,12 +86,12 @@ def test_graphs_give_the_same_bits(batch: int) -> None:
 @pytest.mark.parametrize("fused", [None, False, True])
 def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool | None) -> None:
     """On the GPU as by plain torch on the CPU, but for the order of sums and the rounding of bf16."""
-    model, pictures, exact = given(pool=pool)
-    inputs = calibrate(model, pictures, low=frozenset(low))
+    model, images, exact = given(pool=pool)
+    inputs = calibrate(model, images, low=frozenset(low))
     numbers = Numbers(inputs=inputs, low=frozenset(low), weight_scales=weight_scales, fused=fused)
     with torch.inference_mode():
-        found = FastModel(model, numbers)(pictures)
-        by_hand = FastModel(model.cpu(), numbers)(pictures.cpu())
+        found = FastModel(model, numbers)(images)
+        by_hand = FastModel(model.cpu(), numbers)(images.cpu())
     assert found.isfinite().all()
     assert error(found, exact) < 0.2
     assert error(found, exact) < 1.5 * error(by_hand, exact)
@@ -112,13 +112,13 @@ def test_weights_are_rounded_as_well_as_on_a_processor() -> None:
 
 
 def test_the_training_pass() -> None:
-    model, pictures, exact = given()
+    model, images, exact = given()
     model.train()
     with torch.autocast("cuda", torch.bfloat16):
-        logits = TrainingPass(model)(pictures)
+        logits = TrainingPass(model)(images)
     logits.float().square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert error(logits.detach(), exact) < 3 * plain_error(model, pictures, exact)
+    assert error(logits.detach(), exact) < 3 * plain_error(model, images, exact)
 
 
 # ── where the fast encoder is used ──
@@ -160,47 +160,45 @@ def test_features(wanted: Wanted, pool: str) -> None:
 
 @pytest.mark.parametrize("stem", ["conv", "linear_norm"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_pictures_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
-    model, pictures, exact = given(stem=stem)
-    fast = vitrail.accelerate(model, precision, calibration=pictures.double())
+def test_images_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
+    model, images, exact = given(stem=stem)
+    fast = vitrail.accelerate(model, precision, calibration=images.double())
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-        assert error(fast(pictures.to(dtype)), exact) < (0.05 if precision == "bf16" else 0.2)
+        assert error(fast(images.to(dtype)), exact) < (0.05 if precision == "bf16" else 0.2)
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("merging", [Merging(2), Merging(2, proportional=False)], ids=str)
 def test_merged_tokens(pool: str, merging: Merging) -> None:
     """On the GPU as on the CPU, with patches of two kinds: among such bf16 changes no pair to one that is unlike."""
-    model, pictures, _ = given(pool=pool, position="none")
-    pictures = pictures[..., :16, :16].repeat(1, 1, 4, 4)
-    pictures[..., 32:, :] *= -1
+    model, images, _ = given(pool=pool, position="none")
+    images = images[..., :16, :16].repeat(1, 1, 4, 4)
+    images[..., 32:, :] *= -1
     with torch.inference_mode():
         exact = FastModel(model.cpu().double(), Numbers(torch.float64, exact=True), merge=merging)(
-            pictures.cpu().double()
+            images.cpu().double()
         )
         fast = FastModel(model.float().cuda(), Numbers(), merge=merging)
-        found = fast(pictures)
-        assert torch.equal(fast(pictures), found)
+        found = fast(images)
+        assert torch.equal(fast(images), found)
     assert found.isfinite().all()
     if merging.proportional:  # else it matters which of two equal pairs is merged
         assert error(found, exact) < 0.05
 
 
 def test_merged_tokens_in_a_graph() -> None:
-    model, pictures, _ = given()
+    model, images, _ = given()
     plain, replayed = vitrail.accelerate(model, merge=2), vitrail.accelerate(model, merge=2, graphs=True)
-    for given_pictures in (pictures, pictures.flip(0)):
-        assert torch.equal(replayed(given_pictures), plain(given_pictures))
+    for given_images in (images, images.flip(0)):
+        assert torch.equal(replayed(given_images), plain(given_images))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_graphs_give_the_same_bits_in_fp8(batch: int) -> None:
-    model, pictures, _ = given(batch)
-    plain, replayed = (
-        vitrail.accelerate(model, "fp8", calibration=pictures, graphs=graphs) for graphs in (False, True)
-    )
-    for given_pictures in (pictures, pictures.flip(0)):
-        assert torch.equal(replayed(given_pictures), plain(given_pictures))
+    model, images, _ = given(batch)
+    plain, replayed = (vitrail.accelerate(model, "fp8", calibration=images, graphs=graphs) for graphs in (False, True))
+    for given_images in (images, images.flip(0)):
+        assert torch.equal(replayed(given_images), plain(given_images))
 
 
 # ── training ──

@@ -114,7 +114,7 @@ def test_activate_to_fp8(form: Form) -> None:
     assert same_but_for_one_step(found, passes.activate(x, form, scale=0.05))
 
 
-def pictures_of(layout: str, channels: int, size: tuple[int, int]) -> Tensor:
+def images_of(layout: str, channels: int, size: tuple[int, int]) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, channels, *size, generator=generator)
     match layout:
@@ -135,7 +135,7 @@ def pictures_of(layout: str, channels: int, size: tuple[int, int]) -> Tensor:
 def test_cut_patches(
     layout: str, patch: tuple[int, int], channels: int, size: tuple[int, int], before: int, after: int
 ) -> None:
-    x = pictures_of(layout, channels, size)
+    x = images_of(layout, channels, size)
     expected = passes.cut_patches(x, patch, torch.float32, before=before, after=after)
     found = kernels.cut_patches(x.to(DEVICE), patch, torch.float32, before=before, after=after)
     assert torch.equal(found.cpu(), expected)
@@ -145,7 +145,7 @@ def test_cut_patches(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wanted", TOLERANCE, ids=str)
 def test_patches_are_cast_as_they_are_cut(dtype: torch.dtype, wanted: torch.dtype) -> None:
-    x = pictures_of("usual", 3, (16, 16)).to(dtype)
+    x = images_of("usual", 3, (16, 16)).to(dtype)
     expected = passes.cut_patches(x, (8, 8), wanted, before=1)
     found = kernels.cut_patches(x.to(DEVICE), (8, 8), wanted, before=1)
     assert found.dtype == expected.dtype == wanted
@@ -194,12 +194,12 @@ def test_every_kind_of_model_with_kernels_for_its_passes(
 ) -> None:
     """As on a GPU, but for the products. What kernels read must lie as they take for granted that it does."""
     made = bundle(kind)
-    pictures = made.preprocess.normalise(pixels(count, made.preprocess.channels))
+    images = made.preprocess.normalise(pixels(count, made.preprocess.channels))
     fast = FastModel(made.model, Numbers(torch.float32, exact=True))
     with torch.inference_mode():
-        expected = fast(pictures)
+        expected = fast(images)
         take_kernels(monkeypatch)
-        assert relative_error(fast(pictures), expected) < 1e-5
+        assert relative_error(fast(images), expected) < 1e-5
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")
@@ -208,13 +208,13 @@ def test_every_kind_of_model_with_kernels_for_its_passes(
 def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for the products: the same rows go in and out."""
     made = bundle("plain", width=32, heads=2, depth=3, pool=pool)
-    pictures = made.preprocess.normalise(pixels(3))
-    inputs = calibrate(made.model, pictures) if low else None
+    images = made.preprocess.normalise(pixels(3))
+    inputs = calibrate(made.model, images) if low else None
     fast = FastModel(made.model, Numbers(torch.float32, exact=True, inputs=inputs))
     with torch.inference_mode():
-        expected = fast(pictures)
+        expected = fast(images)
         take_kernels(monkeypatch)
-        found = fast(pictures)
+        found = fast(images)
     # In fp8 the interpreter loses half of every number that is rounded up to a power of two.
     assert relative_error(found, expected) < (0.3 if low else 1e-5)
 
@@ -272,9 +272,9 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
     if ON_GPU and not short_attention.can_attend(DEVICE):
         pytest.skip("on other GPUs and with other versions of Triton these kernels are not taken")
     generator = torch.Generator().manual_seed(0)
-    pictures = 128 if ON_GPU else 3  # enough to keep all of a GPU's processors busy
-    qkv = torch.randn(pictures, tokens, 3 * heads * width, generator=generator).to(dtype)
-    gradient = torch.randn(pictures, tokens, heads * width, generator=generator).to(dtype)
+    images = 128 if ON_GPU else 3  # enough to keep all of a GPU's processors busy
+    qkv = torch.randn(images, tokens, 3 * heads * width, generator=generator).to(dtype)
+    gradient = torch.randn(images, tokens, heads * width, generator=generator).to(dtype)
     # A GPU multiplies float32 in tf32, which has 11 bits; in bf16 both sides round what tokens look at, and more.
     tolerance = 5 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
     seen, totals = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
@@ -295,7 +295,7 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
         else:
             assert relative_error(part.float(), expected.float()) < tolerance
     assert summed.dtype == torch.float32
-    atol = 1e-2 if ON_GPU else 1e-3  # of many more pictures
+    atol = 1e-2 if ON_GPU else 1e-3  # of many more images
     assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=atol)
     assert wanted_sum.shape == summed.shape
 

@@ -26,8 +26,8 @@ def given(kind: str = "plain", **changes: Any) -> tuple[ViT, Tensor]:
 
 
 @torch.inference_mode()
-def answers(model: torch.nn.Module, pictures: Tensor) -> Tensor:
-    found: Tensor = model(pictures)
+def answers(model: torch.nn.Module, images: Tensor) -> Tensor:
+    found: Tensor = model(images)
     return found
 
 
@@ -82,7 +82,7 @@ def test_a_mean_counts_what_was_merged_before() -> None:
     assert torch.allclose(found[0, 0], (3 * x[0, 0] + x[0, 1]) / 4)
 
 
-def test_pictures_are_merged_each_by_itself() -> None:
+def test_images_are_merged_each_by_itself() -> None:
     x = tokens(12, batch=3)
     found, sizes = merge(x, None, keys_of(x), 4, before=1, after=0)
     for number in range(3):
@@ -93,7 +93,7 @@ def test_pictures_are_merged_each_by_itself() -> None:
 
 def as_set(found: Tensor) -> Tensor:
     """Return tokens (B, T, D) sorted by their first numbers, which differ."""
-    return torch.stack([picture[picture[:, 0].argsort()] for picture in found])
+    return torch.stack([image[image[:, 0].argsort()] for image in found])
 
 
 def test_the_order_within_a_side_does_not_matter() -> None:
@@ -111,24 +111,22 @@ def test_the_order_within_a_side_does_not_matter() -> None:
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all", "distilled"])
 @pytest.mark.parametrize("numbers", [EXACT, Numbers()], ids=["float64", "bf16"])
 def test_nothing_merged_is_the_same_bit_for_bit(kind: str, numbers: Numbers) -> None:
-    model, pictures = given(kind)
+    model, images = given(kind)
     if numbers.dtype != torch.float64:
-        model, pictures = model.float(), pictures.float()
-    assert torch.equal(
-        answers(FastModel(model, numbers, merge=0), pictures), answers(FastModel(model, numbers), pictures)
-    )
+        model, images = model.float(), images.float()
+    assert torch.equal(answers(FastModel(model, numbers, merge=0), images), answers(FastModel(model, numbers), images))
 
 
 @pytest.mark.parametrize(("pool", "merges"), [("cls", 2), ("mean", 3)])
 @pytest.mark.parametrize("class_token", ["first", "last"])
 def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -> None:
     """But for the last one, where it computes one token anyway."""
-    model, pictures = given(pool=pool, class_token=class_token, registers=2)
+    model, images = given(pool=pool, class_token=class_token, registers=2)
     fast = FastModel(model, EXACT, merge=4)
     seen: list[int] = []
     for block in fast.encoder.blocks:
         block.register_forward_hook(lambda _, __, found: seen.append(len(found[0]) // 3))
-    assert answers(fast, pictures).shape == (3, 5)
+    assert answers(fast, images).shape == (3, 5)
     total = model.config.tokens
     assert seen == [total - 4, total - 8, total - 12 if merges == 3 else 1]
     whole, sizes = FastEncoder(model, EXACT, whole=True, merge=4).merged(tokens(total, 24))
@@ -153,45 +151,45 @@ def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -
 @pytest.mark.parametrize("count", [1, 5])
 def test_equal_patches_may_be_merged(changes: dict[str, Any], count: int) -> None:
     """Where all patches are the same, a token of many looked at as often as they are changes nothing."""
-    model, pictures = given(**changes, position="none")
-    pictures = pictures[..., :4, :4].repeat(1, 1, 4, 8)
-    found = answers(FastModel(model, EXACT, merge=count), pictures)
-    assert relative_error(found, answers(model, pictures)) < 1e-10
+    model, images = given(**changes, position="none")
+    images = images[..., :4, :4].repeat(1, 1, 4, 8)
+    found = answers(FastModel(model, EXACT, merge=count), images)
+    assert relative_error(found, answers(model, images)) < 1e-10
     if changes.get("pool") != "mean":
-        unbiased = answers(FastModel(model, EXACT, merge=Merging(count, proportional=False)), pictures)
-        assert relative_error(unbiased, answers(model, pictures)) > 1e-6
+        unbiased = answers(FastModel(model, EXACT, merge=Merging(count, proportional=False)), images)
+        assert relative_error(unbiased, answers(model, images)) > 1e-6
 
 
 def test_other_patches_give_other_answers_and_not_by_much() -> None:
-    model, pictures = given()
-    assert 1e-6 < relative_error(answers(FastModel(model, EXACT, merge=1), pictures), answers(model, pictures)) < 0.5
+    model, images = given()
+    assert 1e-6 < relative_error(answers(FastModel(model, EXACT, merge=1), images), answers(model, images)) < 0.5
 
 
 def test_in_fp8_too() -> None:
-    model, pictures = given(width=32, heads=2, pool="mean")
-    model, pictures = model.float(), pictures.float()
-    inputs = calibrate(model, pictures)
-    wanted = answers(FastModel(model, Numbers(torch.float32, exact=True), merge=4), pictures)
+    model, images = given(width=32, heads=2, pool="mean")
+    model, images = model.float(), images.float()
+    inputs = calibrate(model, images)
+    wanted = answers(FastModel(model, Numbers(torch.float32, exact=True), merge=4), images)
     for low in ({"qkv", "fc1", "fc2"}, {"qkv", "proj", "fc1", "fc2"}):
         numbers = Numbers(torch.float32, inputs=inputs, low=frozenset(low))
-        assert relative_error(answers(FastModel(model, numbers, merge=4), pictures), wanted) < 0.3
+        assert relative_error(answers(FastModel(model, numbers, merge=4), images), wanted) < 0.3
 
 
 @pytest.mark.parametrize("merge", [0, 4])
-def test_no_pictures(merge: int) -> None:
-    model, pictures = given(pool="mean")
-    assert answers(FastModel(model, EXACT, merge=merge), pictures[:0]).shape == (0, 5)
+def test_no_images(merge: int) -> None:
+    model, images = given(pool="mean")
+    assert answers(FastModel(model, EXACT, merge=merge), images[:0]).shape == (0, 5)
 
 
 def test_by_one_call() -> None:
     made = bundle("plain", **MANY)
-    pictures = made.preprocess.normalise(pixels(3))
+    images = made.preprocess.normalise(pixels(3))
     fast = vitrail.accelerate(made.model, merge=4)
-    found = fast(pictures)
+    found = fast(images)
     assert isinstance(fast.model, FastModel)
     assert found.dtype == torch.float32
-    assert torch.equal(found, fast(pictures))
-    assert not torch.equal(found, vitrail.accelerate(made.model)(pictures))
+    assert torch.equal(found, fast(images))
+    assert not torch.equal(found, vitrail.accelerate(made.model)(images))
 
 
 # ── what cannot be ──
@@ -223,11 +221,11 @@ def test_what_cannot_be_merged(changes: dict[str, Any], count: Any, message: str
 
 @pytest.mark.parametrize("changes", [{}, {"pool": "mean"}])
 def test_as_many_as_may_be(changes: dict[str, Any]) -> None:
-    model, pictures = given(**changes)
+    model, images = given(**changes)
     merges = 2 if model.config.pool == "cls" else 3
     most = model.config.patches // (merges + 1)
     assert read_merging(most, model.config, merges) == Merging(most)
-    assert answers(FastModel(model, EXACT, merge=most), pictures).isfinite().all()
+    assert answers(FastModel(model, EXACT, merge=most), images).isfinite().all()
 
 
 def test_likeness_is_a_matter_of_direction_and_not_of_length() -> None:

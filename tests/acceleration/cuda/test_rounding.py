@@ -48,7 +48,7 @@ def test_products_err_less(inputs: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 20, 100, 400])
-def test_few_pictures_do_no_harm(rows: int) -> None:
+def test_few_images_do_no_harm(rows: int) -> None:
     """What was seen on fewer rows than there are inputs says nothing of most directions."""
     weight, others = matrix(64, 200, 0), alike(2000, 200, 5, kinds=150)
     rounded = round_together(weight, known(alike(rows, 200, 1, kinds=150)))
@@ -116,17 +116,17 @@ def test_inputs_of_which_one_follows_from_others() -> None:
 
 def test_only_what_is_to_be_in_fp8_is_summed() -> None:
     made = bundle("plain", width=32, heads=2, depth=4)
-    pictures = torch.randn(3, 3, *made.preprocess.size)
-    found = {name for name, seen in calibrate(made.model, pictures).items() if seen.together is not None}
+    images = torch.randn(3, 3, *made.preprocess.size)
+    found = {name for name, seen in calibrate(made.model, images).items() if seen.together is not None}
     assert found == {f"{block}.{name}" for block in (1, 2) for name in ("qkv", "fc1", "fc2")} | {"3.qkv"}
 
 
 def test_several_batches_are_one_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle("plain", width=32, heads=2, depth=3)
-    pictures = torch.randn(7, 3, *made.preprocess.size)
-    whole = calibrate(made.model, pictures)
+    images = torch.randn(7, 3, *made.preprocess.size)
+    whole = calibrate(made.model, images)
     monkeypatch.setattr(calibration, "AT_ONCE", 2)
-    for parts in (calibrate(made.model, pictures), calibrate(made.model, iter(pictures.split(3)))):
+    for parts in (calibrate(made.model, images), calibrate(made.model, iter(images.split(3)))):
         for name, seen in whole.items():
             assert parts[name].scale == pytest.approx(seen.scale, rel=1e-5)
             if seen.together is not None:
@@ -137,13 +137,13 @@ def test_several_batches_are_one_larger_one(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_model_in_fp8_answers_more_as_it_does(pool: str) -> None:
     made = bundle("plain", width=64, heads=2, depth=3, pool=pool)
     told = torch.Generator().manual_seed(0)
-    # Pictures of few things, so that a model's numbers go together as those of real ones do.
+    # Images of few things, so that a model's numbers go together as those of real ones do.
     things = torch.randn(4, 3, *made.preprocess.size, generator=told)
 
-    def pictures(count: int) -> Tensor:
+    def images(count: int) -> Tensor:
         return torch.einsum("bk,kchw->bchw", torch.randn(count, 4, generator=told), things)
 
-    seen, others = calibrate(made.model, pictures(400), spared=0), pictures(100)
+    seen, others = calibrate(made.model, images(400), spared=0), images(100)
     nearest = {name: known._replace(together=None) for name, known in seen.items()}
 
     @torch.inference_mode()

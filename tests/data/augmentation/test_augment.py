@@ -18,7 +18,7 @@ from vitrail.data.augmentation.augment import PRESETS, Affine, Augmentation, Jit
 from vitrail.data.augmentation.crops import Box
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import open_image
 from vitrail.errors import ConfigError, InputError
 
 COUNT = 4_000
@@ -39,7 +39,7 @@ NOTHING = Plan(8, 8, None, "nothing", "bilinear", False, False, None, (), None, 
 
 
 def photograph(height: int, width: int, mode: str = "RGB") -> Image.Image:
-    """Make a picture of smooth patches, so that half of it resembles the whole."""
+    """Make an image of smooth patches, so that half of it resembles the whole."""
     rng = np.random.default_rng(height * 1000 + width)
     rough = Image.fromarray(rng.integers(0, 256, (height // 40 + 2, width // 40 + 2, 3), dtype=np.uint8))
     return rough.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
@@ -157,20 +157,20 @@ def test_rotation_and_affine_stay_within_their_limits() -> None:
 # What is made of it
 
 
-@pytest.mark.parametrize("form", ["picture", "array"])
+@pytest.mark.parametrize("form", ["image", "array"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_crop_and_flip_are_torchvisions(mode: str, form: str) -> None:
     functional = import_peer("torchvision.transforms.functional")
-    picture = photograph(120, 160, mode)
-    given_picture = picture if form == "picture" else np.asarray(picture)
+    image = photograph(120, 160, mode)
+    given_image = image if form == "image" else np.asarray(image)
     flips = 0
     for position in range(20):
         drawn = plan(Augmentation(), 120, 160, (48, 64), draws(0, position))
-        expected = functional.resized_crop(picture, *map(int, drawn.box), [48, 64])
+        expected = functional.resized_crop(image, *map(int, drawn.box), [48, 64])
         flips += drawn.flip
         if drawn.flip:
             expected = functional.hflip(expected)
-        found = apply(drawn, given_picture, (48, 64))
+        found = apply(drawn, given_image, (48, 64))
         assert found.shape == (48, 64, 3 if mode == "RGB" else 1)
         assert np.array_equal(found.squeeze(), np.asarray(expected))
     assert 0 < flips < 20
@@ -178,15 +178,15 @@ def test_crop_and_flip_are_torchvisions(mode: str, form: str) -> None:
 
 def test_operations_are_done_in_order() -> None:
     """What `apply` does is what the parts do, one after the other."""
-    picture = photograph(120, 160)
+    image = photograph(120, 160)
     drawn = plan(Augmentation(), 120, 160, (48, 64), draws(0, 3))
     half = NOTHING._replace(operations=(Operation("posterize", (2,)),))
     other = NOTHING._replace(operations=(Operation("invert"), Operation("solarize", (100,))))
     both = drawn._replace(operations=half.operations + other.operations)
-    steps = Image.fromarray(apply(drawn, picture, (48, 64)))
+    steps = Image.fromarray(apply(drawn, image, (48, 64)))
     for step in (half, other):
         steps = Image.fromarray(apply(step, steps, (48, 64)))
-    assert np.array_equal(apply(both, picture, (48, 64)), np.asarray(steps))
+    assert np.array_equal(apply(both, image, (48, 64)), np.asarray(steps))
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -203,12 +203,12 @@ def test_erased_pixels_are_grey_or_noise(channels: int) -> None:
     assert stats.chisquare(counts).pvalue > CHANCE
     noisy[5:25, 6:36] = 0
     assert noisy.sum() == 0
-    assert pixels.sum() == 0, "the picture itself must stay"
+    assert pixels.sum() == 0, "the image itself must stay"
 
 
 @pytest.mark.parametrize("channels", [2, 4, 7])
 def test_many_channels_move_together_and_keep_their_values(channels: int) -> None:
-    """Each channel goes the way that a grey picture goes; nothing is done to colours."""
+    """Each channel goes the way that a grey image goes; nothing is done to colours."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (60, 80, channels), dtype=np.uint8)
     for position in range(10):
@@ -257,7 +257,7 @@ SIDES = st.integers(1, 600)
     st.sampled_from([1, 3, 5]),
     st.sampled_from([1, 2, 8]),
 )
-def test_anything_gives_a_picture_of_the_size(
+def test_anything_gives_a_image_of_the_size(
     augmentation: Augmentation, shape: tuple[int, int], size: tuple[int, int], position: int, channels: int, scale: int
 ) -> None:
     height, width = shape
@@ -272,7 +272,7 @@ def test_anything_gives_a_picture_of_the_size(
     if drawn.erased is not None:
         assert drawn.erased.bottom <= size[0]
         assert drawn.erased.right <= size[1]
-    # As libjpeg rounds the size of a picture that it decodes smaller.
+    # As libjpeg rounds the size of an image that it decodes smaller.
     decoded = np.full((-(-height // scale), -(-width // scale), channels), 100, np.uint8)
     found = apply(drawn, decoded, size)
     assert found.shape == (*size, channels)
@@ -289,17 +289,17 @@ def test_anything_gives_a_picture_of_the_size(
     st.sampled_from([2, 4]),
 )
 def test_a_smaller_version_gives_nearly_the_same(position: int, crop: str, shape: tuple[int, int], scale: int) -> None:
-    picture = photograph(*shape)
-    content = simplejpeg.encode_jpeg(np.asarray(picture), quality=95, colorsubsampling="444")
-    smaller = open_picture(content).pixels(3, scale=1 / scale)
+    image = photograph(*shape)
+    content = simplejpeg.encode_jpeg(np.asarray(image), quality=95, colorsubsampling="444")
+    smaller = open_image(content).pixels(3, scale=1 / scale)
     drawn = plan(Augmentation(crop=crop, crop_area=(0.2, 1.0), rotation=5.0), *shape, (64, 64), draws(0, position))
-    whole, part = (apply(drawn, p, (64, 64)).astype(int) for p in (picture, smaller))
+    whole, part = (apply(drawn, p, (64, 64)).astype(int) for p in (image, smaller))
     assert abs(whole - part).mean() < 3
     # Never far away from the same place: nothing is shifted or mirrored.
     assert np.quantile(abs(whole - part), 0.99) < 20
 
 
-def test_without_a_crop_the_picture_comes_resized() -> None:
+def test_without_a_crop_the_image_comes_resized() -> None:
     drawn = plan(Augmentation(crop="none", flip=1.0), 300, 400, (48, 64), draws(0, 0))
     assert drawn.box is None
     pixels = np.asarray(photograph(48, 64))
@@ -308,10 +308,10 @@ def test_without_a_crop_the_picture_comes_resized() -> None:
         apply(drawn, photograph(64, 48), (48, 64))
 
 
-@pytest.mark.parametrize("picture", [np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), np.zeros(4, np.uint8)])
-def test_arrays_that_are_no_pictures(picture: np.ndarray) -> None:
+@pytest.mark.parametrize("image", [np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), np.zeros(4, np.uint8)])
+def test_arrays_that_are_no_images(image: np.ndarray) -> None:
     with pytest.raises(InputError, match="give uint8 and"):
-        apply(NOTHING, picture, (4, 4))
+        apply(NOTHING, image, (4, 4))
 
 
 def test_modes_that_are_not_colour_or_grey() -> None:
@@ -329,7 +329,7 @@ def test_modes_that_are_not_colour_or_grey() -> None:
     [
         ({"crop": "inceptoin"}, "did you mean 'inception'"),
         ({"crop_area": (0.5, 0.1)}, r"crop_area is \(0\.5, 0\.1\); the smaller number comes first"),
-        ({"crop_area": (0.5, 1.5)}, "at most the whole picture"),
+        ({"crop_area": (0.5, 1.5)}, "at most the whole image"),
         ({"crop_area": (0.0, 0.5)}, "greater than 0"),
         ({"crop_ratio": (2.0, 1.0)}, "crop_ratio is"),
         ({"affine": Affine(scale=(2.0, 1.0))}, r"affine\.scale is"),

@@ -1,4 +1,4 @@
-"""Operations on pixels beside torchvision's: the same picture and the same number, equal pixels."""
+"""Operations on pixels beside torchvision's: the same image and the same number, equal pixels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Operation = Callable[[Image.Image], Image.Image]
 
 
 def photograph(height: int, width: int, mode: str = "RGB") -> Image.Image:
-    """Make a picture of smooth patches with some noise."""
+    """Make an image of smooth patches with some noise."""
     rng = np.random.default_rng(height * 1000 + width)
     rough = Image.fromarray(rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8))
     smooth = np.asarray(rough.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
@@ -61,20 +61,20 @@ PAIRS: dict[str, tuple[Operation, Operation]] = {
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_torchvision(name: str, mode: str, size: tuple[int, int]) -> None:
-    picture = photograph(*size, mode)
-    before = np.array(picture)
+    image = photograph(*size, mode)
+    before = np.array(image)
     ours, theirs = PAIRS[name]
-    found = ours(picture)
+    found = ours(image)
     assert found.mode == mode
-    assert found.size == picture.size
-    assert np.array_equal(np.asarray(found), np.asarray(theirs(picture)))
-    assert np.array_equal(np.asarray(picture), before), "the picture itself must stay"
+    assert found.size == image.size
+    assert np.array_equal(np.asarray(found), np.asarray(theirs(image)))
+    assert np.array_equal(np.asarray(image), before), "the image itself must stay"
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if "little" not in name and name != "posterize 8"])
 def test_every_operation_does_something(name: str) -> None:
-    picture = photograph(40, 56)
-    assert not np.array_equal(np.asarray(PAIRS[name][0](picture)), np.asarray(picture))
+    image = photograph(40, 56)
+    assert not np.array_equal(np.asarray(PAIRS[name][0](image)), np.asarray(image))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
@@ -90,10 +90,10 @@ def test_every_operation_does_something(name: str) -> None:
     ids=str,
 )
 def test_affine_matrices_are_torchvisions(numbers: dict[str, Any], mode: str) -> None:
-    picture = photograph(40, 56, mode)
-    found = colours.affine(picture, colours.affine_matrix(40, 56, **numbers), fill=77)
+    image = photograph(40, 56, mode)
+    found = colours.affine(image, colours.affine_matrix(40, 56, **numbers), fill=77)
     expected = F.affine(
-        picture,
+        image,
         numbers.get("degrees", 0.0),
         [numbers.get("right", 0), numbers.get("down", 0)],
         numbers.get("scale", 1.0),
@@ -110,59 +110,59 @@ def test_affine_matrices_are_torchvisions(numbers: dict[str, Any], mode: str) ->
 @pytest.mark.parametrize("radius", [0.5, 1.0, 2.0])
 def test_blur_is_nearly_a_gaussian(radius: float) -> None:
     """Pillow stacks three box filters; away from the edges, where the two mirror differently, that is very close."""
-    picture = photograph(60, 70)
-    found = np.asarray(colours.blur(picture, radius)).astype(int)
-    expected = np.asarray(F.gaussian_blur(picture, [21, 21], [radius, radius])).astype(int)
+    image = photograph(60, 70)
+    found = np.asarray(colours.blur(image, radius)).astype(int)
+    expected = np.asarray(F.gaussian_blur(image, [21, 21], [radius, radius])).astype(int)
     difference = abs(found - expected)[8:-8, 8:-8]
     assert difference.max() <= 4
     assert difference.mean() <= 0.8
 
 
-def pixels(picture: Image.Image) -> np.ndarray:
-    return np.asarray(picture).astype(int)
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).astype(int)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_solarize_add(mode: str) -> None:
-    picture = photograph(20, 30, mode)
-    before = pixels(picture)
+    image = photograph(20, 30, mode)
+    before = pixels(image)
     expected = np.where(before < 128, np.clip(before + 110, 0, 255), before)
-    assert np.array_equal(pixels(colours.solarize_add(picture, 110)), expected)
+    assert np.array_equal(pixels(colours.solarize_add(image, 110)), expected)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize(("row", "column", "reach"), [(10, 12, 5), (0, 0, 4), (19, 29, 8), (3, 3, 0), (5, 5, 100)])
 def test_cutout(row: int, column: int, reach: int, mode: str) -> None:
-    picture = photograph(20, 30, mode)
-    expected = pixels(picture)
+    image = photograph(20, 30, mode)
+    expected = pixels(image)
     y, x = np.mgrid[:20, :30]
     expected[(y >= row - reach) & (y < row + reach) & (x >= column - reach) & (x < column + reach)] = 128
-    before = pixels(picture)
-    assert np.array_equal(pixels(colours.cutout(picture, row, column, reach)), expected)
-    assert np.array_equal(pixels(picture), before)
+    before = pixels(image)
+    assert np.array_equal(pixels(colours.cutout(image, row, column, reach)), expected)
+    assert np.array_equal(pixels(image), before)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("factor", [0.1, 1.9, 2.8])
 def test_contrast_around_a_given_grey(factor: float, mode: str) -> None:
-    picture = photograph(20, 30, mode)
-    exact = 196 + np.float32(factor) * (pixels(picture) - 196).astype(np.float32)
+    image = photograph(20, 30, mode)
+    exact = 196 + np.float32(factor) * (pixels(image) - 196).astype(np.float32)
     expected = np.clip(exact, 0, 255).astype(np.uint8)
-    assert np.array_equal(pixels(colours.contrast(picture, factor, 196)), expected)
+    assert np.array_equal(pixels(colours.contrast(image, factor, 196)), expected)
 
 
-def test_grey_pictures_have_no_colours_to_change() -> None:
-    picture = photograph(20, 30, "L")
-    for changed in (colours.saturation(picture, 0.1), colours.hue(picture, 0.3), colours.grey(picture)):
-        assert changed is picture
+def test_grey_images_have_no_colours_to_change() -> None:
+    image = photograph(20, 30, "L")
+    for changed in (colours.saturation(image, 0.1), colours.hue(image, 0.3), colours.grey(image)):
+        assert changed is image
 
 
 def test_shear_keeps_the_first_row_and_column() -> None:
-    picture = photograph(40, 40)
-    sheared = pixels(colours.shear(picture, 0.3, 0.0))
-    assert np.array_equal(sheared[0], pixels(picture)[0])
+    image = photograph(40, 40)
+    sheared = pixels(colours.shear(image, 0.3, 0.0))
+    assert np.array_equal(sheared[0], pixels(image)[0])
     # The row at y + 1/2 = 20.5 takes its pixels 0.3 × 20.5 = 6.15 to the right.
-    assert np.array_equal(sheared[20, :34], pixels(picture)[20, 6:])
+    assert np.array_equal(sheared[20, :34], pixels(image)[20, 6:])
     assert np.all(sheared[20, 34:] == 0)
-    turned = pixels(colours.shear(picture.transpose(Image.Transpose.TRANSPOSE), 0.0, 0.3))
+    turned = pixels(colours.shear(image.transpose(Image.Transpose.TRANSPOSE), 0.0, 0.3))
     assert np.array_equal(turned, sheared.transpose(1, 0, 2))

@@ -1,4 +1,4 @@
-"""Where pictures are cut: the distributions of the definitions, and of the peers."""
+"""Where images are cut: the distributions of the definitions, and of the peers."""
 
 import math
 from collections.abc import Callable
@@ -57,8 +57,8 @@ def test_inception_crop_is_torchvisions(
     size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float]
 ) -> None:
     peer = import_peer("torchvision.transforms").RandomResizedCrop
-    picture = torch.empty(1, *size)
-    expected = np.array([peer.get_params(picture, list(area), list(ratio)) for _ in range(COUNT)])
+    image = torch.empty(1, *size)
+    expected = np.array([peer.get_params(image, list(area), list(ratio)) for _ in range(COUNT)])
     assert same(drawn(inception_crop, *size, area, ratio), expected)
 
 
@@ -72,7 +72,7 @@ def test_inception_crop_is_torchvisions(
 )
 def test_inception_crop_falls_back_to_the_centre(size: tuple[int, int], box: Box) -> None:
     """Where no draw can fit, torchvision's box and ours are fixed."""
-    # Beyond the whole picture nothing fits, ever.
+    # Beyond the whole image nothing fits, ever.
     area = (1.5, 2.0)
     assert inception_crop(*size, draws(0, 0), area) == box
     peer = import_peer("torchvision.transforms").RandomResizedCrop
@@ -132,7 +132,7 @@ def test_tf_crop_mends_what_rounding_broke() -> None:
     assert stats.binomtest(int((heights == 5).sum()), COUNT).pvalue > CHANCE
 
 
-def test_tf_crop_falls_back_to_the_whole_picture() -> None:
+def test_tf_crop_falls_back_to_the_whole_image() -> None:
     assert inception_crop_tf(10, 1000, draws(0, 0), (0.5, 1.0)) == Box(0, 0, 10, 1000)
 
 
@@ -159,14 +159,14 @@ def test_inception_boxes_lie_inside(
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(SIDES, SIDES, st.tuples(SIDES, SIDES), st.integers(0, 8), st.integers(0, 2**62))
-def test_other_boxes_leave_the_picture_by_the_padding_only(
+def test_other_boxes_leave_the_image_by_the_padding_only(
     height: int, width: int, size: tuple[int, int], padding: int, position: int
 ) -> None:
     padded = padded_crop(height, width, draws(0, position), padding)
     assert (padded.height, padded.width) == (height, width)
     assert max(abs(padded.top), abs(padded.left)) <= padding
     simple = simple_crop(height, width, draws(0, position), size, padding)
-    # One pixel of what is made, in pixels of the picture.
+    # One pixel of what is made, in pixels of the image.
     row, column = simple.height / size[0], simple.width / size[1]
     close = 1e-6
     assert simple.top >= -padding * row - close
@@ -194,35 +194,35 @@ def test_simple_crop_is_resizing_then_padding_then_cutting(size: tuple[int, int]
     """Every crop of 3-Augment's, found by name: resize the short side, reflect 4 pixels, cut."""
     transforms = import_peer("torchvision.transforms")
     functional = import_peer("torchvision.transforms.functional")
-    picture, made = photograph(*size), 48
-    resized = transforms.Resize(made, interpolation=transforms.InterpolationMode.BICUBIC)(picture)
+    image, made = photograph(*size), 48
+    resized = transforms.Resize(made, interpolation=transforms.InterpolationMode.BICUBIC)(image)
     larger = np.asarray(functional.pad(resized, 4, padding_mode="reflect")).astype(int)
     row, column = size[0] / resized.height, size[1] / resized.width
     for position in range(20):
         box = simple_crop(*size, draws(0, position), (made, made))
         top, left = round(box.top / row) + 4, round(box.left / column) + 4
         assert 0 <= top <= larger.shape[0] - made
-        found = np.asarray(cut(picture, box, (made, made), Image.Resampling.BICUBIC, "mirror")).astype(int)
+        found = np.asarray(cut(image, box, (made, made), Image.Resampling.BICUBIC, "mirror")).astype(int)
         # The filter's weights are rounded for each place of the box: at most one step of 255.
         assert abs(found - larger[top : top + made, left : left + made]).max() <= 1
 
 
 def test_padded_crop_is_padding_then_cutting() -> None:
     functional = import_peer("torchvision.transforms.functional")
-    picture = photograph(32, 40)
-    larger = functional.pad(picture, 4, fill=7)
+    image = photograph(32, 40)
+    larger = functional.pad(image, 4, fill=7)
     for position in range(20):
         box = padded_crop(32, 40, draws(0, position), 4)
         expected = functional.crop(larger, int(box.top) + 4, int(box.left) + 4, 32, 40)
-        for form in (picture, np.asarray(picture)):
+        for form in (image, np.asarray(image)):
             found = cut(form, box, (32, 40), BILINEAR, "fill", fill=7)
             assert np.array_equal(np.asarray(found), np.asarray(expected))
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_a_box_wholly_outside_is_filled(mode: str) -> None:
-    picture = photograph(4, 4).convert(mode)
-    for form in (picture, np.asarray(picture)):
+    image = photograph(4, 4).convert(mode)
+    for form in (image, np.asarray(image)):
         found = cut(form, Box(-9, 0, 4, 4), (6, 5), BILINEAR, "fill", fill=9)
         assert (found.mode, found.size) == (mode, (5, 6))
         assert np.all(np.asarray(found) == 9)
@@ -232,11 +232,11 @@ def test_a_box_wholly_outside_is_filled(mode: str) -> None:
 def test_cutting_is_torchvisions_resized_crop(name: str) -> None:
     functional = import_peer("torchvision.transforms.functional")
     mode = import_peer("torchvision.transforms").InterpolationMode(name)
-    picture = photograph(120, 160)
+    image = photograph(120, 160)
     for position in range(10):
         box = inception_crop(120, 160, draws(0, position))
-        expected = functional.resized_crop(picture, *map(int, box), [32, 24], mode)
-        for form in (picture, np.asarray(picture)):
+        expected = functional.resized_crop(image, *map(int, box), [32, 24], mode)
+        for form in (image, np.asarray(image)):
             found = cut(form, box, (32, 24), Image.Resampling[name.upper()])
             assert np.array_equal(np.asarray(found), np.asarray(expected))
 

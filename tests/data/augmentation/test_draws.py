@@ -17,15 +17,15 @@ from vitrail.errors import InputError
 CHANCE = 0.001
 # Philox is integer arithmetic: these numbers are the same on every processor.
 KNOWN = {
-    (0, 0, "picture"): (18_398_473_809_109_078_885, 2_979_651_883_497_314_615),
-    (0, 1, "picture"): (8_762_852_250_763_100_532, 585_092_396_059_269_990),
-    (1, 0, "picture"): (2_557_303_023_138_943_212, 12_306_382_420_242_391_525),
+    (0, 0, "image"): (18_398_473_809_109_078_885, 2_979_651_883_497_314_615),
+    (0, 1, "image"): (8_762_852_250_763_100_532, 585_092_396_059_269_990),
+    (1, 0, "image"): (2_557_303_023_138_943_212, 12_306_382_420_242_391_525),
     (0, 0, "mixing"): (11_180_202_682_633_680_642, 1_443_405_598_972_368_407),
-    (LAST_SEED, LAST_POSITION, "picture"): (538_856_883_629_443_019, 12_791_201_271_545_909_185),
+    (LAST_SEED, LAST_POSITION, "image"): (538_856_883_629_443_019, 12_791_201_271_545_909_185),
 }
 
 
-def raw(seed: int, position: int, purpose: str = "picture", count: int = 2) -> tuple[int, ...]:
+def raw(seed: int, position: int, purpose: str = "image", count: int = 2) -> tuple[int, ...]:
     return tuple(int(number) for number in draws(seed, position, purpose).bit_generator.random_raw(count))
 
 

@@ -14,8 +14,8 @@ SIZE = (24, 40)
 BOTH = Mixing(mixup=0.8, cutmix=1.0)
 
 
-def drawn(mixing: Mixing, pictures: int, size: tuple[int, int] = SIZE, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    mix = draw_mix(mixing, seed, np.arange(pictures), size)
+def drawn(mixing: Mixing, images: int, size: tuple[int, int] = SIZE, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    mix = draw_mix(mixing, seed, np.arange(images), size)
     return torch.from_numpy(mix.share), torch.from_numpy(mix.box)
 
 

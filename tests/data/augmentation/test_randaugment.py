@@ -56,7 +56,7 @@ def test_magnitudes_are_torchvisions(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("name", USUAL)
 def test_operations_are_torchvisions(name: str, size: tuple[int, int], mode: str) -> None:
     """Both signs of every operation that has them, weak to strong, give torchvision's pixels."""
-    picture = photograph(*size, mode)
+    image = photograph(*size, mode)
     space = autoaugment.RandAugment()._augmentation_space(BINS, size)
     for step in (0, 1, 9, 15, 22, 30):
         settings = RandAugment(layers=1, magnitude=step)
@@ -64,11 +64,11 @@ def test_operations_are_torchvisions(name: str, size: tuple[int, int], mode: str
         magnitudes, signed = space[PEER[name]]
         magnitude = float(magnitudes[step]) if magnitudes.ndim else 0.0
         expected = {sign * magnitude for sign in ((1, -1) if signed else (1,))}
-        their_pictures = [
-            autoaugment._apply_op(picture, PEER[name], value, interpolation=NEAREST, fill=None) for value in expected
+        their_images = [
+            autoaugment._apply_op(image, PEER[name], value, interpolation=NEAREST, fill=None) for value in expected
         ]
-        our_pictures = [randaugment.perform(operation, picture) for operation in drawn]
-        assert {p.tobytes() for p in our_pictures} == {p.tobytes() for p in their_pictures}
+        our_images = [randaugment.perform(operation, image) for operation in drawn]
+        assert {p.tobytes() for p in our_images} == {p.tobytes() for p in their_images}
 
 
 def operation_of(name: str, settings: RandAugment, size: tuple[int, int], position: int) -> Operation:
@@ -77,11 +77,11 @@ def operation_of(name: str, settings: RandAugment, size: tuple[int, int], positi
 
 
 def test_strongest_operations_both_ways_differ() -> None:
-    """The test above compares sets, so a sign that is never drawn would show as a missing picture."""
-    picture = photograph(48, 64)
+    """The test above compares sets, so a sign that is never drawn would show as a missing image."""
+    image = photograph(48, 64)
     for name in randaugment.SIGNED_USUALLY:
         drawn = {operation_of(name, RandAugment(magnitude=30), (48, 64), position) for position in range(8)}
-        assert len({randaugment.perform(operation, picture).tobytes() for operation in drawn}) == 2
+        assert len({randaugment.perform(operation, image).tobytes() for operation in drawn}) == 2
 
 
 @pytest.mark.parametrize("operations", ["usual", "big_vision"])
@@ -151,23 +151,23 @@ def test_cutouts_are_everywhere() -> None:
 @pytest.mark.parametrize("magnitude", [0, 5, 10, 20, 30])
 def test_every_operation_keeps_mode_and_size(magnitude: int, mode: str) -> None:
     for size in ((24, 40), (1, 1), (1, 9)):
-        picture = photograph(*size, mode)
+        image = photograph(*size, mode)
         for operations in ("usual", "big_vision"):
             settings = RandAugment(magnitude=magnitude, operations=operations)
             for name in USUAL if operations == "usual" else BIG_VISION:
-                found = randaugment.perform(operation_of(name, settings, size, 1), picture, fill=128)
-                assert (found.mode, found.size) == (mode, picture.size)
+                found = randaugment.perform(operation_of(name, settings, size, 1), image, fill=128)
+                assert (found.mode, found.size) == (mode, image.size)
 
 
 def test_solarizing_above_white_is_nothing() -> None:
-    picture = photograph(20, 20)
-    assert randaugment.perform(Operation("solarize", (256,)), picture).tobytes() == picture.tobytes()
+    image = photograph(20, 20)
+    assert randaugment.perform(Operation("solarize", (256,)), image).tobytes() == image.tobytes()
 
 
 def test_what_comes_in_is_filled() -> None:
-    picture = Image.new("RGB", (60, 60), (255, 255, 255))
+    image = Image.new("RGB", (60, 60), (255, 255, 255))
     for name in ("translate_x", "translate_y"):
-        found = np.asarray(randaugment.perform(Operation(name, (20,)), picture, fill=128))
+        found = np.asarray(randaugment.perform(Operation(name, (20,)), image, fill=128))
         assert set(np.unique(found)) == {128, 255}
         assert (found == 128).mean() == pytest.approx(1 / 3)
 

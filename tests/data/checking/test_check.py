@@ -19,7 +19,7 @@ from PIL import Image
 from vitrail.data.checking import findings, survey
 from vitrail.data.checking.check import Report, check_data, quick_check
 from vitrail.data.checking.findings import Finding
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import open_image
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.folders import Folder, open_folder
 from vitrail.data.sources.opening import open_data
@@ -34,7 +34,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
 
 
-def save_picture(path: Path, seed: int, width: int = 80, height: int = 60, mode: str = "RGB") -> Path:
+def save_image(path: Path, seed: int, width: int = 80, height: int = 60, mode: str = "RGB") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
     Image.fromarray(noise).resize((width, height)).convert(mode).save(path)
@@ -53,12 +53,12 @@ def gigapixel_png() -> bytes:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Twelve good pictures of two classes in each of two parts."""
+    """Twelve good images of two classes in each of two parts."""
     seed = 0
     for part in ("train", "val"):
         for label in ("cat", "dog"):
             for number in range(3):
-                save_picture(tmp_path / "data" / part / label / f"{number}.jpg", seed := seed + 1)
+                save_image(tmp_path / "data" / part / label / f"{number}.jpg", seed := seed + 1)
     return tmp_path / "data"
 
 
@@ -78,31 +78,31 @@ def only(report: Report, kind: str) -> Finding:
 def test_good_data_has_no_findings(root: Path) -> None:
     report = checked(root)
     assert report.findings == ()
-    assert report.verdict == "12 pictures in 2 classes; nothing wrong was found"
+    assert report.verdict == "12 images in 2 classes; nothing wrong was found"
     assert report.counts == {"train": {"cat": 3, "dog": 3}, "val": {"cat": 3, "dog": 3}}
     assert (report.formats, report.modes) == ({"JPEG": 12}, {"colour": 12})
     assert [tuple(span) for span in report.short_sides] == [(32, 64, 12)]
     assert report.bytes == sum(path.stat().st_size for path in root.rglob("*.jpg"))
 
 
-def test_unreadable_pictures_are_named_with_the_reason(root: Path) -> None:
+def test_unreadable_images_are_named_with_the_reason(root: Path) -> None:
     cats = root / "train" / "cat"
-    (cats / "text.jpg").write_text("no picture")
+    (cats / "text.jpg").write_text("no image")
     (cats / "empty.jpg").write_bytes(b"")
-    whole = save_picture(cats / "whole.jpg", 99).read_bytes()
+    whole = save_image(cats / "whole.jpg", 99).read_bytes()
     (cats / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (cats / "giga.png").write_bytes(gigapixel_png())
     report = checked(root)
-    reasons = {Path(bad.picture.name).name: bad.reason for bad in report.unreadable}
+    reasons = {Path(bad.image.name).name: bad.reason for bad in report.unreadable}
     assert set(reasons) == {"text.jpg", "empty.jpg", "cut.jpg", "giga.png"}
     assert "it is not an image" in reasons["text.jpg"]
     assert reasons["empty.jpg"] == "the file is empty"
     assert "a damaged JPEG" in reasons["cut.jpg"]
     assert "more than 178,956,970 pixels, which is the limit" in reasons["giga.png"]
-    assert {(bad.picture.part, bad.picture.label) for bad in report.unreadable} == {("train", "cat")}
+    assert {(bad.image.part, bad.image.label) for bad in report.unreadable} == {("train", "cat")}
     assert report.findings[0].kind == "unreadable"
     assert report.findings[0].grave
-    assert report.verdict.startswith("17 pictures in 2 classes; 4 cannot be read")
+    assert report.verdict.startswith("17 images in 2 classes; 4 cannot be read")
     assert report.usable
 
 
@@ -110,14 +110,14 @@ def test_a_file_that_cannot_be_opened(root: Path) -> None:
     parts = opened(root)
     (root / "train" / "cat" / "1.jpg").unlink()
     (bad,) = check_data(parts, size=64).unreadable
-    assert (Path(bad.picture.name).name, bad.reason) == ("1.jpg", "No such file or directory")
+    assert (Path(bad.image.name).name, bad.reason) == ("1.jpg", "No such file or directory")
 
 
 def test_a_decoder_that_breaks_is_a_finding(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(stored: object) -> None:
         raise ZeroDivisionError("division\nby zero")
 
-    monkeypatch.setattr(survey, "open_picture", breaks)
+    monkeypatch.setattr(survey, "open_image", breaks)
     report = checked(root)
     assert not report.usable
     assert report.unreadable[0].reason == "the decoder failed with ZeroDivisionError: division by zero"
@@ -128,7 +128,7 @@ def test_a_lack_of_memory_is_not_remembered_as_a_fault_of_the_file(root: Path, m
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(survey, "open_picture", fail)
+        patch.setattr(survey, "open_image", fail)
         assert {bad.reason for bad in checked(root).unreadable} == {"there is too little memory to decode it"}
     assert not checked(root).unreadable
 
@@ -138,7 +138,7 @@ def test_duplicates_by_kind(root: Path) -> None:
     shutil.copy(root / "train/cat/1.jpg", root / "val/cat/leak.jpg")
     shutil.copy(root / "train/cat/2.jpg", root / "train/dog/other.jpg")
     report = checked(root)
-    found = {copies.kind: [Path(which.name).name for which in copies.pictures] for copies in report.duplicates}
+    found = {copies.kind: [Path(which.name).name for which in copies.images] for copies in report.duplicates}
     assert found == {
         "conflicting": ["2.jpg", "other.jpg"],
         "across": ["1.jpg", "leak.jpg"],
@@ -157,43 +157,43 @@ def test_many_copies_are_one_group_and_empty_files_none(root: Path) -> None:
         shutil.copy(root / "train/cat/0.jpg", root / f"train/cat/copy{number}.jpg")
         (root / f"train/dog/empty{number}.jpg").write_bytes(b"")
     report = checked(root)
-    assert [len(copies.pictures) for copies in report.duplicates] == [5]
+    assert [len(copies.images) for copies in report.duplicates] == [5]
     assert only(report, "within").count == 4
 
 
 def test_duplicates_among_arrays() -> None:
-    pictures = np.random.default_rng(0).integers(0, 256, (6, 40, 40), np.uint8)
-    pictures[3] = pictures[0]
-    source = Arrays(pictures, np.array([0, 0, 1, 1, 0, 1]), ("a", "b"))
+    images = np.random.default_rng(0).integers(0, 256, (6, 40, 40), np.uint8)
+    images[3] = images[0]
+    source = Arrays(images, np.array([0, 0, 1, 1, 0, 1]), ("a", "b"))
     (copies,) = check_data(Parts(source, None, None, {}), size=64).duplicates
-    assert (copies.kind, [which.name for which in copies.pictures]) == ("conflicting", ["picture 0", "picture 3"])
+    assert (copies.kind, [which.name for which in copies.images]) == ("conflicting", ["image 0", "image 3"])
 
 
 def test_sizes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_picture(root / "train/cat/tiny.jpg", 50, 40, 20)
-    save_picture(root / "train/cat/long.jpg", 51, 400, 80)
-    save_picture(root / "train/cat/huge.jpg", 52, 300, 200)
+    save_image(root / "train/cat/tiny.jpg", 50, 40, 20)
+    save_image(root / "train/cat/long.jpg", 51, 400, 80)
+    save_image(root / "train/cat/huge.jpg", 52, 300, 200)
     monkeypatch.setattr(findings, "HUGE_PIXELS", 50_000)
     report = checked(root)
     for kind, name, size in (("tiny", "tiny", "40×20"), ("long", "long", "400×80"), ("huge", "huge", "300×200")):
         (detail,) = only(report, kind).details
         assert detail.endswith(f"{name}.jpg: {size}")
-    assert only(report, "huge").text == "1 picture has more than 0.05 megapixels"
+    assert only(report, "huge").text == "1 image has more than 0.05 megapixels"
     # For a larger model all but the largest one are tiny: a quarter of 512 is 128 pixels.
     assert only(checked(root, size=512), "tiny").count == 14
 
 
-def test_the_size_is_that_of_the_upright_picture(root: Path) -> None:
+def test_the_size_is_that_of_the_upright_image(root: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    picture = Image.open(save_picture(root / "train/cat/turned.jpg", 60, 300, 40))
-    picture.save(root / "train/cat/turned.jpg", exif=exif)
+    image = Image.open(save_image(root / "train/cat/turned.jpg", 60, 300, 40))
+    image.save(root / "train/cat/turned.jpg", exif=exif)
     assert only(checked(root), "long").details[0].endswith("turned.jpg: 40×300")
 
 
 def test_modes(root: Path) -> None:
     for number, (mode, suffix) in enumerate((("L", "jpg"), ("RGBA", "png"), ("CMYK", "jpg"), ("P", "gif"))):
-        save_picture(root / f"train/cat/{mode}.{suffix}", 70 + number, mode=mode)
+        save_image(root / f"train/cat/{mode}.{suffix}", 70 + number, mode=mode)
     Image.fromarray(np.full((60, 80), 40_000, np.uint16)).save(root / "train/cat/deep.png")
     report = checked(root)
     assert report.modes == {"colour": 12, "16-bit": 1, "CMYK": 1, "alpha": 1, "grey": 1, "palette": 1}
@@ -211,22 +211,22 @@ def test_sixteen_bits_of_colour_are_told_by_the_header() -> None:
     assert survey.kind_of(content) == ("PNG", "16-bit", 3)
 
 
-def test_pictures_of_any_number_of_channels_are_decoded() -> None:
-    pictures = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 5), np.uint8)
-    report = check_data(Parts(Arrays(pictures, np.array([0, 0, 1, 1]), ("a", "b")), None, None, {}), size=64)
+def test_images_of_any_number_of_channels_are_decoded() -> None:
+    images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 5), np.uint8)
+    report = check_data(Parts(Arrays(images, np.array([0, 0, 1, 1]), ("a", "b")), None, None, {}), size=64)
     assert (report.unreadable, report.modes) == ((), {"5 channels": 4})
 
 
 def test_classes_missing_from_a_part_and_unbalanced(root: Path) -> None:
     shutil.rmtree(root / "val" / "dog")
     for number in range(33):
-        save_picture(root / "train" / "cat" / f"more{number}.jpg", 100 + number)
+        save_image(root / "train" / "cat" / f"more{number}.jpg", 100 + number)
     cats = open_folder(root / "val")
     val = Arrays(np.stack([np.full((40, 40), n, np.uint8) for n in range(len(cats))]), np.zeros(3, int), ("cat", "dog"))
     report = check_data(Parts(open_folder(root / "train"), val, None, {}), size=64)
     missing, unbalanced = only(report, "missing"), only(report, "unbalanced")
     assert (missing.details, missing.text) == (("dog: none in val",), "1 class is missing from a part")
-    assert "class 'cat' has 12 times as many pictures to train on as class 'dog', 36 against 3" in unbalanced.text
+    assert "class 'cat' has 12 times as many images to train on as class 'dog', 36 against 3" in unbalanced.text
     assert "classes unbalanced 12:1" in report.verdict
 
 
@@ -238,7 +238,7 @@ def test_images_of_a_single_colour(root: Path) -> None:
     Image.fromarray(nearly).save(root / "train/cat/star.png")
     for _ in range(2):  # the second time from what was kept
         finding = only(checked(root), "flat")
-        assert (finding.count, finding.text) == (3, "3 pictures show a single colour and nothing else")
+        assert (finding.count, finding.text) == (3, "3 images show a single colour and nothing else")
         assert sorted(Path(line.split(" (")[0]).name for line in finding.details) == [
             "black.jpg",
             "grey.gif",
@@ -248,10 +248,10 @@ def test_images_of_a_single_colour(root: Path) -> None:
 
 def test_advice_names_the_option(root: Path) -> None:
     for number in range(33):
-        save_picture(root / "train" / "cat" / f"more{number}.jpg", 100 + number)
+        save_image(root / "train" / "cat" / f"more{number}.jpg", 100 + number)
     (root / "train/cat/empty.jpg").write_bytes(b"")
-    save_picture(root / "train/cat/tiny.jpg", 50, 40, 20)
-    save_picture(root / "train/cat/long.jpg", 51, 800, 100)
+    save_image(root / "train/cat/tiny.jpg", 50, 40, 20)
+    save_image(root / "train/cat/long.jpg", 51, 800, 100)
     report = checked(root, size=96)
     options = {
         "unbalanced": "--set data.balance=true",
@@ -270,7 +270,7 @@ def test_what_is_skipped_is_named_and_images_among_it_are_told(root: Path) -> No
     Image.new("RGB", (64, 64)).save(root / "train/dog/noending", "PNG")
     cats.joinpath("notes.txt").write_text("no image")
     os.mkfifo(cats / "pipe")  # reading it would wait for ever
-    save_picture(root / "train" / "loose.jpg", 77)
+    save_image(root / "train" / "loose.jpg", 77)
     for report in (checked(root), quick_check(opened(root), size=64)):
         misnamed, skipped = only(report, "misnamed"), only(report, "skipped")
         assert misnamed.details == (
@@ -313,17 +313,17 @@ def test_what_is_skipped_in_shards_is_named(root: Path, tmp_path: Path, monkeypa
             assert only(report, "skipped").details == tuple(
                 f"{shard}/{name}" for name in ("cat0.seg.png", "upload.txt", "notes.md")
             )
-            assert report.pictures == 6
+            assert report.images == 6
 
 
 def test_advice_about_one_image_speaks_of_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.checking.findings.HUGE_PIXELS", 50_000)
     Image.new("RGB", (70, 64)).save(root / "train/cat/black.jpg")
     (root / "train/cat/empty.jpg").write_bytes(b"")
-    save_picture(root / "train/cat/huge.jpg", 52, 300, 200)
-    save_picture(root / "train/cat/tiny.jpg", 50, 40, 20)
-    save_picture(root / "train/cat/long.jpg", 51, 400, 80)
-    save_picture(root / "train/loose.jpg", 77)
+    save_image(root / "train/cat/huge.jpg", 52, 300, 200)
+    save_image(root / "train/cat/tiny.jpg", 50, 40, 20)
+    save_image(root / "train/cat/long.jpg", 51, 400, 80)
+    save_image(root / "train/loose.jpg", 77)
     (root / "train/cat/0.jpg").rename(root / "train/cat/upload.php")
     (root / "train/cat/notes.txt").write_text("no image")
     shutil.copy(root / "train/cat/1.jpg", root / "val/dog/other.jpg")
@@ -349,20 +349,20 @@ def test_faults_of_the_opening_are_findings(root: Path) -> None:
 def test_every_finding_says_what_to_do_and_the_report_is_json(root: Path) -> None:
     (root / "train/cat/empty.jpg").write_bytes(b"")
     shutil.copy(root / "train/cat/1.jpg", root / "val/dog/leak.jpg")
-    save_picture(root / "train/cat/tiny.jpg", 50, 40, 20, mode="L")
+    save_image(root / "train/cat/tiny.jpg", 50, 40, 20, mode="L")
     report = checked(root)
     assert all(finding.advice and finding.text and finding.brief for finding in report.findings)
     found = json.loads(json.dumps(report.as_dict()))
     assert found["verdict"] == report.verdict
     assert found["unreadable"][0]["reason"] == "the file is empty"
-    assert found["duplicates"][0]["pictures"][1]["part"] == "val"
+    assert found["duplicates"][0]["images"][1]["part"] == "val"
     assert [finding["kind"] for finding in found["findings"]] == ["unreadable", "conflicting", "tiny", "modes"]
-    assert found["short_sides"][0] == {"low": 0, "high": 32, "pictures": 1}
+    assert found["short_sides"][0] == {"low": 0, "high": 32, "images": 1}
 
 
 def test_workers_find_the_same_in_the_same_order(root: Path) -> None:
     for number in range(40):
-        save_picture(root / f"train/cat/more{number}.jpg", 200 + number)
+        save_image(root / f"train/cat/more{number}.jpg", 200 + number)
     for number in range(0, 40, 7):
         (root / f"train/dog/bad{number}.jpg").write_bytes(b"bad %d" % number)
     seen: list[tuple[int, int]] = []
@@ -375,7 +375,7 @@ def test_workers_find_the_same_in_the_same_order(root: Path) -> None:
 
 def test_a_worker_that_is_killed_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
-        save_picture(root / f"train/cat/more{number}.jpg", 200 + number)
+        save_image(root / f"train/cat/more{number}.jpg", 200 + number)
     monkeypatch.setattr(survey, "_look_at", lambda *_: os._exit(1))
     with pytest.raises(DataError, match="lack of memory: use fewer workers"):
         check_data(opened(root), workers=2, cache=False)
@@ -386,28 +386,28 @@ def test_a_worker_that_is_killed_is_an_error(root: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Collects the content of every picture that is opened."""
+    """Collects the content of every image that is opened."""
     contents: list[bytes] = []
 
     def counted(stored: bytes) -> object:
         contents.append(stored)
-        return open_picture(stored)
+        return open_image(stored)
 
-    monkeypatch.setattr(survey, "open_picture", counted)
+    monkeypatch.setattr(survey, "open_image", counted)
     return contents
 
 
-def test_only_new_and_changed_pictures_are_decoded_again(root: Path, decoded: list[bytes]) -> None:
+def test_only_new_and_changed_images_are_decoded_again(root: Path, decoded: list[bytes]) -> None:
     (root / "train/cat/bad.jpg").write_bytes(b"bad")
     first = checked(root)
     assert len(decoded) == 13
     assert checked(root) == first
     assert len(decoded) == 13
-    save_picture(root / "train/dog/0.jpg", 300, 90, 70)
-    save_picture(root / "train/dog/new.jpg", 301)
+    save_image(root / "train/dog/0.jpg", 300, 90, 70)
+    save_image(root / "train/dog/new.jpg", 301)
     changed = checked(root)
     assert len(decoded) == 15
-    assert changed.pictures == 14
+    assert changed.images == 14
     assert changed.unreadable == first.unreadable
     assert changed == check_data(opened(root), size=64, cache=False)
 
@@ -439,7 +439,7 @@ def test_what_became_unreadable_or_changed_is_seen_whatever_its_stamp_says(root:
     content = bytearray(flipped.read_bytes())
     content[2:4] = b"\0\0"
     flipped.write_bytes(content)
-    reasons = {Path(bad.picture.name).name: bad.reason for bad in check_data(parts, size=64).unreadable}
+    reasons = {Path(bad.image.name).name: bad.reason for bad in check_data(parts, size=64).unreadable}
     assert reasons["1.jpg"] == "Is a directory"
     assert "2.jpg" in reasons
     assert len(decoded) == 7
@@ -478,12 +478,12 @@ def test_a_damaged_cache_is_passed_over(root: Path, decoded: list[bytes], tmp_pa
 
 def test_a_cache_that_cannot_be_written_is_no_fault(root: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
-    assert checked(root).pictures == 12
+    assert checked(root).images == 12
 
 
 def test_what_was_done_before_an_interruption_is_kept(root: Path, decoded: list[bytes]) -> None:
     for number in range(20):
-        save_picture(root / f"train/cat/more{number}.jpg", 200 + number)
+        save_image(root / f"train/cat/more{number}.jpg", 200 + number)
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -495,7 +495,7 @@ def test_what_was_done_before_an_interruption_is_kept(root: Path, decoded: list[
     assert len(decoded) == 32
 
 
-def test_pictures_in_memory_are_not_remembered(decoded: list[bytes], tmp_path: Path) -> None:
+def test_images_in_memory_are_not_remembered(decoded: list[bytes], tmp_path: Path) -> None:
     parts = split_source(digits())
     assert check_data(parts).looked_at == check_data(parts).looked_at == 1797
     assert len(decoded) == 2 * 1797
@@ -506,18 +506,18 @@ def test_pictures_in_memory_are_not_remembered(decoded: list[bytes], tmp_path: P
 
 
 def test_the_quick_check_reads_headers_only(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = save_picture(root / "train/cat/whole.jpg", 99).read_bytes()
+    whole = save_image(root / "train/cat/whole.jpg", 99).read_bytes()
     (root / "train/cat/cut.jpg").write_bytes(whole[: len(whole) // 2])
-    (root / "train/cat/text.jpg").write_text("no picture")
-    save_picture(root / "train/cat/tiny.jpg", 50, 40, 20)
+    (root / "train/cat/text.jpg").write_text("no image")
+    save_image(root / "train/cat/tiny.jpg", 50, 40, 20)
     report = quick_check(opened(root), size=64)
-    assert [Path(bad.picture.name).name for bad in report.unreadable] == ["text.jpg"]  # the cut one has a good header
+    assert [Path(bad.image.name).name for bad in report.unreadable] == ["text.jpg"]  # the cut one has a good header
     assert (report.decoded, report.duplicates, report.looked_at, report.compared) == (False, (), 16, 16)
     assert report.not_looked_for[0] == "damage behind the header of a file"
     assert only(report, "tiny").count == 1
     few = quick_check(opened(root), size=64, most=5)
-    assert (few.looked_at, few.compared, few.pictures) == (5, 16, 16)
-    assert "16 pictures in 2 classes (headers of 5 read, contents of 16 compared)" in few.verdict
+    assert (few.looked_at, few.compared, few.images) == (5, 16, 16)
+    assert "16 images in 2 classes (headers of 5 read, contents of 16 compared)" in few.verdict
     assert few == quick_check(opened(root), size=64, most=5)
 
 

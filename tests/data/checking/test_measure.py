@@ -1,4 +1,4 @@
-"""What preparing a picture takes, and what follows from it."""
+"""What preparing an image takes, and what follows from it."""
 
 import time
 from pathlib import Path
@@ -13,12 +13,12 @@ from vitrail.data.checking.measure import Speed, available_cores, measure_speed
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.source import Arrays
 
-SPEED = Speed(pictures=10, reading=1.0, decoding=6.0, decoding_whole=9.0, augmenting=3.0)  # 100 images/s
+SPEED = Speed(images=10, reading=1.0, decoding=6.0, decoding_whole=9.0, augmenting=3.0)  # 100 images/s
 
 
 def arrays(count: int, *shape: int) -> Arrays:
-    pictures = np.random.default_rng(0).integers(0, 256, (count, *shape), np.uint8)
-    return Arrays(pictures, np.arange(count) % 2, ("a", "b"))
+    images = np.random.default_rng(0).integers(0, 256, (count, *shape), np.uint8)
+    return Arrays(images, np.arange(count) % 2, ("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_steps_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     apply = augment.apply
 
-    def slow(plan: augment.Plan, picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    def slow(plan: augment.Plan, image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         time.sleep(0.01)
-        return apply(plan, picture, size)
+        return apply(plan, image, size)
 
     monkeypatch.setattr(augment, "apply", slow)
     source = SlowToRead(np.zeros((6, 40, 40), np.uint8), np.zeros(6, int), ("a",))
     speed = measure_speed(source, size=(32, 32))
     assert speed is not None
-    assert speed.pictures == 6
+    assert speed.images == 6
     assert speed.reading >= 20
     assert speed.augmenting >= 10
     assert speed.decoding < 10
@@ -72,13 +72,13 @@ def test_files_are_decoded_smaller_for_training(tmp_path: Path, monkeypatch: pyt
         (tmp_path / "data" / "a").mkdir(parents=True, exist_ok=True)
         noise = np.random.default_rng(number).integers(0, 256, (30, 40, 3), np.uint8)
         Image.fromarray(noise).resize((2000, 1500)).save(tmp_path / "data" / "a" / f"{number}.jpg")
-    (tmp_path / "data" / "a" / "bad.jpg").write_text("no picture")
+    (tmp_path / "data" / "a" / "bad.jpg").write_text("no image")
     seen: list[tuple[int, int]] = []
     whole = Augmentation(crop_area=(0.9, 1.0))
     source = open_folder(tmp_path / "data")
     speed = measure_speed(source, size=(64, 64), augmentation=whole, on_progress=lambda *now: seen.append(now))
     assert speed is not None
-    assert speed.pictures == 4
+    assert speed.images == 4
     assert 0 < speed.decoding < speed.decoding_whole
     assert seen[-1][1] == 5
 
@@ -88,16 +88,16 @@ def test_files_are_decoded_smaller_for_training(tmp_path: Path, monkeypatch: pyt
 def test_any_number_of_channels(shape: tuple[int, ...], name: str) -> None:
     speed = measure_speed(arrays(3, *shape), size=(32, 32), augmentation=preset(name))
     assert speed is not None
-    assert speed.pictures == 3
+    assert speed.images == 3
 
 
 def test_the_sample_is_bounded_in_number_and_time() -> None:
     few = measure_speed(arrays(20, 8, 8), size=(32, 32), sample=5)
     assert few is not None
-    assert few.pictures == 5
+    assert few.images == 5
     brief = measure_speed(arrays(20, 8, 8), size=(32, 32), seconds=0)
     assert brief is not None
-    assert brief.pictures == 1
+    assert brief.images == 1
 
 
 def test_nothing_that_can_be_read() -> None:

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from vitrail.data.checking import sheet as sheets
-from vitrail.data.checking.sheet import GAP, LINE, MARGIN, PICTURES, TILE, contact_sheet, save_sheet
+from vitrail.data.checking.sheet import GAP, IMAGES, LINE, MARGIN, TILE, contact_sheet, save_sheet
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.source import Arrays
@@ -18,20 +18,20 @@ TOP = MARGIN + 2 * LINE + LINE
 
 
 def plain(classes: int, each: int, *shape: int) -> Arrays:
-    """Return pictures each of which is of one grey: ten times the number of its class."""
+    """Return images each of which is of one grey: ten times the number of its class."""
     labels = np.repeat(np.arange(classes), each)
-    pictures = np.broadcast_to(10 * labels.reshape(-1, *(1 for _ in shape)), (len(labels), *shape)).astype(np.uint8)
-    return Arrays(pictures, labels, tuple(f"class {number}" for number in range(classes)))
+    images = np.broadcast_to(10 * labels.reshape(-1, *(1 for _ in shape)), (len(labels), *shape)).astype(np.uint8)
+    return Arrays(images, labels, tuple(f"class {number}" for number in range(classes)))
 
 
 def test_every_class_has_its_row() -> None:
     sheet = contact_sheet(plain(3, 9, 200, 100), title="plain")
     block = LINE + TILE + 3 * GAP
     for label in range(3):
-        for column in range(PICTURES):
+        for column in range(IMAGES):
             centre = (MARGIN + column * (TILE + GAP) + TILE // 2, TOP + label * block + TILE // 2)
             assert sheet.getpixel(centre) == (10 * label,) * 3
-    # Beside a tall picture its place shows, and beyond the last one the paper.
+    # Beside a tall image its place shows, and beyond the last one the paper.
     assert sheet.getpixel((MARGIN + 2, TOP + TILE // 2)) == (0xEE, 0xEB, 0xE4)
     assert sheet.getpixel((sheet.width - 2, TOP)) == (0xFB, 0xFA, 0xF7)
 
@@ -57,7 +57,7 @@ def test_classes_that_are_not_shown_are_counted() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (300, 20, 3), (20, 300, 4), (30, 30, 2), (30, 30, 5), (1, 1), (124, 124, 1)])
-def test_pictures_of_any_shape(shape: tuple[int, ...]) -> None:
+def test_images_of_any_shape(shape: tuple[int, ...]) -> None:
     assert contact_sheet(plain(2, 2, *shape), title="shapes").width <= 2000
 
 
@@ -66,12 +66,12 @@ def test_names_in_letters_that_the_font_has() -> None:
     assert sheets.drawable("猫") == ""
 
 
-def test_unreadable_pictures_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_images_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     for label in ("broken", "mixed"):
         (tmp_path / "data" / label).mkdir(parents=True)
         for number in range(4):
-            (tmp_path / "data" / label / f"bad{number}.jpg").write_text("no picture")
+            (tmp_path / "data" / label / f"bad{number}.jpg").write_text("no image")
     Image.new("RGB", (50, 50), (200, 0, 0)).save(tmp_path / "data" / "mixed" / "good.png")
     sheet = contact_sheet(open_folder(tmp_path / "data"), title="data")
     second = TOP + LINE + TILE + 3 * GAP

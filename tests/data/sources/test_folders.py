@@ -77,7 +77,7 @@ def test_a_source_travels_to_another_process(tmp_path: Path) -> None:
     assert [there.read(number) for number in range(2)] == [b"a/1.png", b"b/2.png"]
 
 
-def test_what_is_no_picture_is_counted(tmp_path: Path) -> None:
+def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
     write(tmp_path, "a/1.png", "a/readme.txt", "a/jpg", "b/1.gif", "loose.jpg", "b/x.jpg.part")
     write(tmp_path, ".git/1.png", "a/.hidden.png", "a/.cache/2.png", "__MACOSX/a/._1.png", "b/__MACOSX/1.png")
     os.mkfifo(tmp_path / "a" / "pipe.png")  # reading it would wait for ever
@@ -130,17 +130,17 @@ def test_a_broken_link_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_folders_without_pictures(tmp_path: Path) -> None:
-    assert refused(tmp_path) == "ROOT has no pictures; give a folder with a sub-folder of pictures for each class"
+def test_folders_without_images(tmp_path: Path) -> None:
+    assert refused(tmp_path) == "ROOT has no images; give a folder with a sub-folder of images for each class"
     write(tmp_path, "a/1.png", "b/notes.txt")
     assert refused(tmp_path) == (
-        "the class folder ROOT/b has no pictures (1 file, such as notes.txt, whose names do not end as an image's); "
+        "the class folder ROOT/b has no images (1 file, such as notes.txt, whose names do not end as an image's); "
         "add some, or remove the folder"
     )
     flat = write(tmp_path / "flat", "1.png", "2.png")
     assert refused(flat) == (
-        "ROOT has 2 pictures but no class folders; "
-        "put the pictures of each class in a folder of its own, or give a manifest with their labels"
+        "ROOT has 2 images but no class folders; "
+        "put the images of each class in a folder of its own, or give a manifest with their labels"
     )
 
 
@@ -155,7 +155,7 @@ def test_one_opening_names_every_fault(tmp_path: Path) -> None:
     for text in (
         "(2) ROOT/a/round is a link in a circle; correct or remove the link. ",
         "(3) ROOT/a/deep/up is a link to a folder that it lies in; remove the link. ",
-        "(4) the class folder ROOT/c has no pictures; add some, or remove the folder",
+        "(4) the class folder ROOT/c has no images; add some, or remove the folder",
     ):
         assert text in message
     faults: list[str] = []
@@ -223,7 +223,7 @@ def test_without_permission(shared: Path) -> None:
     ], done.stderr
 
 
-def test_a_picture_that_went_away(tmp_path: Path) -> None:
+def test_a_image_that_went_away(tmp_path: Path) -> None:
     source = open_folder(write(tmp_path, "a/1.png", "b/2.png"))
     (tmp_path / "a" / "1.png").unlink()
     for action in (source.read, source.stamp):
@@ -231,14 +231,14 @@ def test_a_picture_that_went_away(tmp_path: Path) -> None:
             action(0)
 
 
-def test_pictures_without_labels(tmp_path: Path) -> None:
+def test_images_without_labels(tmp_path: Path) -> None:
     flat = open_folder(write(tmp_path / "flat", "2.png", "1.png", "notes.txt"), unlabelled=True)
     assert (keys(flat), flat.labels.tolist(), flat.classes) == (["1.png", "2.png"], [-1, -1], ())
     mixed = open_folder(write(tmp_path / "mixed", "0.png", "a/x.txt", "b/1.png", "c/d/2.png"), unlabelled=True)
     assert (keys(mixed), mixed.labels.tolist()) == (["0.png", "b/1.png", "c/d/2.png"], [-1, 0, 1])
     assert mixed.classes == ("b", "c")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="has no pictures; give a folder with some"):
+    with pytest.raises(DataError, match="has no images; give a folder with some"):
         open_folder(tmp_path / "empty", unlabelled=True)
 
 

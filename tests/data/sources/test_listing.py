@@ -27,7 +27,7 @@ def test_names_come_back_as_they_were(names: list[bytes]) -> None:
 
 
 def test_a_million_names_take_little_memory() -> None:
-    names = Names.of(b"picture_%07d.jpg" % number for number in range(100_000))
+    names = Names.of(b"image_%07d.jpg" % number for number in range(100_000))
     assert len(pickle.dumps(names)) < 30 * len(names)
 
 

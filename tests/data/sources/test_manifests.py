@@ -1,4 +1,4 @@
-"""Lists of pictures with their labels: CSV, JSONL and Parquet."""
+"""Lists of images with their labels: CSV, JSONL and Parquet."""
 
 import json
 import pickle
@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from vitrail.data.sources.manifests import Manifest, open_manifest
-from vitrail.data.sources.parquet import GROUPS_HELD, ParquetPictures, open_parquet
+from vitrail.data.sources.parquet import GROUPS_HELD, ParquetImages, open_parquet
 from vitrail.data.sources.source import Source
 from vitrail.errors import DataError
 
 
-def pictures(folder: Path, *names: str) -> None:
+def images(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(name.encode())
@@ -25,7 +25,7 @@ def pictures(folder: Path, *names: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    pictures(tmp_path, "a.png", "b.png", "c.png", "in/d.png")
+    images(tmp_path, "a.png", "b.png", "c.png", "in/d.png")
     return tmp_path
 
 
@@ -71,10 +71,10 @@ def test_a_csv_file(folder: Path) -> None:
     assert summary(pickle.loads(pickle.dumps(source))) == summary(source)
 
 
-@pytest.mark.parametrize("picture", ["path", "file", "filename", "file_name", "image"])
+@pytest.mark.parametrize("image", ["path", "file", "filename", "file_name", "image"])
 @pytest.mark.parametrize("label", ["label", "class", "target", "category", "class_name"])
-def test_names_of_columns(picture: str, label: str, folder: Path) -> None:
-    source = open_manifest(csv(folder, f"{label},{picture}\ncat,a.png\ndog,b.png\n"))
+def test_names_of_columns(image: str, label: str, folder: Path) -> None:
+    source = open_manifest(csv(folder, f"{label},{image}\ncat,a.png\ndog,b.png\n"))
     assert summary(source) == [(b"a.png", "cat"), (b"b.png", "dog")]
 
 
@@ -136,8 +136,8 @@ def test_a_label_missing_from_a_parquet_file(values: list[object], folder: Path)
     )
 
 
-def test_several_labels_per_picture(folder: Path) -> None:
-    several = "several labels per picture"
+def test_several_labels_per_image(folder: Path) -> None:
+    several = "several labels per image"
     only = "single-label classification only, for now"
     for message in (
         refused(jsonl(folder, {"path": "a.png", "label": ["x", "y"]})),
@@ -267,9 +267,9 @@ def test_what_ends_a_manifest_too_early_does_not_hide_the_faults_before(folder: 
         assert "1 file is not where CSV says (gone.png)" in message
 
 
-def test_a_picture_listed_twice(folder: Path) -> None:
+def test_a_image_listed_twice(folder: Path) -> None:
     assert refused(csv(folder, "path,label\na.png,x\nin/../a.png,x\n")) == (
-        "in/../a.png is listed twice in CSV, on lines 2 and 3; list each picture once"
+        "in/../a.png is listed twice in CSV, on lines 2 and 3; list each image once"
     )
 
 
@@ -287,11 +287,11 @@ def test_missing_files_are_counted(folder: Path) -> None:
     [
         (
             "",
-            "CSV has no column for the pictures; name one of its columns (none) path or file or filename or file_name",
+            "CSV has no column for the images; name one of its columns (none) path or file or filename or file_name",
         ),
         ("a.png,x\nb.png,y\n", "CSV begins with a file, not with a header; add a first line such as path,label"),
         ("path|label\na.png|x\n", "CSV divides its fields by '|'; divide them by commas, semicolons or tabs"),
-        ("name,label\na.png,x\n", "CSV has no column for the pictures; name one of its columns ('name', 'label') path"),
+        ("name,label\na.png,x\n", "CSV has no column for the images; name one of its columns ('name', 'label') path"),
         (
             "path,kind\na.png,x\n",
             "CSV has no column for the labels; name one of its columns ('path', 'kind') label or class",
@@ -300,10 +300,10 @@ def test_missing_files_are_counted(folder: Path) -> None:
             "path;label\na.png;x;y\n",
             "CSV, line 2 has 3 fields, but the header has 2; put fields with semicolons in quo",
         ),
-        ("path,label\n", "CSV lists no pictures; add a line for each"),
+        ("path,label\n", "CSV lists no images; add a line for each"),
         ("path,label\na.png\n", "CSV, line 2 has 1 field, but the header has 2; put fields with commas in quotes"),
         ("path,label\na.png,x,y\n", "CSV, line 2 has 3 fields, but the header has 2"),
-        ("path,label\n,x\n", "CSV, line 2 has '' where the path of a picture should be; write a path"),
+        ("path,label\n,x\n", "CSV, line 2 has '' where the path of an image should be; write a path"),
         ("path,label\na\0.png,x\n", "1 file is not where CSV says (a\\x00.png)"),
         (b"path,label\ncaf\xe9.png,x\n", "CSV is not UTF-8 (invalid continuation byte at byte 14); save it as UTF-8"),
         (
@@ -319,14 +319,14 @@ def test_csv_files_that_cannot_be_used(text: str | bytes, message: str, folder: 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "JSONL lists no pictures; add a line for each"),
+        ([], "JSONL lists no images; add a line for each"),
         (["{"], "JSONL, line 1 is not JSON; write one object on each line"),
         (["[" * 100_000], "JSONL, line 1 is not JSON; write one object on each line"),
         ([[1]], "JSONL, line 1 is not a JSON object; write one object on each line"),
-        ([{"image": 3, "label": 1}], "JSONL, line 1 has 3 where the path of a picture should be; write a path"),
+        ([{"image": 3, "label": 1}], "JSONL, line 1 has 3 where the path of an image should be; write a path"),
         ([{"image": "\ud800", "label": 1}], "JSONL, line 1 has '\\ud800', which cannot be a path; correct it"),
         ([{"path": "a.png", "label": 0.5}], "JSONL has numbers with fractions as labels (0.5), which are not classes"),
-        ([{"path": "a.png", "label": {"a": 1}}], "several labels per picture"),
+        ([{"path": "a.png", "label": {"a": 1}}], "several labels per image"),
     ],
 )
 def test_jsonl_files_that_cannot_be_used(rows: Sequence[object], message: str, folder: Path) -> None:
@@ -364,7 +364,7 @@ def test_parquet_with_bytes(folder: Path) -> None:
     labels = [f"class {number % 3}" for number in range(25)]
     coded = pa.array(labels).dictionary_encode()
     source = open_parquet(parquet(folder, rows=4, path=["gone.png"] * 25, bytes=content, label=coded))
-    assert isinstance(source, ParquetPictures)
+    assert isinstance(source, ParquetImages)
     assert summary(source) == list(zip(content, labels, strict=True))
     assert [source.read(number) for number in (24, 0, 13)] == [content[24], content[0], content[13]]
     assert len(source._held) == GROUPS_HELD
@@ -380,7 +380,7 @@ def test_parquet_with_bytes(folder: Path) -> None:
 
 
 def hugging_face(folder: Path, labels: list[int], images: list[dict[str, object]]) -> Path:
-    """Write a file as Hugging Face datasets does: a struct for each picture, names of labels in the metadata."""
+    """Write a file as Hugging Face datasets does: a struct for each image, names of labels in the metadata."""
     features = {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog", "emu"], "_type": "ClassLabel"}}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -406,10 +406,10 @@ def test_parquet_as_hugging_face_writes_it(folder: Path) -> None:
 def test_parquet_that_cannot_be_used(folder: Path) -> None:
     assert "('image', 'kind') label or class" in refused(parquet(folder, image=[b"1"], kind=["x"]))
     assert refused(parquet(folder, path=[3], label=["x"])) == (
-        "PARQUET, row 1 has 3 where the path of a picture should be; write a path"
+        "PARQUET, row 1 has 3 where the path of an image should be; write a path"
     )
     assert refused(parquet(folder, bytes=pa.array([], pa.binary()), label=pa.array([], pa.string()))) == (
-        "PARQUET lists no pictures; add a row for each"
+        "PARQUET lists no images; add a row for each"
     )
 
 

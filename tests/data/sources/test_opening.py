@@ -14,7 +14,7 @@ import pytest
 
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.opening import open_data, open_source
-from vitrail.data.sources.parquet import ParquetPictures
+from vitrail.data.sources.parquet import ParquetImages
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.tables import FILES_HELD, Tables
 from vitrail.errors import DataError
@@ -26,7 +26,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def folder(root: Path, **counts: int) -> Path:
-    """Write a folder with so many pictures of each class; their content is the class and the number."""
+    """Write a folder with so many images of each class; their content is the class and the number."""
     for label, count in counts.items():
         (root / label).mkdir(parents=True)
         for number in range(count):
@@ -63,11 +63,11 @@ def refused(place: str | Path, *, one: bool = False) -> str:
 
 def test_digits() -> None:
     source = digits()
-    assert source.pictures.shape == (1797, 8, 8)
-    assert source.pictures.dtype == np.uint8
-    assert (source.pictures.min(), source.pictures.max()) == (0, 255)
+    assert source.images.shape == (1797, 8, 8)
+    assert source.images.dtype == np.uint8
+    assert (source.images.min(), source.images.max()) == (0, 255)
     assert np.bincount(source.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    assert source.pictures[0, 0].tolist() == [0, 0, 80, 207, 143, 16, 0, 0]  # 0 0 5 13 9 1 0 0
+    assert source.images[0, 0].tolist() == [0, 0, 80, 207, 143, 16, 0, 0]  # 0 0 5 13 9 1 0 0
     parts = open_data("digits")
     assert [len(part) for part in parts[:3] if part is not None] == [1259, 179, 359]
     assert len(open_source("digits")) == 1797
@@ -107,10 +107,10 @@ def test_a_folder_with_parts(tmp_path: Path) -> None:
     assert len(open_source(tmp_path / "test")) == 2
 
 
-def test_pictures_beside_the_parts_are_not_passed_over(tmp_path: Path) -> None:
+def test_images_beside_the_parts_are_not_passed_over(tmp_path: Path) -> None:
     for part in ("train", "test", "extra"):
         folder(tmp_path / part, cat=4, dog=4)
-    assert "and beside them pictures in extra, which would be passed over; move them away" in refused(tmp_path)
+    assert "and beside them images in extra, which would be passed over; move them away" in refused(tmp_path)
 
 
 def test_train_alone_is_the_whole(tmp_path: Path) -> None:
@@ -160,16 +160,16 @@ def test_two_names_of_one_part(tmp_path: Path) -> None:
 
 def test_too_little_to_train_on(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert refused(tmp_path / "empty").startswith("DATA has no pictures")
-    assert refused(tmp_path / "empty", one=True).startswith("DATA has no pictures")
+    assert refused(tmp_path / "empty").startswith("DATA has no images")
+    assert refused(tmp_path / "empty", one=True).startswith("DATA has no images")
     one = folder(tmp_path / "one", cat=9)
-    assert refused(one) == "DATA has only one class, 'cat'; training needs pictures of at least two classes"
+    assert refused(one) == "DATA has only one class, 'cat'; training needs images of at least two classes"
     assert len(open_source(one)) == 9
     assert refused(folder(tmp_path / "few", cat=9, dog=1)) == (
-        "class 'dog' has 1 picture, too few for 3 parts; add some, remove the class, or ask for fewer parts"
+        "class 'dog' has 1 image, too few for 3 parts; add some, remove the class, or ask for fewer parts"
     )
     flat = tmp_path / "one" / "cat"
-    assert "has 9 pictures but no class folders; put the pictures of each class" in refused(flat)
+    assert "has 9 images but no class folders; put the images of each class" in refused(flat)
     assert open_source(flat).labels.tolist() == [-1] * 9
 
 
@@ -212,7 +212,7 @@ def test_a_given_part_that_changed_since_the_record(tmp_path: Path) -> None:
     record = open_data(tmp_path).split
     assert contents(open_data(tmp_path, record=record).test) == ["ant 0", "ant 1", "ant 2"]
     (tmp_path / "test" / "ant" / "01.png").unlink()
-    with pytest.raises(DataError, match="class 'ant' has 2 pictures in the test part, but had 3 when the split was"):
+    with pytest.raises(DataError, match="class 'ant' has 2 images in the test part, but had 3 when the split was"):
         open_data(tmp_path, record=record)
 
 
@@ -291,7 +291,7 @@ def test_a_folder_of_parquet_files_is_one_source(tmp_path: Path) -> None:
     there = pickle.loads(pickle.dumps(source))
     for number in (0, 13, 5, 0, 13):  # in any order, with the row groups of two files at most in memory
         assert there.read(number) == source.read(number)
-        held = [one for one in there.tables if isinstance(one, ParquetPictures) and one._held]
+        held = [one for one in there.tables if isinstance(one, ParquetImages) and one._held]
         assert len(held) <= FILES_HELD
 
 
@@ -329,7 +329,7 @@ def test_what_can_be_used_is_opened_and_the_rest_is_named(tmp_path: Path) -> Non
     faults: list[str] = []
     parts = open_data(root, faults=faults)
     assert [text.split(" ", 3)[2] for text in faults[2:]] == ["has", "has"]
-    assert "class 'cat' has 1 picture, too few for 3 parts" in faults[2]
+    assert "class 'cat' has 1 image, too few for 3 parts" in faults[2]
     assert (len(faults), len(parts.train), parts.val) == (4, 8, None)
     given = tmp_path / "given"
     folder(given / "train", cat=2, dog=2)
@@ -341,7 +341,7 @@ def test_what_can_be_used_is_opened_and_the_rest_is_named(tmp_path: Path) -> Non
     assert (len(faults), parts.val.classes, contents(parts.val)) == (2, ("cat", "dog"), ["cat 0"])
     faults.clear()
     assert len(open_data(folder(tmp_path / "single", cat=5), faults=faults).train) == 5
-    assert faults == [f"{tmp_path}/single has only one class, 'cat'; training needs pictures of at least two classes"]
+    assert faults == [f"{tmp_path}/single has only one class, 'cat'; training needs images of at least two classes"]
 
 
 def test_good_data_has_no_faults(tmp_path: Path) -> None:

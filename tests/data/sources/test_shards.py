@@ -21,10 +21,10 @@ from vitrail.data.sources.tar import members
 from vitrail.errors import DataError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
-LONG = "deep/" * 30 + "picture"
+LONG = "deep/" * 30 + "image"
 """157 characters, which fits the ustar format in two pieces."""
 GOOD = [("a.jpg", b"A"), ("a.cls", b"0")]
-LONGER = "folder_of_pictures/" * 20 + "picture" + "x" * 80
+LONGER = "folder_of_images/" * 20 + "image" + "x" * 80
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def as_tarfile_lists(path: Path) -> list[tuple[bytes, int, int]]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_pictures_and_labels(form: str, tmp_path: Path) -> None:
+def test_images_and_labels(form: str, tmp_path: Path) -> None:
     names = ["a", "b/c", LONG, "mäuse/猫"] + ([LONGER, "x" * 300] if form != "ustar" else [])
     files = []
     for number, name in enumerate(names):
@@ -126,7 +126,7 @@ def test_labels_of_every_kind(tmp_path: Path) -> None:
     assert b"".join(source.read(number) for number in range(6)) == b"ABCDEF"
 
 
-def test_what_is_no_picture_is_passed_over(tmp_path: Path) -> None:
+def test_what_is_no_image_is_passed_over(tmp_path: Path) -> None:
     files = [("a.jpg", b"A"), ("a.cls", b"0"), ("a.seg.png", b"mask"), ("a.npz", b""), ("__MACOSX/._a.jpg", b"")]
     files += [("._a.jpg", b""), ("readme", b""), ("b.cls", b"not read")]
     assert len(open_shards([str(write(tmp_path / "a.tar", files))])) == 1
@@ -202,13 +202,13 @@ def refused(*paths: str | Path) -> str:
     [
         (
             [*GOOD, ("a.jpg", b"again")],
-            "a.tar/a.jpg is the second picture of its key, after a.jpg; give every picture a",
+            "a.tar/a.jpg is the second image of its key, after a.jpg; give every image a",
         ),
         (
             [*GOOD, ("a.png", b"again")],
-            "a.tar/a.png is the second picture of its key, after a.jpg; give every picture a",
+            "a.tar/a.png is the second image of its key, after a.jpg; give every image a",
         ),
-        ([*GOOD, ("a.cls", b"1")], "a.tar/a.cls is there twice; give every picture a key of its own"),
+        ([*GOOD, ("a.cls", b"1")], "a.tar/a.cls is there twice; give every image a key of its own"),
         (
             [*GOOD, ("b.jpg", b"B")],
             "a.tar/b.jpg has no label; add a file of the same name with suffix .cls, .json or .txt",
@@ -226,15 +226,15 @@ def refused(*paths: str | Path) -> str:
         ),
         (
             [("a.jpg", b""), ("a.json", b'{"label": [1, 2]}')],
-            "a.tar/a.json has several labels per picture, [1, 2], which",
+            "a.tar/a.json has several labels per image, [1, 2], which",
         ),
         (
             [("notes.md", b"")],
-            "a.tar has no pictures (1 other file, such as notes.md); give their names one dot and one of the suff",
+            "a.tar has no images (1 other file, such as notes.md); give their names one dot and one of the suff",
         ),
         (
             [("photo.1.jpg", b""), ("photo.1.cls", b"1")],
-            "a.tar has no pictures (2 other files, such as photo.1.jpg); give their names one dot",
+            "a.tar has no images (2 other files, such as photo.1.jpg); give their names one dot",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_shards_that_cannot_be_used(files: list[tuple[str, bytes]], message: str
     assert message in refused(write(tmp_path / "a.tar", files))
 
 
-def test_pictures_without_labels(tmp_path: Path) -> None:
+def test_images_without_labels(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", [*GOOD, ("b.jpg", b"B")])
     source = open_shards([str(path)], unlabelled=True)
     assert (source.labels.tolist(), source.classes) == ([0, -1], ("0",))

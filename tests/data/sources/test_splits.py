@@ -24,7 +24,7 @@ def labels_of(counts: list[int], seed: int) -> np.ndarray:
 
 @PROPERTY
 @given(counts_of_classes, st.integers(0, 2**64 - 1), shares, shares)
-def test_every_picture_is_in_one_part(counts: list[int], seed: int, val: float, test: float) -> None:
+def test_every_image_is_in_one_part(counts: list[int], seed: int, val: float, test: float) -> None:
     labels = labels_of(counts, 0)
     parts = split_indices(labels, seed=seed, val=val, test=test)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
@@ -42,7 +42,7 @@ def test_every_picture_is_in_one_part(counts: list[int], seed: int, val: float, 
 
 @PROPERTY
 @given(st.integers(3, 40), st.floats(0.01, 0.6), st.floats(0.01, 0.39))
-def test_large_shares_leave_a_picture_to_train_on(count: int, val: float, test: float) -> None:
+def test_large_shares_leave_a_image_to_train_on(count: int, val: float, test: float) -> None:
     parts = split_indices(np.zeros(count, np.int64), seed=0, val=val, test=test)
     assert min(len(part) for part in parts) >= 1
 
@@ -72,12 +72,12 @@ def test_another_seed_gives_another_split_and_this_one_stays() -> None:
 @pytest.mark.parametrize(
     ("counts", "val", "test", "message"),
     [
-        ([5, 2], 0.1, 0.1, "class 'dog' has 2 pictures, too few for 3 parts; add some, remove the class, or ask for"),
-        ([1, 5], 0.1, 0, "class 'cat' has 1 picture, too few for 2 parts"),
-        ([1, 5], 0, 0.1, "class 'cat' has 1 picture, too few for 2 parts"),
+        ([5, 2], 0.1, 0.1, "class 'dog' has 2 images, too few for 3 parts; add some, remove the class, or ask for"),
+        ([1, 5], 0.1, 0, "class 'cat' has 1 image, too few for 2 parts"),
+        ([1, 5], 0, 0.1, "class 'cat' has 1 image, too few for 2 parts"),
     ],
 )
-def test_a_class_with_too_few_pictures(counts: list[int], val: float, test: float, message: str) -> None:
+def test_a_class_with_too_few_images(counts: list[int], val: float, test: float, message: str) -> None:
     labels = np.repeat(np.arange(2), counts)
     with pytest.raises(DataError, match=message):
         split_indices(labels, seed=0, val=val, test=test, classes=("cat", "dog"))
@@ -90,7 +90,7 @@ def test_impossible_shares(val: float, test: float) -> None:
         split_indices(np.zeros(9, np.int64), seed=0, val=val, test=test)
 
 
-def test_pictures_without_labels_are_not_divided() -> None:
+def test_images_without_labels_are_not_divided() -> None:
     for labels in (np.array([0, -1, 0]), np.zeros(0, np.int64)):
         with pytest.raises(DataError, match="without labels"):
             split_indices(labels, seed=0, val=0.1, test=0.1)
@@ -118,16 +118,16 @@ def test_a_part_that_was_not_asked_for_is_none() -> None:
 
 
 def chosen(source: Arrays, kept: np.ndarray) -> Arrays:
-    return Arrays(source.pictures[kept], source.labels[kept], source.classes)
+    return Arrays(source.images[kept], source.labels[kept], source.classes)
 
 
-def test_a_recorded_picture_that_is_gone() -> None:
+def test_a_recorded_image_that_is_gone() -> None:
     whole = digits()
     record = split_source(whole).split
     last = 1 + max(int(name.split()[1]) for name in record["names"]["val"] + record["names"]["test"])
     with pytest.raises(DataError, match=r"of the (val|test) part of the recorded split, is gone; put it back, or"):
         parts_from_record(chosen(whole, np.arange(last - 1)), record)
-    with pytest.raises(DataError, match="class '0' has 125 pictures in the train part, but had 124 when the split"):
+    with pytest.raises(DataError, match="class '0' has 125 images in the train part, but had 124 when the split"):
         parts_from_record(chosen(whole, np.append(np.arange(1797), 0)), record)
 
 

@@ -1,4 +1,4 @@
-"""What goes into a model's products, seen on some pictures, so that fp8 is chosen well before the first answer."""
+"""What goes into a model's products, seen on some images, so that fp8 is chosen well before the first answer."""
 
 from collections.abc import Iterable
 
@@ -14,18 +14,18 @@ from vitrail.errors import InputError
 from vitrail.models.vit import ViT
 
 AT_ONCE = 64
-"""Pictures that are looked at together, however many there are."""
+"""Images that are looked at together, however many there are."""
 MARGIN = 1.25
 """How much larger than all that was seen a number may be before it is cut off."""
 
 
 @torch.inference_mode()
 def calibrate(
-    model: ViT, pictures: Tensor | Iterable[Tensor], *, low: frozenset[str] = LOW, spared: int = SPARED
+    model: ViT, images: Tensor | Iterable[Tensor], *, low: frozenset[str] = LOW, spared: int = SPARED
 ) -> dict[str, Known]:
-    """Return what is known of the inputs of each product after some pictures: `{"0.qkv": …}`.
+    """Return what is known of the inputs of each product after some images: `{"0.qkv": …}`.
 
-    `pictures` is a normalised batch (B, C, H, W), or several; they should look like those to be answered later. A
+    `images` is a normalised batch (B, C, H, W), or several; they should look like those to be answered later. A
     thousand are plenty. From few, scales may be too small, and weights are rounded more nearly to the nearest number.
     `low` and `spared` are those of the `Numbers` that it is for.
     """
@@ -33,11 +33,11 @@ def calibrate(
     watched = FastModel(model, Numbers(torch.bfloat16 if like.is_cuda else like.dtype, exact=True))
     record: dict[str, Seen] = {}
     watched.encoder.watch(record, low, spared)
-    for batch in (pictures,) if isinstance(pictures, Tensor) else pictures:
+    for batch in (images,) if isinstance(images, Tensor) else images:
         for part in batch.split(AT_ONCE) if len(batch) else ():
             watched(part.to(like.dtype) if part.is_floating_point() else part)  # others are refused by the model
     if not record:
-        raise InputError("there are no pictures to calibrate fp8 with; give a batch of normalised pictures")
+        raise InputError("there are no images to calibrate fp8 with; give a batch of normalised images")
     for name, seen in record.items():
         value = float(seen.largest)
         if not 0 < value < float("inf"):

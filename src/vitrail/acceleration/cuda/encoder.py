@@ -3,7 +3,7 @@
     tokens (B, T, D)  ->  rows (B·T, D) of the residual stream, in place from block to block  ->  tokens
 
 Per block four products and four passes. In bf16 the residual is added by the product that makes the branch, which then
-cannot add its bias as well: these biases are summed up over the blocks, known before the first picture, and added
+cannot add its bias as well: these biases are summed up over the blocks, known before the first image, and added
 where a norm reads the stream. In fp8 the product makes the branch, and the norm that follows adds it to the stream.
 Where one token only is read behind it, the last block computes that token only.
 """
@@ -109,7 +109,7 @@ class FastEncoder(nn.Module):
         if not B:  # for which not every kernel of attention has an answer
             left = T - sum(cast("FastBlock", block).merges for block in self.blocks)
             return tokens.new_zeros(0, left if self.read is None else 1, D, dtype=_wide(self.dtype)), None
-        # The kernels take rows that lie one behind the other, which a convolution's, of one picture, do not.
+        # The kernels take rows that lie one behind the other, which a convolution's, of one image, do not.
         x, branch, sizes = tokens.to(self.dtype).reshape(-1, D).contiguous(), None, None
         for block in self.blocks:
             x, branch, sizes = block(x, branch, B, T, sizes)
@@ -153,7 +153,7 @@ class FastBlock(nn.Module):
         inner = self.heads * self.head_width
         if self.read is None:
             self.qkv = self._product("qkv", folded.qkv, numbers)
-        else:  # one query a picture, keys and values of all tokens
+        else:  # one query an image, keys and values of all tokens
             self.q = self._product("qkv", folded.qkv.rows(0, inner), numbers)
             self.kv = self._product("qkv", folded.qkv.rows(inner, 3 * inner), numbers)
         self.proj = self._product("proj", folded.proj, numbers)

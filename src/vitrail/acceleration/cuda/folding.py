@@ -1,4 +1,4 @@
-"""What can be worked out before the first picture: a block's norms and factors become part of its matrices.
+"""What can be worked out before the first image: a block's norms and factors become part of its matrices.
 
     norm(x) = γ·x̂ + β, so  W·norm(x) + b  =  (W·γ)·x̂ + (b + W·β)        what follows a LayerNorm
     s·(W·x + b)  =  (s·W)·x + (s·b)                                       what a LayerScale follows

@@ -2,7 +2,7 @@
 
 torch's compiler writes such a gradient in one kernel and reads it again in another to sum it up. Here both are one
 Triton kernel, which the compiler is told of as an operator; elsewhere plain torch does the same. Axes: M tokens of all
-pictures, N outputs of a layer.
+images, N outputs of a layer.
 """
 
 import torch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of pictures that small batches are filled up to, so that few recordings serve all of them. For more pictures
+"""Numbers of images that small batches are filled up to, so that few recordings serve all of them. For more images
 than that the device computes for longer than the processor launches, so there is nothing to gain."""
 SHAPES = 8
 """How many shapes are recorded where batches are not filled up; every further one is computed without a graph."""

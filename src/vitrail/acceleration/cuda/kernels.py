@@ -149,7 +149,7 @@ def activate(x: Tensor, form: Form, *, scale: float | None = None) -> Tensor:
     return out
 
 
-# ── pictures and tokens ──
+# ── images and tokens ──
 
 
 @triton.jit
@@ -188,19 +188,19 @@ def _add_table(x_at, table_at, count, BLOCK: tl.constexpr):
 
 
 def cut_patches(
-    pictures: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
+    images: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
 ) -> Tensor:
     """Do what `passes.cut_patches` says."""
-    (B, C, H, W), (h, w) = pictures.shape, patch
+    (B, C, H, W), (h, w) = images.shape, patch
     columns = W // w
     patches, width = H // h * columns, C * h * w
     T = before + patches + after
-    out = pictures.new_empty(B, T, width, dtype=dtype)
+    out = images.new_empty(B, T, width, dtype=dtype)
     wide = triton.next_power_of_2(width)
     rows = max(1, min(8, 4096 // wide))
-    with torch.cuda.device_of(pictures):
+    with torch.cuda.device_of(images):
         _cut_rows[(triton.cdiv(B * T, rows),)](
-            pictures, out, B * T, *pictures.stride(),
+            images, out, B * T, *images.stride(),
             T=T, BEFORE=before, PATCHES=patches, COLUMNS=columns, C=C, PH=h, PW=w, ROWS=rows, WIDE=wide,
             num_warps=4 if rows * wide <= 2048 else 8,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers, can_fold
 from vitrail.acceleration.cuda.folding import affine
 from vitrail.acceleration.cuda.merging import Merging, weighted_mean
 from vitrail.acceleration.cuda.passes import add_table, cut_patches, kernels_run
-from vitrail.models.checks import check_pictures
+from vitrail.models.checks import check_images
 from vitrail.models.vit import Features, ViT
 
 
@@ -23,7 +23,7 @@ def runs_fast(model: ViT) -> bool:
 
 
 class FastModel(nn.Module):
-    """A model to answer with, not to train or to save: pictures (B, C, H, W), normalised, to what the model returns.
+    """A model to answer with, not to train or to save: images (B, C, H, W), normalised, to what the model returns.
 
     `layers` and `whole` are for `encode` and `features`: the model as if it ended after so many layers, and with every
     token, where the head reads one only. `merge` is how many tokens are merged in each block.
@@ -41,31 +41,31 @@ class FastModel(nn.Module):
         self.around = cast_matrices(around, numbers.dtype) if low else around
         self.eval().requires_grad_(False)
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Return what the model itself would."""
-        tokens, sizes = self._encode(pictures)
-        with self._casting(pictures):
+        tokens, sizes = self._encode(images)
+        with self._casting(images):
             if sizes is not None and self.config.pool == "mean":
                 return self._classify_mean(tokens, sizes)
             # Not `classify`, which also makes the weights of the pool `map`, in a way of its own.
             return self.around._classify(tokens)
 
-    def features(self, pictures: Tensor) -> Features:
+    def features(self, images: Tensor) -> Features:
         """Return what `ViT.features` does for the layers that are here; of the tokens only those that are."""
-        tokens = self.encode(pictures)
-        with self._casting(pictures):
+        tokens = self.encode(images)
+        with self._casting(images):
             tokens = self.around.norm(tokens)
             return Features(self.around._pool(tokens), tokens)
 
-    def encode(self, pictures: Tensor) -> Tensor:
+    def encode(self, images: Tensor) -> Tensor:
         """Return the tokens as they leave the last block: all, (B, T, D), or the one that is read, (B, 1, D)."""
-        return self._encode(pictures)[0]
+        return self._encode(images)[0]
 
-    def _encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-        with self._casting(pictures):
-            tokens = self._tokens(pictures)
+    def _encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        with self._casting(images):
+            tokens = self._tokens(images)
         # Whoever calls may have autocast on, which would change what the encoder sums in.
-        with torch.autocast(pictures.device.type, enabled=False), preferred_attention(pictures.device.type):
+        with torch.autocast(images.device.type, enabled=False), preferred_attention(images.device.type):
             return self.encoder.merged(tokens)
 
     def _classify_mean(self, tokens: Tensor, sizes: Tensor) -> Tensor:
@@ -74,18 +74,18 @@ class FastModel(nn.Module):
         pooled = weighted_mean(*(around._pooled_over(part) for part in (around.norm(tokens), sizes)))
         return cast("Tensor", around.head(around.pre_logits(around.fc_norm(pooled))))
 
-    def _casting(self, pictures: Tensor) -> torch.autocast:
-        return torch.autocast(pictures.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
+    def _casting(self, images: Tensor) -> torch.autocast:
+        return torch.autocast(images.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
 
-    def _tokens(self, pictures: Tensor) -> Tensor:
+    def _tokens(self, images: Tensor) -> Tensor:
         if self.stem is None:
-            return self.around.embed(pictures)[0]
-        check_pictures(pictures, self.config, next(self.around.parameters()))
-        return cast("Tensor", self.around.norm_pre(self.stem(pictures)))
+            return self.around.embed(images)[0]
+        check_images(images, self.config, next(self.around.parameters()))
+        return cast("Tensor", self.around.norm_pre(self.stem(images)))
 
 
 class PatchStem(nn.Module):
-    """Patches cut and projected by one product; tokens and positions, the same for all pictures, are added at once.
+    """Patches cut and projected by one product; tokens and positions, the same for all images, are added at once.
 
     The other tokens go through the product as rows of zeros, so that all come out in their places.
     """
@@ -98,9 +98,7 @@ class PatchStem(nn.Module):
         self.config, self.dtype = around.config, dtype
         weight = affine(cast("nn.Conv2d", around.patch_embed.proj)).weight
         self.register_buffer("weight", weight.to(dtype).contiguous(), persistent=False)
-        common = _of_a_black_picture(around).to(
-            weight.device, torch.float64 if dtype == torch.float64 else torch.float32
-        )
+        common = _of_a_black_image(around).to(weight.device, torch.float64 if dtype == torch.float64 else torch.float32)
         self.register_buffer("common", common.contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,8 +117,8 @@ def _without_blocks(model: ViT) -> ViT:
 
 
 @torch.no_grad()
-def _of_a_black_picture(around: ViT) -> Tensor:
-    """Return the tokens (T, D) of a picture of zeros, in float64: special tokens, positions, the projection's bias."""
+def _of_a_black_image(around: ViT) -> Tensor:
+    """Return the tokens (T, D) of an image of zeros, in float64: special tokens, positions, the projection's bias."""
     exact = copy.deepcopy(around).double()
     exact.norm_pre = nn.Identity()
     weight = next(exact.parameters())

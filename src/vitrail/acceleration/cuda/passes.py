@@ -69,18 +69,18 @@ def quantise(x: Tensor, scale: float) -> Tensor:
 
 
 def cut_patches(
-    pictures: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
+    images: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
 ) -> Tensor:
-    """Cut pictures (B, C, H, W) into rows (B, T, C·h·w) of a dtype: patches, zeros `before` and `after` them."""
-    if pictures.is_cuda:
+    """Cut images (B, C, H, W) into rows (B, T, C·h·w) of a dtype: patches, zeros `before` and `after` them."""
+    if images.is_cuda:
         from vitrail.acceleration.cuda.kernels import cut_patches as fused
 
-        return fused(pictures, patch, dtype, before=before, after=after)
-    return F.pad(cut(pictures, patch).to(dtype), (0, 0, before, after))
+        return fused(images, patch, dtype, before=before, after=after)
+    return F.pad(cut(images, patch).to(dtype), (0, 0, before, after))
 
 
 def add_table(tokens: Tensor, table: Tensor) -> Tensor:
-    """Add the same table (T, D) to every picture's tokens (B, T, D), in their memory."""
+    """Add the same table (T, D) to every image's tokens (B, T, D), in their memory."""
     if tokens.is_cuda:
         from vitrail.acceleration.cuda.kernels import add_table as fused
 

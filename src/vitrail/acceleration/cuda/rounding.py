@@ -1,8 +1,8 @@
 """Matrices in fp8, rounded so that their products err little, rather than their numbers.
 
-What goes into a product is seen beforehand on some pictures (`Seen`). Inputs that go up and down together can make up
+What goes into a product is seen beforehand on some images (`Seen`). Inputs that go up and down together can make up
 for each other: after one input's weights are rounded, those of the inputs still to come are moved by what makes the
-least of the error in the products (GPTQ, arXiv 2210.17323). It costs nothing when pictures are answered.
+least of the error in the products (GPTQ, arXiv 2210.17323). It costs nothing when images are answered.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Attention among few tokens, for training: all keys of a head are in hand at once, and gradients in one pass.
 
 Kernels for long sequences work in tiles of 128 tokens and more, and go back in several passes. Among 64 tokens most of
-a tile is empty, and among 197 two fifths. One head of one picture is here a Triton program that reads queries, keys and
+a tile is empty, and among 197 two fifths. One head of one image is here a Triton program that reads queries, keys and
 values where their product wrote them, and on the way back writes their gradients where the next product reads them, and
 the gradient of their biases in the same pass. For the way back it keeps what looks were divided by, a number for each
-query. Elsewhere plain torch does the same. Axes: B pictures, T tokens, H heads of D numbers.
+query. Elsewhere plain torch does the same. Axes: B images, T tokens, H heads of D numbers.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Attention among few tokens as Triton kernels: one program for one head of one picture (`short_attention.py`).
+"""Attention among few tokens as Triton kernels: one program for one head of one image (`short_attention.py`).
 
 Triton comes with torch's CUDA builds and is absent elsewhere, so this file is imported only where a CUDA tensor is.
 Axes: T tokens, D numbers of a head. T is known when a kernel is compiled, so that a block without a gap is read without
@@ -64,14 +64,14 @@ def _attend(
     T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     KEYS: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Let the tokens of a picture look at each other, for one head, and keep what looks were divided by.
+    """Let the tokens of an image look at each other, for one head, and keep what looks were divided by.
 
     Keys and values are read once, in up to three parts, powers of two, since the one that holds all may be much larger.
     """
-    picture, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
-    query_at = qkv_at + picture * T * (3 * HEADS * D) + head * D
+    image, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    query_at = qkv_at + image * T * (3 * HEADS * D) + head * D
     key_at, value_at = query_at + HEADS * D, query_at + 2 * HEADS * D
-    seen_at += picture * T * (HEADS * D) + head * D
+    seen_at += image * T * (HEADS * D) + head * D
     totals_at += tl.program_id(0).to(tl.int64) * T
     key, value = _rows(key_at, 0, T, 3 * HEADS * D, D, KEYS), _rows(value_at, 0, T, 3 * HEADS * D, D, KEYS)
     if MORE > 0:
@@ -169,15 +169,15 @@ def _attend_gradient(
     until the end, so nothing is computed twice. Queries come in `FULL` blocks of 64, and a `TAIL` of 16, 32 or 64 for
     those left; each has a name, since a loop in Triton carries no lists.
     """
-    picture, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
-    qkv_at += picture * T * (3 * HEADS * D) + head * D
-    out_at += picture * T * (3 * HEADS * D) + head * D
-    gradient_at += picture * T * (HEADS * D) + head * D
-    seen_at += picture * T * (HEADS * D) + head * D
+    image, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    qkv_at += image * T * (3 * HEADS * D) + head * D
+    out_at += image * T * (3 * HEADS * D) + head * D
+    gradient_at += image * T * (HEADS * D) + head * D
+    seen_at += image * T * (HEADS * D) + head * D
     totals_at += tl.program_id(0).to(tl.int64) * T
     means_at += tl.program_id(0).to(tl.int64) * T
     # Sums of 64 tokens, which are a thirtieth of what is written; another kernel adds those up.
-    sums_at += picture * ((T + BLOCK - 1) // BLOCK) * (3 * HEADS * D) + head * D
+    sums_at += image * ((T + BLOCK - 1) // BLOCK) * (3 * HEADS * D) + head * D
     if FULL > 0:
         q0, g0, of_q0 = _taken(qkv_at, gradient_at, seen_at, means_at, 0, T, HEADS, D, BLOCK)
     if FULL > 1:

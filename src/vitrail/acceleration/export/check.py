@@ -1,4 +1,4 @@
-"""Does what was written answer as the model does? Asked with pictures, in batches of several sizes."""
+"""Does what was written answer as the model does? Asked with images, in batches of several sizes."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,7 +24,7 @@ graph is found, and a weight that is doubled, but a single weight that is off by
 class Check(NamedTuple):
     """How what was written answers, beside the model itself in float32."""
 
-    pictures: int
+    images: int
     logits: float
     """The largest difference of logits (of features, where there is no head)."""
     relative: float
@@ -32,9 +32,9 @@ class Check(NamedTuple):
     probabilities: float
     """The largest difference of probabilities."""
     same_top1: int
-    """Pictures whose first answer is the same."""
+    """Images whose first answer is the same."""
     varied: bool
-    """Whether the model answers differently to different pictures; else the check shows little."""
+    """Whether the model answers differently to different images; else the check shows little."""
 
     @property
     def passed(self) -> bool:
@@ -48,7 +48,7 @@ def check_answers(graph: Graph, preprocess: Preprocess, written: Callable[[Tenso
     The model is asked in the way it is used, and not through the graph: so a preprocessing that went wrong on its way
     into the graph is found, too.
     """
-    pixels = random_pictures(graph, sum(BATCHES))
+    pixels = random_images(graph, sum(BATCHES))
     given = pixels if graph.preprocess is not None else preprocess.normalise(pixels)
     if graph.channels_last:
         given = given.permute(0, 2, 3, 1).contiguous()
@@ -63,7 +63,7 @@ def check_answers(graph: Graph, preprocess: Preprocess, written: Callable[[Tenso
         raise CheckpointError(f"what was written answers with {tuple(found.shape)} and not {tuple(wanted.shape)}")
     difference = float((found - wanted).abs().max())
     return Check(
-        pictures=len(pixels),
+        images=len(pixels),
         logits=difference,
         relative=difference / max(float(wanted.abs().max()), 1e-12),
         probabilities=float((found.softmax(dim=-1) - wanted.softmax(dim=-1)).abs().max()),
@@ -72,13 +72,13 @@ def check_answers(graph: Graph, preprocess: Preprocess, written: Callable[[Tenso
     )
 
 
-def random_pictures(graph: Graph, count: int) -> Tensor:
-    """Return random pictures (B, C, H, W), from coarse blots to fine noise: noise alone looks all alike to a model."""
+def random_images(graph: Graph, count: int) -> Tensor:
+    """Return random images (B, C, H, W), from coarse blots to fine noise: noise alone looks all alike to a model."""
     config = graph.model.config
     generator = torch.Generator().manual_seed(0)
-    pictures = []
+    images = []
     for number in range(count):
         cells = tuple(max(1, side // 2 ** (number % 6)) for side in config.image_size)
         blots = torch.rand(1, config.channels, *cells, generator=generator)
-        pictures.append(F.interpolate(blots, config.image_size, mode="nearest"))
-    return (torch.cat(pictures) * 255).round().to(torch.uint8)
+        images.append(F.interpolate(blots, config.image_size, mode="nearest"))
+    return (torch.cat(images) * 255).round().to(torch.uint8)

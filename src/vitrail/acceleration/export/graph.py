@@ -24,7 +24,7 @@ class Graph(nn.Module):
         self.model, self.preprocess, self.channels_last = model, preprocess, channels_last
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return logits for pixels 0…255 where there is a preprocessing, and for normalised pictures else."""
+        """Return logits for pixels 0…255 where there is a preprocessing, and for normalised images else."""
         if self.channels_last:
             pixels = pixels.permute(0, 3, 1, 2)
         if self.preprocess is not None:

@@ -1,1 +1,1 @@
-"""How training pictures are varied, drawn from the seed and the position in the stream."""
+"""How training images are varied, drawn from the seed and the position in the stream."""

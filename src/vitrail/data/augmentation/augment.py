@@ -1,6 +1,6 @@
-"""`Augmentation`: how training pictures are varied, as a config, and its two steps: `plan` draws, `apply` does.
+"""`Augmentation`: how training images are varied, as a config, and its two steps: `plan` draws, `apply` does.
 
-`plan` needs only a picture's size and decides everything that is random. So whoever decodes the picture knows the box
+`plan` needs only an image's size and decides everything that is random. So whoever decodes the image knows the box
 that is needed, and may decode at a smaller scale; `apply` then turns whatever was decoded into the pixels of a batch.
 """
 
@@ -23,7 +23,7 @@ from vitrail.errors import ConfigError, InputError, suggest
 from vitrail.schema import Count, Frozen, Sequence
 
 Chance = Annotated[float, Field(ge=0, le=1)]
-"""How often something is done: 0 never, 1 to every picture."""
+"""How often something is done: 0 never, 1 to every image."""
 Strength = Annotated[float, Field(ge=0, le=10)]
 Degrees = Annotated[float, Field(ge=0, le=180)]
 Above = Annotated[float, Field(gt=0, le=1000)]
@@ -56,18 +56,18 @@ class Affine(Frozen):
 
 
 class Augmentation(Frozen):
-    """What is drawn for each training picture; done in the order of the fields."""
+    """What is drawn for each training image; done in the order of the fields."""
 
     crop: Literal["inception", "inception_tf", "simple", "padded", "none"] = "inception"
     """`inception` draws area and ratio as torchvision does, `inception_tf` as TensorFlow does; `simple` covers the
-    size and cuts anywhere, as 3-Augment does; `padded` moves the whole picture a little, as is usual for CIFAR;
+    size and cuts anywhere, as 3-Augment does; `padded` moves the whole image a little, as is usual for CIFAR;
     `none` leaves resizing to the evaluation's own preprocessing."""
     crop_area: Range = (0.08, 1.0)
-    """The inception crops' share of the picture's area."""
+    """The inception crops' share of the image's area."""
     crop_ratio: Range = (3 / 4, 4 / 3)
     """The inception crops' width / height."""
     crop_padding: Count = 4
-    """How far `simple` and `padded` reach beyond the picture, in pixels: `simple` mirrors it there, `padded` fills."""
+    """How far `simple` and `padded` reach beyond the image, in pixels: `simple` mirrors it there, `padded` fills."""
     interpolation: Interpolation = "bilinear"
     flip: Chance = 0.5
     flip_vertical: Chance = 0.0
@@ -84,7 +84,7 @@ class Augmentation(Frozen):
     """How often a rectangle is erased (Zhong et al.)."""
     erasing_fill: Literal["grey", "noise"] = "grey"
     fill: Annotated[Count, Field(le=255)] | None = None
-    """The grey of what comes in from outside a picture. None: 128 with big_vision's operations, else 0."""
+    """The grey of what comes in from outside an image. None: 128 with big_vision's operations, else 0."""
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
@@ -94,7 +94,7 @@ class Augmentation(Frozen):
             if least > most:
                 raise ConfigError(f"augmentation.{name} is ({least}, {most}); the smaller number comes first")
         if self.crop_area[1] > 1:
-            raise ConfigError(f"augmentation.crop_area is {self.crop_area}; a crop is at most the whole picture, 1")
+            raise ConfigError(f"augmentation.crop_area is {self.crop_area}; a crop is at most the whole image, 1")
         if self.randaugment is not None and self.three_augment:
             raise ConfigError("augmentation has both randaugment and three_augment; choose one of them")
         return self
@@ -109,7 +109,7 @@ def _augreg(magnitude: float) -> Augmentation:
 PRESETS: dict[str, Augmentation] = {
     "none": Augmentation(crop="none", flip=0.0),
     "light": Augmentation(),
-    # AugReg's levels, without their mixup, which is not done to one picture.
+    # AugReg's levels, without their mixup, which is not done to one image.
     "augreg_light1": _augreg(0),
     "augreg_light2": _augreg(10),
     "augreg_medium1": _augreg(15),
@@ -135,13 +135,13 @@ def preset(name: str) -> Augmentation:
 
 
 class Plan(NamedTuple):
-    """Everything that was drawn for one picture, as plain numbers."""
+    """Everything that was drawn for one image, as plain numbers."""
 
     height: int
-    """Of the original picture, whose pixels the box is given in."""
+    """Of the original image, whose pixels the box is given in."""
     width: int
     box: Box | None
-    """What to cut out; None: the picture comes resized."""
+    """What to cut out; None: the image comes resized."""
     beyond: Beyond
     interpolation: Interpolation
     flip: bool
@@ -155,9 +155,9 @@ class Plan(NamedTuple):
 
 
 def plan(augmentation: Augmentation, height: int, width: int, size: tuple[int, int], generator: Generator) -> Plan:
-    """Draw everything for a picture of (height, width) that is to become one of `size`, also (height, width)."""
+    """Draw everything for an image of (height, width) that is to become one of `size`, also (height, width)."""
     if height < 1 or width < 1:
-        raise InputError(f"a picture of {height}×{width} pixels has nothing to cut")
+        raise InputError(f"an image of {height}×{width} pixels has nothing to cut")
     erased, noise = None, None
     box, beyond = _drawn_box(augmentation, height, width, size, generator)
     flip, flip_vertical = _happens(augmentation.flip, generator), _happens(augmentation.flip_vertical, generator)
@@ -195,7 +195,7 @@ def _drawn_box(
         case "simple":
             return crops.simple_crop(height, width, generator, size, padding), "mirror"
         case "padded":
-            # Of a picture smaller than the padding something should be left to see.
+            # Of an image smaller than the padding something should be left to see.
             return crops.padded_crop(height, width, generator, min(padding, min(height, width) // 2)), "fill"
         case "none":
             return None, "nothing"
@@ -243,20 +243,20 @@ def _drawn_jitter(jitter: Jitter, generator: Generator) -> list[Operation]:
     return [operations[index] for index in generator.permutation(len(operations))]
 
 
-def apply(plan: Plan, picture: Image.Image | NDArray[Any], size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Make the pixels (height, width, channels) that were planned, from the picture or a smaller version of it.
+def apply(plan: Plan, image: Image.Image | NDArray[Any], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Make the pixels (height, width, channels) that were planned, from the image or a smaller version of it.
 
-    A picture with other than one or three channels has no colours; it is cut, flipped, warped and erased.
+    An image with other than one or three channels has no colours; it is cut, flipped, warped and erased.
     """
-    if isinstance(picture, np.ndarray):
-        picture = _checked_array(picture)
-    elif picture.mode not in ("RGB", "L"):
-        raise InputError(f"a picture of mode {picture.mode} cannot be augmented; convert it to RGB or L")
-    if isinstance(picture, np.ndarray) and picture.ndim == 3 and picture.shape[2] != 3:
-        planes = [_shaped(plan, picture[:, :, channel], size) for channel in range(picture.shape[2])]
+    if isinstance(image, np.ndarray):
+        image = _checked_array(image)
+    elif image.mode not in ("RGB", "L"):
+        raise InputError(f"an image of mode {image.mode} cannot be augmented; convert it to RGB or L")
+    if isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] != 3:
+        planes = [_shaped(plan, image[:, :, channel], size) for channel in range(image.shape[2])]
         pixels = np.stack([np.asarray(plane) for plane in planes], axis=2)
     else:
-        shaped = _shaped(plan, picture, size)
+        shaped = _shaped(plan, image, size)
         for operation in plan.operations:
             shaped = randaugment.perform(operation, shaped, plan.fill)
         pixels = np.array(shaped)
@@ -268,23 +268,23 @@ def apply(plan: Plan, picture: Image.Image | NDArray[Any], size: tuple[int, int]
     return pixels
 
 
-def _checked_array(picture: NDArray[Any]) -> NDArray[np.uint8]:
+def _checked_array(image: NDArray[Any]) -> NDArray[np.uint8]:
     """Return (height, width) for one channel, else (height, width, channels)."""
-    if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or 0 in picture.shape:
+    if image.dtype != np.uint8 or image.ndim not in (2, 3) or 0 in image.shape:
         raise InputError(
-            f"an array of {picture.dtype} and shape {picture.shape} cannot be augmented; "
+            f"an array of {image.dtype} and shape {image.shape} cannot be augmented; "
             "give uint8 and (height, width, channels)"
         )
-    return picture[:, :, 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture
+    return image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
 
 
 def _noise(seed: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return draws(seed, 0, "erasing").integers(0, 256, shape, dtype=np.uint8)
 
 
-def _shaped(plan: Plan, picture: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+def _shaped(plan: Plan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
     """Do what moves pixels: cut and resize, flip, warp."""
-    shaped = _resized(plan, picture, size)
+    shaped = _resized(plan, image, size)
     if plan.flip:
         shaped = shaped.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if plan.flip_vertical:
@@ -294,17 +294,17 @@ def _shaped(plan: Plan, picture: Image.Image | NDArray[np.uint8], size: tuple[in
     return shaped
 
 
-def _resized(plan: Plan, picture: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
-    """Cut out the box and resize it; the box is scaled where the picture was decoded smaller than the original."""
-    height, width = picture.size[::-1] if isinstance(picture, Image.Image) else picture.shape[:2]
+def _resized(plan: Plan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+    """Cut out the box and resize it; the box is scaled where the image was decoded smaller than the original."""
+    height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[:2]
     if plan.box is None:
         if (height, width) != tuple(size):
             raise InputError(
-                f"without a crop, the picture has to come resized: it is {height}×{width}, not {size[0]}×{size[1]}"
+                f"without a crop, the image has to come resized: it is {height}×{width}, not {size[0]}×{size[1]}"
             )
-        return picture if isinstance(picture, Image.Image) else Image.fromarray(np.ascontiguousarray(picture))
+        return image if isinstance(image, Image.Image) else Image.fromarray(np.ascontiguousarray(image))
     top, left, box_height, box_width = plan.box
     down, across = extent(plan.height, height) / plan.height, extent(plan.width, width) / plan.width
     box = Box(top * down, left * across, box_height * down, box_width * across)
     resample = Image.Resampling[plan.interpolation.upper()]
-    return crops.cut(picture, box, size, resample, plan.beyond, plan.fill)
+    return crops.cut(image, box, size, resample, plan.beyond, plan.fill)

@@ -1,4 +1,4 @@
-"""Where to cut a picture, as pure functions of its height, its width and a generator; and `cut`, which cuts."""
+"""Where to cut an image, as pure functions of its height, its width and a generator; and `cut`, which cuts."""
 
 import math
 from typing import Literal, NamedTuple
@@ -12,11 +12,11 @@ from vitrail.data.augmentation.draws import below, between
 
 Range = tuple[float, float]
 Beyond = Literal["nothing", "fill", "mirror"]
-"""What a box that reaches beyond the picture finds there."""
+"""What a box that reaches beyond the image finds there."""
 
 
 class Box(NamedTuple):
-    """A rectangle in the pixels of a picture; it may begin between two pixels, or outside."""
+    """A rectangle in the pixels of an image; it may begin between two pixels, or outside."""
 
     top: float
     left: float
@@ -73,7 +73,7 @@ def inception_crop_tf(
     """Cut as TensorFlow's `sample_distorted_bounding_box` does: an even ratio, then an even height in whole pixels.
 
     The height lies between those that give the smallest and the largest area allowed, so small areas are more frequent
-    than in `inception_crop`. What does not fit is drawn again, a hundred times at most; then it is the whole picture.
+    than in `inception_crop`. What does not fit is drawn again, a hundred times at most; then it is the whole image.
     """
     smallest, largest = area[0] * height * width, area[1] * height * width
     for _ in range(100):
@@ -96,15 +96,15 @@ def inception_crop_tf(
 
 
 def padded_crop(height: int, width: int, generator: Generator, padding: int = 4) -> Box:
-    """Move a box of the picture's own size by up to `padding` pixels each way; what lies outside is to be filled."""
+    """Move a box of the image's own size by up to `padding` pixels each way; what lies outside is to be filled."""
     return Box(below(generator, 2 * padding + 1) - padding, below(generator, 2 * padding + 1) - padding, height, width)
 
 
 def simple_crop(height: int, width: int, generator: Generator, size: tuple[int, int], padding: int = 4) -> Box:
     """Cut as 3-Augment does: resize until `size` is covered, pad by `padding` pixels, cut `size` anywhere.
 
-    The box is given in the original picture. What lies outside is to be filled by reflection, so the padding is never
-    more than what a picture of this size can reflect.
+    The box is given in the original image. What lies outside is to be filled by reflection, so the padding is never
+    more than what an image of this size can reflect.
     """
     # Fractions of a pixel are dropped, as torchvision does.
     if size[0] * width >= size[1] * height:
@@ -125,27 +125,27 @@ def centre(height: int, width: int, box_height: int, box_width: int) -> Box:
 
 
 def cut(
-    picture: Image.Image | NDArray[np.uint8],
+    image: Image.Image | NDArray[np.uint8],
     box: Box,
     size: tuple[int, int],
     resample: Image.Resampling,
     beyond: Beyond = "nothing",
     fill: int = 0,
 ) -> Image.Image:
-    """Cut a box out of a picture and resize it to `size`, which is (height, width).
+    """Cut a box out of an image and resize it to `size`, which is (height, width).
 
-    Only the pixels that the box touches are read, except with `mirror`, which stands for a picture that is resized as
+    Only the pixels that the box touches are read, except with `mirror`, which stands for an image that is resized as
     a whole before it is cut: there the neighbours of the box have their part in the pixels at its edges.
     """
-    height, width = picture.size[::-1] if isinstance(picture, Image.Image) else picture.shape[:2]
+    height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[:2]
     rows, columns = _inside(box.top, box.height, height, size[0]), _inside(box.left, box.width, width, size[1])
     if rows.last <= rows.first or columns.last <= columns.first:
-        return Image.fromarray(np.full((*size, 3) if _has_colours(picture) else size, fill, np.uint8))
+        return Image.fromarray(np.full((*size, 3) if _has_colours(image) else size, fill, np.uint8))
     top, left, bottom, right = 0, 0, height, width
     if beyond != "mirror":
         top, left = math.floor(rows.start), math.floor(columns.start)
         bottom, right = math.ceil(rows.end), math.ceil(columns.end)
-    region = _region(picture, top, left, bottom, right)
+    region = _region(image, top, left, bottom, right)
     made = region.resize(
         (columns.last - columns.first, rows.last - rows.first),
         resample,
@@ -155,39 +155,39 @@ def cut(
 
 
 class _Inside(NamedTuple):
-    """The part of one side of a box that lies inside the picture."""
+    """The part of one side of a box that lies inside the image."""
 
     start: float
-    """In pixels of the picture."""
+    """In pixels of the image."""
     end: float
     first: int
     """In pixels of what is made."""
     last: int
 
 
-def _inside(start: float, length: float, picture: int, made: int) -> _Inside:
-    inside_start, inside_end = max(0.0, start), min(float(picture), start + length)
+def _inside(start: float, length: float, image: int, made: int) -> _Inside:
+    inside_start, inside_end = max(0.0, start), min(float(image), start + length)
     pixel = length / made
     return _Inside(inside_start, inside_end, round((inside_start - start) / pixel), round((inside_end - start) / pixel))
 
 
-def _has_colours(picture: Image.Image | NDArray[np.uint8]) -> bool:
-    return picture.mode == "RGB" if isinstance(picture, Image.Image) else picture.ndim == 3
+def _has_colours(image: Image.Image | NDArray[np.uint8]) -> bool:
+    return image.mode == "RGB" if isinstance(image, Image.Image) else image.ndim == 3
 
 
-def _region(picture: Image.Image | NDArray[np.uint8], top: int, left: int, bottom: int, right: int) -> Image.Image:
-    """Return whole pixels of a picture as a Pillow picture; of an array, no other pixel is copied."""
-    if isinstance(picture, np.ndarray):
-        pixels = np.ascontiguousarray(picture[top:bottom, left:right])
+def _region(image: Image.Image | NDArray[np.uint8], top: int, left: int, bottom: int, right: int) -> Image.Image:
+    """Return whole pixels of an image as a Pillow image; of an array, no other pixel is copied."""
+    if isinstance(image, np.ndarray):
+        pixels = np.ascontiguousarray(image[top:bottom, left:right])
         # What `fromarray` does, without a copy it makes first.
         mode = "RGB" if pixels.ndim == 3 else "L"
         return Image.frombuffer(mode, (pixels.shape[1], pixels.shape[0]), pixels, "raw", mode, 0, 1)
-    whole = (left, top, right, bottom) == (0, 0, *picture.size)
-    return picture if whole else picture.crop((left, top, right, bottom))
+    whole = (left, top, right, bottom) == (0, 0, *image.size)
+    return image if whole else image.crop((left, top, right, bottom))
 
 
 def _extended(part: Image.Image, top: int, left: int, size: tuple[int, int], beyond: Beyond, fill: int) -> Image.Image:
-    """Put a part in its place in a picture of `size`; the rest is filled, or mirrors the part."""
+    """Put a part in its place in an image of `size`; the rest is filled, or mirrors the part."""
     if beyond == "mirror":
         pixels = np.asarray(part)
         margins = [(top, size[0] - top - part.height), (left, size[1] - left - part.width), (0, 0)][: pixels.ndim]

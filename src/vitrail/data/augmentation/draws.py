@@ -1,7 +1,7 @@
 """`draws`: the random numbers that belong to one position of the stream, and to no other.
 
-Nothing random is carried from one picture to the next. Whoever needs numbers for a position asks for its generator,
-so the order in which pictures are prepared, and by which process, cannot change them.
+Nothing random is carried from one image to the next. Whoever needs numbers for a position asks for its generator,
+so the order in which images are prepared, and by which process, cannot change them.
 """
 
 import hashlib
@@ -18,9 +18,11 @@ LAST_SEED = 2**63 - 1
 LAST_POSITION = 2**62
 
 _Words = NDArray[np.uint64]
+_AUGMENTATION = bytes.fromhex("88ec10769dab268ece2ed6b9a99e2504")
+"""The digest of an earlier name, kept so that a seed draws what it always drew."""
 
 
-def draws(seed: int, position: int, purpose: str = "picture") -> np.random.Generator:
+def draws(seed: int, position: int, purpose: str = "augmentation") -> np.random.Generator:
     """Return the generator of one position: the same numbers on every machine and in every process.
 
     The generator is Philox: its key is (seed, position), and the purpose is in the upper half of its counter. So what
@@ -41,7 +43,7 @@ def between(generator: np.random.Generator, low: float, high: float) -> float:
 
 
 def below(generator: np.random.Generator, end: int) -> int:
-    """Draw a whole number evenly from 0 up to end - 1, for any end that a picture can have."""
+    """Draw a whole number evenly from 0 up to end - 1, for any end that an image can have."""
     return int(end * generator.random())
 
 
@@ -62,4 +64,6 @@ class _Key(ISeedSequence):
 def _first_count(purpose: str) -> _Words:
     """Return where the counter starts: the lower half counts the draws, the upper half says what they are for."""
     digest = hashlib.blake2b(purpose.encode(), digest_size=16).digest()
+    if purpose == "augmentation":
+        digest = _AUGMENTATION
     return np.concatenate([np.zeros(2, np.uint64), np.frombuffer(digest, dtype="<u8").astype(np.uint64)])

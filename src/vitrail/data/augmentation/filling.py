@@ -1,4 +1,4 @@
-"""Pictures that nobody sees, added to a batch so that every batch does the same number of each thing.
+"""Images that nobody sees, added to a batch so that every batch does the same number of each thing.
 
 What a GPU does for one batch can then be recorded and replayed for the next. How often each kind of operation occurs is
 estimated once; a batch in which one occurs far more often than usual stays as it is.
@@ -16,18 +16,18 @@ from vitrail.data.augmentation.orders import kind_of
 from vitrail.data.augmentation.randaugment import Operation
 
 SAMPLE = 2048
-"""Pictures drawn to see how often each kind occurs."""
+"""Images drawn to see how often each kind occurs."""
 SPREAD = 5.0
 """How many standard deviations above the mean still fit: all but one batch in hundreds of thousands."""
 NOTHING = Operation("identity", ())
 
 
 class Rooms(NamedTuple):
-    """How many pictures of a batch, with those that nobody sees, have an operation of each kind, layer by layer."""
+    """How many images of a batch, with those that nobody sees, have an operation of each kind, layer by layer."""
 
     layers: tuple[dict[str, int], ...]
     added: int
-    """Pictures that nobody sees."""
+    """Images that nobody sees."""
 
 
 def rooms_for(augmentation: Augmentation, size: tuple[int, int], batch: int) -> Rooms:

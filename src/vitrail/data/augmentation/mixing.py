@@ -24,7 +24,7 @@ class Mixing(Frozen):
     """How neighbours are mixed. Strength 0 turns a kind off; with both on, one of them is drawn for each pair."""
 
     mixup: Strength = 0.0
-    """α of the Beta(α, α) that the share of the first picture is drawn from."""
+    """α of the Beta(α, α) that the share of the first image is drawn from."""
     cutmix: Strength = 0.0
     """α of the Beta(α, α) that the uncovered share of the area is drawn from."""
     cutmix_chance: Chance = 0.5
@@ -39,22 +39,22 @@ class Mixing(Frozen):
 
 
 class Mix(NamedTuple):
-    """How the pictures of a batch are mixed; one row a picture, the same for both of a pair."""
+    """How the images of a batch are mixed; one row an image, the same for both of a pair."""
 
     share: NDArray[np.float32]
-    """How much of each picture's own label is left: λ."""
+    """How much of each image's own label is left: λ."""
     box: NDArray[np.int64]
     """Top, left, bottom, right, in pixels, of what comes from the partner; all zero where pixels are blended."""
 
 
 def draw_mix(mixing: Mixing, seed: int, positions: NDArray[np.int64], size: tuple[int, int]) -> Mix:
-    """Draw how the pictures at these positions are mixed: a pure function of the seed and each pair's number."""
+    """Draw how the images at these positions are mixed: a pure function of the seed and each pair's number."""
     share, box = np.ones(len(positions), np.float32), np.zeros((len(positions), 4), np.int64)
     if not mixing.on:
         return Mix(share, box)
     if len(positions) % 2 or positions[0] % 2:
         raise ConfigError(
-            f"mixup and CutMix mix neighbours, but {len(positions)} pictures from position {positions[0]} are no whole "
+            f"mixup and CutMix mix neighbours, but {len(positions)} images from position {positions[0]} are no whole "
             f"pairs; use a batch that every process and micro-batch gets an even part of"
         )
     for i in range(0, len(positions), 2):
@@ -88,7 +88,7 @@ def _cut_box(share: float, row: float, column: float, size: tuple[int, int]) -> 
 
 
 def mix_pixels(pixels: Tensor, share: Tensor, box: Tensor) -> Tensor:
-    """Mix normalised pictures (B, C, H, W) with their partners, on whatever device they are."""
+    """Mix normalised images (B, C, H, W) with their partners, on whatever device they are."""
     partners = _partners(pixels)
     height, width = pixels.shape[-2:]
     rows = torch.arange(height, device=pixels.device)[None, :, None]

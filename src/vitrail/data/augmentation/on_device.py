@@ -1,7 +1,7 @@
-"""`apply_all`: what was planned for a batch of small pictures, done to all of them at once, on the device they are on.
+"""`apply_all`: what was planned for a batch of small images, done to all of them at once, on the device they are on.
 
-The plans are the same as for one picture (`augment.plan`); so is what is done, up to the rounding of a few pixels. It
-is for pictures that have their size already, so that nothing has to be resized: crops by whole pixels or none.
+The plans are the same as for one image (`augment.plan`); so is what is done, up to the rounding of a few pixels. It
+is for images that have their size already, so that nothing has to be resized: crops by whole pixels or none.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ LUMA = (19595, 38470, 7471)
 
 
 def check_on_device(augmentation: Augmentation) -> None:
-    """Refuse an augmentation that needs single pictures."""
+    """Refuse an augmentation that needs single images."""
     if augmentation.crop not in ("padded", "none"):
         raise ConfigError(
-            f'augmentation.crop = "{augmentation.crop}" resizes each picture, which is not done on the device; '
+            f'augmentation.crop = "{augmentation.crop}" resizes each image, which is not done on the device; '
             'use "padded" or "none", or data.on_device = false'
         )
     for name, wanted in (("blur", augmentation.blur > 0), ("three_augment", augmentation.three_augment)):
@@ -36,14 +36,14 @@ def check_on_device(augmentation: Augmentation) -> None:
 
 
 def apply_all(plans: Sequence[Plan], pixels: Tensor) -> Tensor:
-    """Do to each picture of (B, C, H, W), uint8, what was planned for it."""
+    """Do to each image of (B, C, H, W), uint8, what was planned for it."""
     parcel = Parcel()
     orders = write_orders(plans, (pixels.shape[2], pixels.shape[3]), parcel)
     return carry_out(orders, parcel.memory().to(pixels.device), pixels)
 
 
 def carry_out(orders: Orders, memory: Tensor, pixels: Tensor) -> Tensor:
-    """Do to each picture of (B, C, H, W), uint8, what its orders say, whose parcel's memory is on the same device.
+    """Do to each image of (B, C, H, W), uint8, what its orders say, whose parcel's memory is on the same device.
 
     Nothing here asks the device for a number, so nobody waits for it.
     """
@@ -77,14 +77,14 @@ def _taken(pixels: Tensor, places: Tensor, fill: int) -> Tensor:
 
 
 def _move(moves: Moves, memory: Tensor, pixels: Tensor, fill: int) -> None:
-    at = moves.pictures.of(memory)
+    at = moves.images.of(memory)
     places = moves.places.of(memory).long().index_select(0, moves.ways.of(memory))
     pixels.index_copy_(0, at, _taken(pixels.index_select(0, at), places, fill))
 
 
 def _warp(warps: Warps, memory: Tensor, pixels: Tensor, fill: int) -> None:
     """As Pillow: filled where the place itself is outside, the edge repeated for neighbours that are."""
-    at, H, W = warps.pictures.of(memory), *pixels.shape[2:]
+    at, H, W = warps.images.of(memory), *pixels.shape[2:]
     a, b, c, d, e, f = warps.matrices.of(memory).T[:, :, None, None]
     down = torch.arange(H, device=pixels.device, dtype=torch.float64)[:, None] + 0.5
     right = torch.arange(W, device=pixels.device, dtype=torch.float64)[None, :] + 0.5
@@ -101,8 +101,8 @@ def _warp(warps: Warps, memory: Tensor, pixels: Tensor, fill: int) -> None:
 
 
 def _map(maps: Maps, memory: Tensor, pixels: Tensor) -> None:
-    """Look up what becomes of each value, in a table for each picture and channel."""
-    at, ramp, known = maps.pictures.of(memory), maps.ramp.of(memory), maps.tables.of(memory)
+    """Look up what becomes of each value, in a table for each image and channel."""
+    at, ramp, known = maps.images.of(memory), maps.ramp.of(memory), maps.tables.of(memory)
     factors = maps.contrasts.of(memory)
     some = pixels.index_select(0, at)
     values = some.flatten(2).long()
@@ -119,7 +119,7 @@ def _map(maps: Maps, memory: Tensor, pixels: Tensor) -> None:
 
 
 def _contrast(pixels: Tensor, factors: Tensor, ramp: Tensor) -> Tensor:
-    """Mix with the picture's mean grey, rounded to the nearest."""
+    """Mix with the image's mean grey, rounded to the nearest."""
     count = pixels.shape[2] * pixels.shape[3]
     mean = (2 * _luma(pixels).sum(dim=(1, 2)) + count) // (2 * count)
     table = mean[:, None] + factors[:, None] * (ramp - mean[:, None])
@@ -145,14 +145,14 @@ def _equalize(values: Tensor, ramp: Tensor) -> Tensor:
 
 
 def _blend_with_grey(blends: Blends, memory: Tensor, pixels: Tensor) -> None:
-    at = blends.pictures.of(memory)
+    at = blends.images.of(memory)
     some = pixels.index_select(0, at)
     pixels.index_copy_(0, at, _blended(_luma(some)[:, None], some, blends.factors.of(memory)))
 
 
 def _blend_with_smooth(blends: Blends, memory: Tensor, pixels: Tensor) -> None:
     """Smooth by Pillow's kernel of ones around a five; the edge stays as it is."""
-    at = blends.pictures.of(memory)
+    at = blends.images.of(memory)
     some = pixels.index_select(0, at)
     inner = some[:, :, 1:-1, 1:-1]
     # Whole numbers until the division, so that the result does not depend on how a device convolves.
@@ -162,7 +162,7 @@ def _blend_with_smooth(blends: Blends, memory: Tensor, pixels: Tensor) -> None:
 
 
 def _blended(first: Tensor, second: Tensor, factors: Tensor) -> Tensor:
-    """Go from the first to the second by a factor for each picture, which may lie beyond them."""
+    """Go from the first to the second by a factor for each image, which may lie beyond them."""
     return (first + factors * (second - first)).clamp_(0, 255).to(torch.uint8)
 
 

@@ -1,7 +1,7 @@
 """`write_orders`: the plans of a batch as a few arrays, grouped by what is done, for a device that does it at once.
 
 Whatever follows from the plans alone is worked out here, on a processor: where each pixel comes from, and tables of
-what becomes of each value. What depends on the pictures is left to `on_device`.
+what becomes of each value. What depends on the images is left to `on_device`.
 """
 
 from collections import defaultdict
@@ -20,31 +20,31 @@ from vitrail.data.parcel import Parcel, Slot
 
 Values = Sequence[tuple[float, ...]]
 WAYS = 16
-"""Ways to move a picture come in multiples of so many, so that most batches have as many as the one before."""
+"""Ways to move an image come in multiples of so many, so that most batches have as many as the one before."""
 RAMP = np.arange(256, dtype=np.uint8)
 """The table that changes nothing."""
 
 
 class Moves(NamedTuple):
-    """Pictures whose pixels come from elsewhere in the picture."""
+    """Images whose pixels come from elsewhere in the image."""
 
-    pictures: Slot
+    images: Slot
     """(n,), int64."""
     places: Slot
     """(k, H·W), int32: different ways to move; H·W stands for a place outside."""
     ways: Slot
-    """(n,), int64: which of them each picture takes."""
+    """(n,), int64: which of them each image takes."""
 
 
 class Maps(NamedTuple):
-    """Pictures in which each value becomes another one: first those whose tables are known, then by kind the others."""
+    """Images in which each value becomes another one: first those whose tables are known, then by kind the others."""
 
-    pictures: Slot
+    images: Slot
     """(n,), int64."""
     tables: Slot
     """(known, 256), uint8."""
     contrasts: Slot
-    """(c,), float32: factors, around the picture's own mean."""
+    """(c,), float32: factors, around the image's own mean."""
     autocontrasts: int
     equalizes: int
     ramp: Slot
@@ -52,16 +52,16 @@ class Maps(NamedTuple):
 
 
 class Blends(NamedTuple):
-    """Pictures that are mixed with a version of themselves."""
+    """Images that are mixed with a version of themselves."""
 
-    pictures: Slot
+    images: Slot
     """(n,), int64."""
     factors: Slot
-    """(n, 1, 1, 1), float32: 0 is the other version, 1 the picture itself."""
+    """(n, 1, 1, 1), float32: 0 is the other version, 1 the image itself."""
 
 
 class Layer(NamedTuple):
-    """One operation for each picture, at most."""
+    """One operation for each image, at most."""
 
     moves: Moves | None
     maps: Maps | None
@@ -70,16 +70,16 @@ class Layer(NamedTuple):
 
 
 class Warps(NamedTuple):
-    """Pictures whose pixels are interpolated."""
+    """Images whose pixels are interpolated."""
 
-    pictures: Slot
+    images: Slot
     """(n,), int64."""
     matrices: Slot
     """(n, 6), float64."""
 
 
 class Orders(NamedTuple):
-    """What is done to the pictures of a batch, in this order; the numbers lie in a parcel."""
+    """What is done to the images of a batch, in this order; the numbers lie in a parcel."""
 
     rows: Slot
     """(B, H), int32: where each row comes from, times W; H·W stands for outside."""
@@ -93,7 +93,7 @@ class Orders(NamedTuple):
 
 
 def write_orders(plans: Sequence[Plan], size: tuple[int, int], parcel: Parcel) -> Orders:
-    """Put everything that was planned for pictures of `size` into a parcel."""
+    """Put everything that was planned for images of `size` into a parcel."""
     layers = max(len(plan.operations) for plan in plans)
     return Orders(
         *_crops(plans, size, parcel),
@@ -117,7 +117,7 @@ def kind_of(operation: Operation) -> str | None:
 
 
 def _layer(plans: Sequence[Plan], layer: int, size: tuple[int, int], parcel: Parcel) -> Layer:
-    pictures: dict[str, list[int]] = defaultdict(list)
+    images: dict[str, list[int]] = defaultdict(list)
     values: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for number, plan in enumerate(plans):
         if layer < len(plan.operations):
@@ -125,25 +125,23 @@ def _layer(plans: Sequence[Plan], layer: int, size: tuple[int, int], parcel: Par
             name = operation.name
             if name == "contrast" and len(operation.values) > 1:
                 name = "contrast_to_level"
-            pictures[name].append(number)
+            images[name].append(number)
             values[name].append(operation.values)
-    if unknown := pictures.keys() - KNOWN:
+    if unknown := images.keys() - KNOWN:
         raise ValueError(f"no operation {', '.join(sorted(unknown))} on a device")
     return Layer(
-        _moves(pictures, values, size, parcel),
-        _maps(pictures, values, parcel),
-        # Grey is a picture without saturation.
-        _blends(
-            pictures["saturation"] + pictures["grey"], values["saturation"] + [(0.0,)] * len(pictures["grey"]), parcel
-        ),
-        _blends(pictures["sharpness"], values["sharpness"], parcel),
+        _moves(images, values, size, parcel),
+        _maps(images, values, parcel),
+        # Grey is an image without saturation.
+        _blends(images["saturation"] + images["grey"], values["saturation"] + [(0.0,)] * len(images["grey"]), parcel),
+        _blends(images["sharpness"], values["sharpness"], parcel),
     )
 
 
-def _blends(pictures: list[int], values: Values, parcel: Parcel) -> Blends | None:
-    if not pictures:
+def _blends(images: list[int], values: Values, parcel: Parcel) -> Blends | None:
+    if not images:
         return None
-    return Blends(_numbers(pictures, parcel), parcel.put(_single(values).reshape(-1, 1, 1, 1)))
+    return Blends(_numbers(images, parcel), parcel.put(_single(values).reshape(-1, 1, 1, 1)))
 
 
 def _numbers(numbers: Sequence[int], parcel: Parcel) -> Slot:
@@ -185,16 +183,16 @@ def _warps(plans: Sequence[Plan], parcel: Parcel) -> Warps | None:
 
 
 def _moves(
-    pictures: dict[str, list[int]], values: dict[str, list[tuple[float, ...]]], size: tuple[int, int], parcel: Parcel
+    images: dict[str, list[int]], values: dict[str, list[tuple[float, ...]]], size: tuple[int, int], parcel: Parcel
 ) -> Moves | None:
     moved, ways, places = list[int](), list[int](), list[NDArray[np.int32]]()
     known: dict[tuple[str, tuple[float, ...]], int] = {}
     for name in (*MATRICES, "cutout"):
-        for picture, numbers in zip(pictures[name], values[name], strict=True):
+        for image, numbers in zip(images[name], values[name], strict=True):
             if (name, numbers) not in known:
                 known[name, numbers] = len(places)
                 places.append(_hole(numbers, *size) if name == "cutout" else _nearest(name, numbers, *size))
-            moved.append(picture)
+            moved.append(image)
             ways.append(known[name, numbers])
     if not moved:
         return None
@@ -202,7 +200,7 @@ def _moves(
     return Moves(_numbers(moved, parcel), parcel.put(np.stack(places)), _numbers(ways, parcel))
 
 
-@lru_cache(maxsize=64)  # a recipe has one magnitude, so it has a few ways to move a picture
+@lru_cache(maxsize=64)  # a recipe has one magnitude, so it has a few ways to move an image
 def _nearest(name: str, values: tuple[float, ...], height: int, width: int) -> NDArray[np.int32]:
     """Return for the middle of each pixel in which pixel it comes from."""
     a, b, c, d, e, f = MATRICES[name](values, height, width)
@@ -247,18 +245,18 @@ def _erased(plans: Sequence[Plan], size: tuple[int, int], parcel: Parcel) -> tup
 # ── what changes values ──
 
 
-def _maps(pictures: dict[str, list[int]], values: dict[str, list[tuple[float, ...]]], parcel: Parcel) -> Maps | None:
+def _maps(images: dict[str, list[int]], values: dict[str, list[tuple[float, ...]]], parcel: Parcel) -> Maps | None:
     kinds = [*TABLES, "contrast", "autocontrast", "equalize"]
-    numbers = [number for kind in kinds for number in pictures[kind]]
+    numbers = [number for kind in kinds for number in images[kind]]
     if not numbers:
         return None
-    tables = [table(values[kind]) for kind, table in TABLES.items() if pictures[kind]]
+    tables = [table(values[kind]) for kind, table in TABLES.items() if images[kind]]
     return Maps(
         _numbers(numbers, parcel),
         parcel.put(np.concatenate(tables) if tables else RAMP[None, :][:0]),
         parcel.put(_single(values["contrast"])),
-        len(pictures["autocontrast"]),
-        len(pictures["equalize"]),
+        len(images["autocontrast"]),
+        len(images["equalize"]),
         parcel.put(RAMP),
     )
 

@@ -1,4 +1,4 @@
-"""RandAugment: a few operations on a picture, drawn evenly from a set, all of one magnitude.
+"""RandAugment: a few operations on an image, drawn evenly from a set, all of one magnitude.
 
 What is drawn are plain values (`Operation`); what they do is in `perform`. The two sets are those that published
 results were made with: the usual one is torchvision's, the other big_vision's.
@@ -35,7 +35,7 @@ class RandAugment(Frozen):
     """How many operations, how strong, and out of which set."""
 
     layers: Annotated[Count, Field(le=16)] = 2
-    """How many operations a picture gets, one after the other; each may be drawn again."""
+    """How many operations an image gets, one after the other; each may be drawn again."""
     magnitude: Annotated[float, Field(ge=0, le=30)] = 9
     """How strong they are: a whole number 0 to 30 for the usual set; big_vision's has its full strength at 10."""
     operations: Literal["usual", "big_vision"] = "usual"
@@ -50,14 +50,14 @@ class RandAugment(Frozen):
 
 
 class Operation(NamedTuple):
-    """One thing to do to a picture, with all its numbers."""
+    """One thing to do to an image, with all its numbers."""
 
     name: str
     values: tuple[float, ...] = ()
 
 
 def draw(settings: RandAugment, size: tuple[int, int], generator: Generator) -> tuple[Operation, ...]:
-    """Draw the operations for one picture of (height, width)."""
+    """Draw the operations for one image of (height, width)."""
     names = USUAL if settings.operations == "usual" else BIG_VISION
     choose = _usual if settings.operations == "usual" else _big_vision
     return tuple(
@@ -65,7 +65,7 @@ def draw(settings: RandAugment, size: tuple[int, int], generator: Generator) -> 
     )
 
 
-@lru_cache(maxsize=256)  # a recipe asks for the same few, once for every picture
+@lru_cache(maxsize=256)  # a recipe asks for the same few, once for every image
 def usual_magnitude(name: str, step: int, size: tuple[int, int]) -> float:
     """Return what a step of the magnitude means for one of the usual operations, before its sign is drawn."""
     match name:
@@ -128,7 +128,7 @@ def _big_vision(name: str, magnitude: float, size: tuple[int, int], generator: G
             # TensorFlow shifts a byte by seven bits at most, so one bit always stays.
             return Operation(name, (min(8, max(1, int(level * 4))),))
         case "solarize":
-            # They compare bytes with it, in which 256 is 0: from magnitude 10 on the picture is inverted as a whole.
+            # They compare bytes with it, in which 256 is 0: from magnitude 10 on the image is inverted as a whole.
             return Operation(name, (int(level * 256) % 256,))
         case "solarize_add":
             return Operation(name, (int(level * 110),))
@@ -143,57 +143,57 @@ def _big_vision(name: str, magnitude: float, size: tuple[int, int], generator: G
             return Operation(name)
 
 
-def perform(operation: Operation, picture: Image.Image, fill: int = 0) -> Image.Image:
-    """Do to a picture what was drawn; what comes in from outside is filled."""
+def perform(operation: Operation, image: Image.Image, fill: int = 0) -> Image.Image:
+    """Do to an image what was drawn; what comes in from outside is filled."""
     match operation:
         case ("rotate", (degrees,)):
-            return colours.rotate(picture, degrees, fill)
+            return colours.rotate(image, degrees, fill)
         case ("shear_x", (share,)):
-            return colours.shear(picture, share, 0.0, fill)
+            return colours.shear(image, share, 0.0, fill)
         case ("shear_y", (share,)):
-            return colours.shear(picture, 0.0, share, fill)
+            return colours.shear(image, 0.0, share, fill)
         case ("translate_x", (pixels,)):
-            return colours.translate(picture, int(pixels), 0, fill)
+            return colours.translate(image, int(pixels), 0, fill)
         case ("translate_y", (pixels,)):
-            return colours.translate(picture, 0, int(pixels), fill)
+            return colours.translate(image, 0, int(pixels), fill)
         case ("cutout", (row, column, reach)):
-            return colours.cutout(picture, int(row), int(column), int(reach), fill)
+            return colours.cutout(image, int(row), int(column), int(reach), fill)
         case _:
-            return _recolour(operation, picture)
+            return _recolour(operation, image)
 
 
-def _recolour(operation: Operation, picture: Image.Image) -> Image.Image:
+def _recolour(operation: Operation, image: Image.Image) -> Image.Image:
     """Do what moves no pixel."""
     match operation:
         case ("brightness", (factor,)):
-            return colours.brightness(picture, factor)
+            return colours.brightness(image, factor)
         case ("contrast", (factor,)):
-            return colours.contrast(picture, factor)
+            return colours.contrast(image, factor)
         case ("contrast", (factor, level)):
-            return colours.contrast(picture, factor, int(level))
+            return colours.contrast(image, factor, int(level))
         case ("saturation", (factor,)):
-            return colours.saturation(picture, factor)
+            return colours.saturation(image, factor)
         case ("sharpness", (factor,)):
-            return colours.sharpness(picture, factor)
+            return colours.sharpness(image, factor)
         case ("hue", (turn,)):
-            return colours.hue(picture, turn)
+            return colours.hue(image, turn)
         case ("blur", (radius,)):
-            return colours.blur(picture, radius)
+            return colours.blur(image, radius)
         case ("posterize", (bits,)):
-            return colours.posterize(picture, int(bits))
+            return colours.posterize(image, int(bits))
         case ("solarize", (threshold,)):
-            return colours.solarize(picture, threshold)
+            return colours.solarize(image, threshold)
         case ("solarize_add", (addition,)):
-            return colours.solarize_add(picture, int(addition))
+            return colours.solarize_add(image, int(addition))
         case ("grey", ()):
-            return colours.grey(picture)
+            return colours.grey(image)
         case ("autocontrast", ()):
-            return colours.autocontrast(picture)
+            return colours.autocontrast(image)
         case ("equalize", ()):
-            return colours.equalize(picture)
+            return colours.equalize(image)
         case ("invert", ()):
-            return colours.invert(picture)
+            return colours.invert(image)
         case ("identity", ()):
-            return picture
+            return image
         case _:
             raise ValueError(f"no operation {operation}")

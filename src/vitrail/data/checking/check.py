@@ -1,6 +1,6 @@
-"""What is wrong with data, as values: pictures that cannot be read, duplicates, classes, sizes, modes.
+"""What is wrong with data, as values: images that cannot be read, duplicates, classes, sizes, modes.
 
-`check_data` decodes every picture. `quick_check` is what training does first, in bounded time: it reads the headers of
+`check_data` decodes every image. `quick_check` is what training does first, in bounded time: it reads the headers of
 some, compares the contents of as many as it can, and says what it did not look for.
 """
 
@@ -19,7 +19,7 @@ from vitrail.data.checking.findings import (
     Index,
     Unreadable,
     class_findings,
-    count_pictures,
+    count_images,
     duplicate_findings,
     fault_finding,
     find_duplicates,
@@ -41,26 +41,26 @@ from vitrail.errors import DataError
 
 SIDES = (0, 32, 64, 128, 224, 384, 512, 768, 1024, 2048, 4096)
 """Where the bins of the histogram of sizes begin."""
-QUICK_PICTURES, QUICK_SECONDS = 1000, 5.0
+QUICK_IMAGES, QUICK_SECONDS = 1000, 5.0
 
 
 class Bin(NamedTuple):
-    """How many pictures have a shorter side from `low` up to, but not including, `high`."""
+    """How many images have a shorter side from `low` up to, but not including, `high`."""
 
     low: int
     high: int | None
-    pictures: int
+    images: int
 
 
 @dataclass(frozen=True)
 class Report:
     """Everything that a check found out."""
 
-    pictures: int
+    images: int
     looked_at: int
-    """Of so many pictures sizes, formats and modes were taken."""
+    """Of so many images sizes, formats and modes were taken."""
     compared: int
-    """So many pictures had their contents compared with each other, in search of duplicates."""
+    """So many images had their contents compared with each other, in search of duplicates."""
     decoded: bool
     """Whether they were decoded, or only their headers read."""
     not_looked_for: tuple[str, ...]
@@ -69,10 +69,10 @@ class Report:
     """What kept some of the data from being opened at all."""
     classes: tuple[str, ...]
     counts: dict[str, dict[str, int]]
-    """Pictures by part and class."""
+    """Images by part and class."""
     unreadable: tuple[Unreadable, ...]
     duplicates: tuple[Copies, ...] | None
-    """None where none were found, but not all pictures were compared."""
+    """None where none were found, but not all images were compared."""
     findings: tuple[Finding, ...]
     """The worst first."""
     formats: dict[str, int]
@@ -84,7 +84,7 @@ class Report:
 
     @property
     def usable(self) -> bool:
-        """Whether any picture can be read."""
+        """Whether any image can be read."""
         return len(self.unreadable) < self.looked_at
 
     @property
@@ -94,18 +94,18 @@ class Report:
         briefs = [finding.brief for finding in self.findings]
         found = ", ".join(briefs[:4]) + (f", and {len(briefs) - 4} more" if len(briefs) > 4 else "")
         classes = "1 class" if len(self.classes) == 1 else f"{len(self.classes):,} classes"
-        return f"{count_pictures(self.pictures)} in {classes}{how}; {found or 'nothing wrong was found'}"
+        return f"{count_images(self.images)} in {classes}{how}; {found or 'nothing wrong was found'}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
         return {
             "verdict": self.verdict,
             **{name: value for name, value in asdict(replace(self, contents=None)).items() if name != "contents"},
-            "unreadable": [{**bad.picture._asdict(), "reason": bad.reason} for bad in self.unreadable],
+            "unreadable": [{**bad.image._asdict(), "reason": bad.reason} for bad in self.unreadable],
             "duplicates": "not looked for among all"
             if self.duplicates is None
             else [
-                {"kind": copies.kind, "pictures": [which._asdict() for which in copies.pictures]}
+                {"kind": copies.kind, "images": [which._asdict() for which in copies.images]}
                 for copies in self.duplicates
             ],
             "short_sides": [span._asdict() for span in self.short_sides],
@@ -131,17 +131,17 @@ def check_data(
     cache: bool = True,
     faults: Sequence[str] = (),
 ) -> Report:
-    """Decode every picture and say what is wrong. `size` is that of the pictures the model sees.
+    """Decode every image and say what is wrong. `size` is that of the images the model sees.
 
-    `workers` processes decode; 0 does it in this one. With `cache`, pictures whose content has not changed since the
+    `workers` processes decode; 0 does it in this one. With `cache`, images whose content has not changed since the
     last check are read, but not decoded again. `faults` are those that `open_data` found.
     """
     found = survey(_by_name(parts), workers=workers, on_progress=on_progress, cache=cache)
     return _report(found, size, [*fault_finding(faults), *skipped_findings(find_skipped(parts[:3]))], tuple(faults))
 
 
-def quick_check(parts: Parts, *, size: int = 224, most: int = QUICK_PICTURES, seconds: float = QUICK_SECONDS) -> Report:
-    """Read the headers of at most so many pictures, compare contents for at most so many seconds, say what is wrong."""
+def quick_check(parts: Parts, *, size: int = 224, most: int = QUICK_IMAGES, seconds: float = QUICK_SECONDS) -> Report:
+    """Read the headers of at most so many images, compare contents for at most so many seconds, say what is wrong."""
     sources = _by_name(parts)
     end = time.monotonic() + seconds
     order = draws(0, 0, "quick check").permutation(sum(map(len, sources.values()))).astype(np.int64)
@@ -156,7 +156,7 @@ def _by_name(parts: Parts) -> dict[str, Source]:
 
 def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[str, ...] = ()) -> Report:
     index, rows = Index(found), found.rows
-    pictures = sum(map(len, found.sources.values()))
+    images = sum(map(len, found.sources.values()))
     fine = np.flatnonzero(rows["state"] == FINE)
     known = np.flatnonzero((rows["state"] == FINE) | (rows["state"] == COMPARED))
     unreadable = tuple(
@@ -176,16 +176,16 @@ def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[s
     )
     short = np.minimum(rows["width"], rows["height"])[fine]
     return Report(
-        pictures=pictures,
+        images=images,
         looked_at=int((rows["state"] != COMPARED).sum()),
         compared=len(rows),
         decoded=found.decoded,
-        not_looked_for=_not_looked_for(found, pictures),
+        not_looked_for=_not_looked_for(found, images),
         faults=faults,
         classes=index.classes,
         counts=counts,
         unreadable=unreadable,
-        duplicates=duplicates if duplicates or len(rows) == pictures else None,
+        duplicates=duplicates if duplicates or len(rows) == images else None,
         findings=tuple(sorted(findings, key=lambda finding: not finding.grave)),
         formats=_tally(rows["format"][fine]),
         modes=modes,
@@ -206,9 +206,9 @@ def _contents(index: Index) -> Contents:
     return Contents(digests[0], digests[1], (images[0], images[1]))
 
 
-def _not_looked_for(found: Survey, pictures: int) -> tuple[str, ...]:
+def _not_looked_for(found: Survey, images: int) -> tuple[str, ...]:
     """Say what this look could not find."""
-    rest = pictures - len(found.rows)
+    rest = images - len(found.rows)
     return (
         *(() if not rest else (f"duplicates among {rest:,} of the images",)),
         *(() if found.decoded else ("damage behind the header of a file", "images of a single colour")),

@@ -1,4 +1,4 @@
-"""The things that can be wrong with data, each found in a survey of its pictures."""
+"""The things that can be wrong with data, each found in a survey of its images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from vitrail.data.checking.survey import Survey
 Rows = NDArray[np.int64]
 """Numbers of rows of a survey."""
 UNBALANCED = 10
-"""How many times more pictures the largest class may have than the smallest."""
+"""How many times more images the largest class may have than the smallest."""
 TINY_SIDE = 32
-"""Pictures whose shorter side has fewer pixels are tiny, and so are those with less than a quarter of the model's."""
+"""Images whose shorter side has fewer pixels are tiny, and so are those with less than a quarter of the model's."""
 HUGE_PIXELS = 20_000_000
 LONG_RATIO = 4
-"""The longer side of a picture may be this many times the shorter."""
+"""The longer side of an image may be this many times the shorter."""
 
 FindingKind = Literal[
     "faults", "unreadable", "misnamed", "outside", "conflicting", "across", "missing", "within", "unbalanced", "flat",
@@ -28,7 +28,7 @@ CopiesKind = Literal["conflicting", "across", "within"]
 
 
 class Which(NamedTuple):
-    """One picture of the data."""
+    """One image of the data."""
 
     name: str
     part: str
@@ -40,18 +40,18 @@ class Which(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """A picture that cannot be used, and why."""
+    """An image that cannot be used, and why."""
 
-    picture: Which
+    image: Which
     reason: str
 
 
 class Copies(NamedTuple):
-    """Pictures with the same content."""
+    """Images with the same content."""
 
     kind: CopiesKind
     """They have different labels (the worst), or lie in different parts, or within one part."""
-    pictures: tuple[Which, ...]
+    images: tuple[Which, ...]
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Finding:
     text: str
     advice: str
     details: tuple[str, ...] = ()
-    """Every picture or class that is meant, one line each."""
+    """Every image or class that is meant, one line each."""
     grave: bool = False
-    """Whether scores would be wrong, or pictures missing, if nothing were done."""
+    """Whether scores would be wrong, or images missing, if nothing were done."""
 
 
 class Index:
-    """Finds the pictures of a survey's rows."""
+    """Finds the images of a survey's rows."""
 
     def __init__(self, found: Survey) -> None:
         self.found = found
@@ -83,14 +83,14 @@ class Index:
         self.classes = self.sources[0].classes
 
     def which(self, row: int) -> Which:
-        """Return what a person would call the picture of a row."""
+        """Return what a person would call the image of a row."""
         part, label = int(self.part[row]), int(self.label[row])
         name = self.sources[part].name(int(self.found.indices[row] - self.starts[part]))
         return Which(name, self.names[part], self.classes[label] if label >= 0 else None)
 
 
 def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
-    """Group pictures of the same content, among those whose content is known; the worst groups first."""
+    """Group images of the same content, among those whose content is known; the worst groups first."""
     content = index.found.rows["content"][known]
     order = np.lexsort((content[:, 1], content[:, 0]))
     same = (content[order][1:] == content[order][:-1]).all(axis=1)
@@ -105,7 +105,7 @@ def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
         elif len(set(index.part[rows].tolist())) > 1:
             kind = "across"
         groups[kind].append(Copies(kind, tuple(map(index.which, rows.tolist()))))
-    return tuple(copies for group in groups.values() for copies in sorted(group, key=lambda c: c.pictures[0].name))
+    return tuple(copies for group in groups.values() for copies in sorted(group, key=lambda c: c.images[0].name))
 
 
 def fault_finding(faults: Sequence[str]) -> list[Finding]:
@@ -119,15 +119,15 @@ def fault_finding(faults: Sequence[str]) -> list[Finding]:
 
 
 def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> list[Finding]:
-    """Say which pictures cannot be read."""
+    """Say which images cannot be read."""
     if not unreadable:
         return []
     count = len(unreadable)
     of = "" if found.decoded else f" of the {len(found.rows):,} looked at"
-    details = tuple(f"{bad.picture.name}: {bad.reason}" for bad in unreadable)
+    details = tuple(f"{bad.image.name}: {bad.reason}" for bad in unreadable)
     return [
         Finding(
-            "unreadable", count, f"{count:,} cannot be read", f"{count_pictures(count)}{of} cannot be read",
+            "unreadable", count, f"{count:,} cannot be read", f"{count_images(count)}{of} cannot be read",
             f"mend or remove {them(count)}; training would put {'another in its' if count == 1 else 'others in their'} "
             "place, or stop with --set data.bad_files=refuse",
             details, grave=True,
@@ -137,20 +137,20 @@ def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> lis
 
 _COPIES: dict[CopiesKind, tuple[str, str]] = {
     "conflicting": ("with different labels", "decide which label is right, and keep only the image that has it"),
-    "across": ("across parts", "keep one of each; a score on pictures that were trained on is too good"),
+    "across": ("across parts", "keep one of each; a score on images that were trained on is too good"),
     "within": ("within a part", "keep one of each, unless they are meant to count more"),
 }
 
 
 def duplicate_findings(duplicates: tuple[Copies, ...]) -> list[Finding]:
-    """Say how many pictures are superfluous, by the kind of their groups."""
+    """Say how many images are superfluous, by the kind of their groups."""
     findings: list[Finding] = []
     for kind, (where, advice) in _COPIES.items():
-        groups = [copies.pictures for copies in duplicates if copies.kind == kind]
-        count = sum(len(pictures) - 1 for pictures in groups)
+        groups = [copies.images for copies in duplicates if copies.kind == kind]
+        count = sum(len(images) - 1 for images in groups)
         if count:
             what = f"{count:,} duplicate{'s' * (count > 1)} {where}"
-            details = tuple(" = ".join(map(str, pictures)) for pictures in groups)
+            details = tuple(" = ".join(map(str, images)) for images in groups)
             findings.append(Finding(kind, count, what, what, advice, details, grave=kind != "within"))
     return findings
 
@@ -162,13 +162,13 @@ def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
     if missing:
         classes = f"{len({line.rsplit(':', 1)[0] for line in missing}):,}"
         what = f"{classes} class{'es are' if classes != '1' else ' is'} missing from a part"
-        advice = "add pictures; what a part lacks is not learned, or not measured"
+        advice = "add images; what a part lacks is not learned, or not measured"
         findings.append(Finding("missing", len(missing), what, what, advice, missing, grave=True))
     some = {label: n for label, n in counts["train"].items() if n}
     if some and (ratio := max(some.values()) / min(some.values())) > UNBALANCED:
         most, fewest = max(some, key=lambda label: some[label]), min(some, key=lambda label: some[label])
         text = (
-            f"class {most!r} has {ratio:,.0f} times as many pictures to train on as class {fewest!r}, "
+            f"class {most!r} has {ratio:,.0f} times as many images to train on as class {fewest!r}, "
             f"{some[most]:,} against {some[fewest]:,}"
         )
         advice = (
@@ -185,7 +185,7 @@ def flat_finding(index: Index, fine: Rows) -> list[Finding]:
     if not len(flat):
         return []
     count = len(flat)
-    text = f"{count_pictures(count)} {'shows' if count == 1 else 'show'} a single colour and nothing else"
+    text = f"{count_images(count)} {'shows' if count == 1 else 'show'} a single colour and nothing else"
     details = tuple(str(index.which(row)) for row in flat.tolist())
     advice = f"remove {them(count)}, or export {them(count)} again"
     return [Finding("flat", count, f"{count:,} of a single colour", text, advice, details)]
@@ -202,7 +202,7 @@ def _size_advice(size: int, short: NDArray[np.int64], count: int) -> dict[Findin
 
 
 def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
-    """Find pictures that are too small for a model that sees `size` pixels, too large, or too long."""
+    """Find images that are too small for a model that sees `size` pixels, too large, or too long."""
     rows = index.found.rows
     width, height = rows["width"][fine].astype(np.int64), rows["height"][fine].astype(np.int64)
     short, long, least = np.minimum(width, height), np.maximum(width, height), max(TINY_SIDE, size // 4)
@@ -217,14 +217,14 @@ def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
             chosen = fine[hit].tolist()
             details = tuple(f"{index.which(row).name}: {rows['width'][row]}×{rows['height'][row]}" for row in chosen)
             number = "all" if count == len(fine) else f"{count:,}"
-            text = f"{count_pictures(count)} {'has' if count == 1 else 'have'} {what}"
+            text = f"{count_images(count)} {'has' if count == 1 else 'have'} {what}"
             advice = _size_advice(size, short[short < least], count)[kind]
             findings.append(Finding(kind, count, f"{number} {brief}", text, advice, details))
     return findings
 
 
 def mode_finding(index: Index, fine: Rows, modes: dict[str, int]) -> list[Finding]:
-    """Find pictures of another mode than most. `modes` has the most frequent first."""
+    """Find images of another mode than most. `modes` has the most frequent first."""
     if len(modes) < 2:
         return []
     usual, *others = modes
@@ -234,14 +234,14 @@ def mode_finding(index: Index, fine: Rows, modes: dict[str, int]) -> list[Findin
     )
     count = sum(modes[word] for word in others)
     listed = ", ".join(f"{modes[word]:,} {word}" for word in others)
-    text = f"{count_pictures(count)} of another mode than the {modes[usual]:,} {usual}: {listed}"
+    text = f"{count_images(count)} of another mode than the {modes[usual]:,} {usual}: {listed}"
     advice = "all are brought to one mode; see that no class differs from the others by its mode alone"
     return [Finding("modes", count, "mixed modes", text, advice, details)]
 
 
-def count_pictures(count: int) -> str:
-    """Return "1 picture" or "12,000 pictures"."""
-    return "1 picture" if count == 1 else f"{count:,} pictures"
+def count_images(count: int) -> str:
+    """Return "1 image" or "12,000 images"."""
+    return "1 image" if count == 1 else f"{count:,} images"
 
 
 def them(count: int) -> str:

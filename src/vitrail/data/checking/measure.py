@@ -1,4 +1,4 @@
-"""How fast pictures are read, decoded and augmented on one core, and so what bounds training on this machine."""
+"""How fast images are read, decoded and augmented on one core, and so what bounds training on this machine."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.checking.survey import Seen, kind_of
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels, Source
 
@@ -38,9 +38,9 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Speed:
-    """What the steps of preparing one picture take, in milliseconds of one core: means over a sample."""
+    """What the steps of preparing one image take, in milliseconds of one core: means over a sample."""
 
-    pictures: int
+    images: int
     reading: float
     decoding: float
     """As training does it: a JPEG at the smallest scale that still covers the crop."""
@@ -50,7 +50,7 @@ class Speed:
 
     @property
     def images_per_second(self) -> float:
-        """How many pictures one worker prepares for training."""
+        """How many images one worker prepares for training."""
         return 1000 / (self.reading + self.decoding + self.augmenting)
 
     @property
@@ -64,7 +64,7 @@ class Speed:
         return max(steps, key=lambda step: steps[step])
 
     def bound(self, images_per_second: float, cores: int) -> Bound:
-        """Say what bounds training where the device takes so many pictures and there are so many cores for workers."""
+        """Say what bounds training where the device takes so many images and there are so many cores for workers."""
         workers = max(1, math.ceil(images_per_second / self.images_per_second))
         enough = workers <= cores
         reached = images_per_second if enough else cores * self.images_per_second
@@ -85,7 +85,7 @@ def measure_speed(
     seed: int = 0,
     on_progress: Seen | None = None,
 ) -> Speed | None:
-    """Prepare some pictures as training does, and time each step; None where none of them can be read.
+    """Prepare some images as training does, and time each step; None where none of them can be read.
 
     The sample is drawn by `seed`, and cut short after so many seconds. What the system has read before, it still has in
     memory: reading from a disk that is asked for the first time can be slower.
@@ -136,12 +136,12 @@ def _time_one(
     whole = _time_whole(stored, channels) if whole_first else 0.0
 
     start = perf_counter()
-    picture = open_picture(stored)
+    image = open_image(stored)
     opened = perf_counter()
-    plan = augment.plan(augmentation, picture.height, picture.width, size, generator)
+    plan = augment.plan(augmentation, image.height, image.width, size, generator)
     planned = perf_counter()
     scale = 1.0 if plan.box is None else max(size[0] / plan.box.height, size[1] / plan.box.width)
-    pixels = picture.pixels(channels, scale=scale)
+    pixels = image.pixels(channels, scale=scale)
     decoded = perf_counter()
     if plan.box is None:
         half = (0.5,) * channels
@@ -155,5 +155,5 @@ def _time_one(
 
 def _time_whole(stored: bytes | Pixels, channels: int) -> float:
     start = perf_counter()
-    open_picture(stored).pixels(channels)
+    open_image(stored).pixels(channels)
     return perf_counter() - start

@@ -1,4 +1,4 @@
-"""What is known of a picture, as a row of an array, and how such rows are kept on disk until the next look."""
+"""What is known of an image, as a row of an array, and how such rows are kept on disk until the next look."""
 
 import json
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ ROW = np.dtype(
         ("mode", "S16"),
     ]
 )
-"""What is known of a picture. `content` is a hash of the file, or of the pixels where there is no file; `flat` tells
+"""What is known of an image. `content` is a hash of the file, or of the pixels where there is no file; `flat` tells
 that it shows one colour and nothing else."""
 FINE, DAMAGED, UNREAD, PENDING, COMPARED = range(5)
 """States: it can be decoded, or at least has a good header; it was read but cannot be decoded; it cannot even be read;
 nobody has looked yet; its content is known but nothing was looked for in it."""
 IN_MEMORY = b"array"
-"""The format of pictures without a file."""
+"""The format of images without a file."""
 
 
 class Known(NamedTuple):

@@ -1,4 +1,4 @@
-"""A contact sheet: a few pictures of each class with the class's name, to see at a glance what data is."""
+"""A contact sheet: a few images of each class with the class's name, to see at a glance what data is."""
 
 import contextlib
 import os
@@ -11,19 +11,19 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.checking.survey import kind_of
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import open_image
 from vitrail.data.sources.source import Pixels, Source, reason_of
 from vitrail.errors import DataError
 
 MOST_CLASSES = 24
-PICTURES = 7
-"""Pictures of each class."""
+IMAGES = 7
+"""Images of each class."""
 TILE, GAP, MARGIN, LINE = 124, 6, 32, 34
-"""In pixels: a picture's place, between two of them, around all, and for the name of a class."""
+"""In pixels: an image's place, between two of them, around all, and for the name of a class."""
 ONE_COLUMN = 5
 """Up to so many classes stand below each other, more of them in two columns."""
 TRIES = 4
-"""For each place on the sheet, so many pictures may be unreadable before it stays empty."""
+"""For each place on the sheet, so many images may be unreadable before it stays empty."""
 PAPER, INK, PALE, GROUND = "#fbfaf7", "#22211f", "#77736b", "#eeebe4"
 
 
@@ -32,21 +32,21 @@ class Row(NamedTuple):
 
     name: str
     total: int
-    pictures: list[Pixels]
+    images: list[Pixels]
 
 
 def contact_sheet(source: Source, *, title: str, seed: int = 0) -> Image.Image:
-    """Draw a sheet with some pictures, chosen by `seed`, of each of the first classes of a source."""
+    """Draw a sheet with some images, chosen by `seed`, of each of the first classes of a source."""
     rows = [_row(source, label, seed) for label in range(min(len(source.classes), MOST_CLASSES))]
     columns = 1 if len(rows) <= ONE_COLUMN else 2
-    block_width, block_height = PICTURES * (TILE + GAP) - GAP, LINE + TILE + 3 * GAP
+    block_width, block_height = IMAGES * (TILE + GAP) - GAP, LINE + TILE + 3 * GAP
     lines = -(-len(rows) // columns)
     top = MARGIN + 2 * LINE
     more = len(source.classes) - len(rows)
     width = 2 * MARGIN + columns * block_width + (columns - 1) * MARGIN
     sheet = Image.new("RGB", (width, top + lines * block_height + (LINE if more else 0) + MARGIN // 2), PAPER)
     pen = ImageDraw.Draw(sheet)
-    about = f"{len(source):,} pictures in {len(source.classes):,} classes"
+    about = f"{len(source):,} images in {len(source.classes):,} classes"
     _write(pen, (MARGIN, MARGIN), drawable(title), about, size=26, room=width - 2 * MARGIN)
     for number, row in enumerate(rows):
         column, line = divmod(number, lines)  # names run down the first column, then down the second
@@ -75,14 +75,14 @@ def save_sheet(sheet: Image.Image, path: str | os.PathLike[str]) -> None:
 
 def _row(source: Source, label: int, seed: int) -> Row:
     members = np.flatnonzero(source.labels == label)
-    order = draws(seed, label, "sheet").permutation(len(members))[: PICTURES * TRIES]
-    pictures: list[Pixels] = []
+    order = draws(seed, label, "sheet").permutation(len(members))[: IMAGES * TRIES]
+    images: list[Pixels] = []
     for index in members[order].tolist():
         with contextlib.suppress(Exception):  # another one takes its place; what cannot be read, `check_data` says
-            pictures.append(_thumbnail(source.read(index)))
-        if len(pictures) == PICTURES:
+            images.append(_thumbnail(source.read(index)))
+        if len(images) == IMAGES:
             break
-    return Row(drawable(source.classes[label]) or f"class {label}", len(members), pictures)
+    return Row(drawable(source.classes[label]) or f"class {label}", len(members), images)
 
 
 def drawable(name: str) -> str:
@@ -97,30 +97,30 @@ def drawable(name: str) -> str:
 
 
 def _thumbnail(stored: bytes | Pixels) -> Pixels:
-    """Decode a picture and fit it into a tile. A tiny one is enlarged by a whole number, so that its pixels show."""
-    picture, channels = open_picture(stored), kind_of(stored).channels
-    ratio = TILE / max(picture.height, picture.width)
-    pixels = picture.pixels(channels, scale=min(1.0, ratio))
+    """Decode an image and fit it into a tile. A tiny one is enlarged by a whole number, so that its pixels show."""
+    image, channels = open_image(stored), kind_of(stored).channels
+    ratio = TILE / max(image.height, image.width)
+    pixels = image.pixels(channels, scale=min(1.0, ratio))
     if channels not in (1, 3):
         pixels = pixels[:, :, :3] if channels > 2 else pixels[:, :, :1]
     shown = Image.fromarray(np.ascontiguousarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])).convert("RGB")
     if ratio >= 2:
         whole = int(ratio)
         return np.asarray(shown.resize((shown.width * whole, shown.height * whole), Image.Resampling.NEAREST))
-    size = (max(1, round(picture.width * ratio)), max(1, round(picture.height * ratio)))
+    size = (max(1, round(image.width * ratio)), max(1, round(image.height * ratio)))
     return np.asarray(shown.resize(size, Image.Resampling.LANCZOS))
 
 
 def _draw_row(sheet: Image.Image, pen: ImageDraw.ImageDraw, place: tuple[int, int], row: Row, width: int) -> None:
     left, top = place
     _write(pen, place, row.name, f"{row.total:,}", size=20, room=width)
-    for number, pixels in enumerate(row.pictures):
+    for number, pixels in enumerate(row.images):
         corner = (left + number * (TILE + GAP), top + LINE)
         pen.rectangle((*corner, corner[0] + TILE - 1, corner[1] + TILE - 1), fill=GROUND)
         height, across = pixels.shape[:2]
         sheet.paste(Image.fromarray(pixels), (corner[0] + (TILE - across) // 2, corner[1] + (TILE - height) // 2))
-    if not row.pictures:
-        text = "none of those tried can be read" if row.total else "no pictures here"
+    if not row.images:
+        text = "none of those tried can be read" if row.total else "no images here"
         pen.text((left, top + LINE), text, fill=PALE, font=ImageFont.load_default(size=18))
 
 

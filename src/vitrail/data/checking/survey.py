@@ -1,6 +1,6 @@
-"""A look at every picture: its size, its kind, its content, and why it cannot be decoded. In parallel, and remembered.
+"""A look at every image: its size, its kind, its content, and why it cannot be decoded. In parallel, and remembered.
 
-What is found out about a picture is one row of an array, so that a million pictures take little memory; the rows are
+What is found out about an image is one row of an array, so that a million images take little memory; the rows are
 kept on disk by the content of the file, so that a second look decodes only what is new or has changed. It reads every
 file again: neither a file that can no longer be read nor a changed bit hides behind what was seen before.
 """
@@ -38,7 +38,7 @@ from vitrail.data.checking.rows import (
     keep,
     remembered,
 )
-from vitrail.data.decode import open_picture
+from vitrail.data.decode import open_image
 from vitrail.data.sniffing import HEAD, reads_heic, sniff
 from vitrail.data.sources.contents import content_hash
 from vitrail.data.sources.listing import index_file
@@ -46,11 +46,11 @@ from vitrail.data.sources.source import Pixels, Source
 from vitrail.errors import DataError
 
 Seen = Callable[[int, int], None]
-"""Called now and then with the number of pictures looked at so far, and the number of all."""
+"""Called now and then with the number of images looked at so far, and the number of all."""
 FLAT = 2
 """By so much may the numbers of a channel differ in an image that shows nothing: JPEG rounds."""
 CHUNK = 16
-"""Pictures given to a process at once: few enough that the bar moves and Ctrl-C is answered at once."""
+"""Images given to a process at once: few enough that the bar moves and Ctrl-C is answered at once."""
 _MODES = {
     "1": "black and white",
     "L": "grey",
@@ -66,7 +66,7 @@ _CHANNELS = {1: "grey", 3: "colour", 4: "alpha"}
 
 
 class Kind(NamedTuple):
-    """How a picture is stored."""
+    """How an image is stored."""
 
     format: str
     mode: str
@@ -77,21 +77,21 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """What was found out about some pictures of some sources, which are counted through in order."""
+    """What was found out about some images of some sources, which are counted through in order."""
 
     sources: dict[str, Source]
     """By the name of the part."""
     indices: NDArray[np.int64]
-    """Which pictures were looked at, counted through all sources."""
+    """Which images were looked at, counted through all sources."""
     rows: Rows
     faults: dict[int, str]
-    """Why pictures cannot be used, by their row."""
+    """Why images cannot be used, by their row."""
     decoded: bool
-    """Whether pictures were decoded, or only their headers read."""
+    """Whether images were decoded, or only their headers read."""
 
 
 def kind_of(stored: bytes | Pixels) -> Kind:
-    """Tell how a picture is stored, from its header."""
+    """Tell how an image is stored, from its header."""
     name = IN_MEMORY.decode()
     if isinstance(stored, bytes) and stored[:6] == b"\x93NUMPY":
         stored, name = np.load(io.BytesIO(stored), allow_pickle=False), "NumPy"
@@ -103,8 +103,8 @@ def kind_of(stored: bytes | Pixels) -> Kind:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(stored)) as picture:
-                found, mode, transparent = str(picture.format), picture.mode, "transparency" in picture.info
+            with Image.open(io.BytesIO(stored)) as image:
+                found, mode, transparent = str(image.format), image.mode, "transparency" in image.info
     except (OSError, ValueError, SyntaxError):  # another decoder may read it nevertheless
         return Kind("unknown", "unknown", 3)
     # Pillow calls a 16-bit colour PNG "RGB"; its header tells.
@@ -123,7 +123,7 @@ def survey(
     on_progress: Seen | None = None,
     cache: bool = True,
 ) -> Survey:
-    """Decode every picture, or those with the given indices, by `workers` processes; 0 does it in this one."""
+    """Decode every image, or those with the given indices, by `workers` processes; 0 does it in this one."""
     indices = np.arange(sum(map(len, sources.values()))) if indices is None else indices
     found = Survey(dict(sources), indices, np.zeros(len(indices), ROW), {}, decoded=True)
     found.rows["state"] = PENDING
@@ -146,7 +146,7 @@ def survey(
 def survey_headers(
     sources: Mapping[str, Source], indices: NDArray[np.int64], most: int, stop: Callable[[], bool]
 ) -> Survey:
-    """Read the headers of `most` pictures, and of the others the content alone, until `stop` says so."""
+    """Read the headers of `most` images, and of the others the content alone, until `stop` says so."""
     each = list(sources.values())
     rows, faults = np.zeros(len(indices), ROW), {}
     done = 0
@@ -172,7 +172,7 @@ _worker_known: list[Known] = []
 
 
 def _looks(found: Survey, known: Known, workers: int) -> Iterator[tuple[_Chunk, _Looked]]:
-    """Look at all pictures, chunk by chunk and in order."""
+    """Look at all images, chunk by chunk and in order."""
     sources = list(found.sources.values())
     count = len(found.indices)
     chunks = [np.arange(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
@@ -193,7 +193,7 @@ def _looks(found: Survey, known: Known, workers: int) -> Iterator[tuple[_Chunk, 
             yield first, future.result()
     except BrokenProcessPool:
         raise DataError(
-            "a process that decodes pictures ended; this is most often a lack of memory: use fewer workers"
+            "a process that decodes images ended; this is most often a lack of memory: use fewer workers"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
@@ -231,18 +231,18 @@ def _look_at(sources: list[Source], indices: NDArray[np.int64], known: Known) ->
 
 
 def _place(sources: list[Source], index: int) -> tuple[Source, int]:
-    """Return the source that a picture lies in, and its number there."""
+    """Return the source that an image lies in, and its number there."""
     for source in sources:
         if index < len(source):
             return source, index
         index -= len(source)
-    raise IndexError("there are not so many pictures")
+    raise IndexError("there are not so many images")
 
 
 def _look(
     source: Source, index: int, *, depth: _Depth, known: Known = NOTHING_KNOWN
 ) -> tuple[tuple[Any, ...], str | None]:
-    """Return the row of one picture, and why it cannot be used."""
+    """Return the row of one image, and why it cannot be used."""
     try:
         stored = source.read(index)
     except DataError as error:
@@ -257,10 +257,10 @@ def _look(
     height, width, kind, flat = 0, 0, Kind("", "", 3), False
     reason: str | None = None
     try:
-        picture = open_picture(stored)
-        height, width, kind = picture.height, picture.width, kind_of(stored)
+        image = open_image(stored)
+        height, width, kind = image.height, image.width, kind_of(stored)
         if depth == "pixels":
-            flat = _is_flat(picture.pixels(kind.channels))
+            flat = _is_flat(image.pixels(kind.channels))
     except DataError as error:
         reason = str(error)
     except MemoryError:  # no fault of the file, so that it is not remembered
@@ -283,7 +283,7 @@ def _is_flat(pixels: Pixels) -> bool:
 
 
 def _file_of(found: Survey) -> Path:
-    """Return the file to keep rows in: by the folder of the pictures, which stays when some are added."""
+    """Return the file to keep rows in: by the folder of the images, which stays when some are added."""
     sources = list(found.sources.values())
     names = (source.name(number) for source, number in (_place(sources, index) for index in found.indices.tolist()))
     first = last = next(names)

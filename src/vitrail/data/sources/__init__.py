@@ -1,1 +1,1 @@
-"""Where pictures come from: folders, manifests, shards, arrays."""
+"""Where images come from: folders, manifests, shards, arrays."""

@@ -10,5 +10,5 @@ from vitrail.data.sources.source import Arrays
 def digits() -> Arrays:
     """Return 1,797 handwritten digits of 8×8 pixels, in grey: scikit-learn's, with 0…16 spread over 0…255."""
     with files("vitrail.data.sources").joinpath("digits.npz").open("rb") as file, np.load(file) as arrays:
-        pictures, labels = arrays["pictures"], arrays["labels"].astype(np.int64)
-    return Arrays(pictures, labels, tuple(str(digit) for digit in range(10)))
+        images, labels = arrays["images"], arrays["labels"].astype(np.int64)
+    return Arrays(images, labels, tuple(str(digit) for digit in range(10)))

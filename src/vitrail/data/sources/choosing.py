@@ -1,4 +1,4 @@
-"""Choosing the pictures that a model is measured on, and counting their classes as the model does."""
+"""Choosing the images that a model is measured on, and counting their classes as the model does."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from vitrail.data.sources.contents import Contents, digests_of
 from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
-from vitrail.data.sources.parquet import ParquetPictures
+from vitrail.data.sources.parquet import ParquetImages
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
 from vitrail.data.sources.splits import Parts, keys_of, part_of
 from vitrail.data.sources.tables import Tables
@@ -36,21 +36,21 @@ class Joined:
         return self.sources[0].classes
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        """Return what a person would call a picture."""
+        """Return what a person would call an image."""
         source, inner = self._find(index)
         return source.name(inner)
 
     def read(self, index: int) -> bytes | Pixels:
-        """Return a picture as it is stored."""
+        """Return an image as it is stored."""
         source, inner = self._find(index)
         return source.read(inner)
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored picture does."""
+        """Return two numbers that change when the stored image does."""
         source, inner = self._find(index)
         return source.stamp(inner)
 
@@ -63,7 +63,7 @@ class Joined:
 
 
 class Chosen(NamedTuple):
-    """The pictures to measure on."""
+    """The images to measure on."""
 
     source: Source
     part: str
@@ -72,14 +72,14 @@ class Chosen(NamedTuple):
     """Whether somebody said, the data or the model's own run, that these are not for training."""
 
 
-def choose_pictures(
+def choose_images(
     place: str | os.PathLike[str],
     part: str | None = None,
     *,
     record: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Chosen:
-    """Open the pictures that a model is measured on.
+    """Open the images that a model is measured on.
 
     By default they are the test part that the data names, else its val part. Where it names neither they are the test
     part of `record`, the split that the model was trained with, if this is the data of that split; else all of them.
@@ -171,7 +171,7 @@ def _keys_of(source: Source) -> list[str]:
 
 
 def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
-    """Return the split of the run that a bundle lies in, so that no picture it was trained on is taken for a test."""
+    """Return the split of the run that a bundle lies in, so that no image it was trained on is taken for a test."""
     if bundle is None:
         return None
     place = bundle.absolute().parent / "split.json"
@@ -190,7 +190,7 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
 def _recorded_test(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None, on_progress: Progress | None
 ) -> Chosen | None:
-    """Return the test part of a recorded split, or its val part; None if these are not the pictures that were split."""
+    """Return the test part of a recorded split, or its val part; None if these are not the images that were split."""
     if record is None:
         return None
     try:
@@ -203,12 +203,12 @@ def _recorded_test(
 
 
 def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
-    """Return all pictures, and those of each part where the data names parts."""
+    """Return all images, and those of each part where the data names parts."""
     try:
         source = open_source(place, on_progress=on_progress)
     except DataError:  # several parts are no single source; what cannot be opened at all fails again
         return _whole_and_parts(open_data(place, val=0, test=0, on_progress=on_progress))
-    if not isinstance(source, Manifest | ParquetPictures | Tables) or source.part_of is None:
+    if not isinstance(source, Manifest | ParquetImages | Tables) or source.part_of is None:
         return source, {}
     rows = {name: np.flatnonzero(source.part_of == number) for number, name in enumerate(("train", "val", "test"))}
     return source, {name: part_of(source, indices) for name, indices in rows.items() if len(indices)}

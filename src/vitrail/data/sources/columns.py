@@ -13,7 +13,7 @@ from vitrail.data.sources.source import SUFFIXES, Labels
 from vitrail.data.sources.splits import PARTS
 from vitrail.errors import DataError
 
-PICTURE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
+IMAGE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
 LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name")
 NAME_COLUMNS = ("label_name", "class_name")
 """What is in these is a name, whatever it looks like."""
@@ -23,17 +23,17 @@ _PART_NUMBERS = {"train": 0, "val": 1, "test": 2}
 class Columns(NamedTuple):
     """Which columns of a manifest say what."""
 
-    picture: str
+    image: str
     label: str | None
     name: str | None
     split: str | None
 
 
 class Row(NamedTuple):
-    """What a manifest says of one picture. Values of columns that are not there are None."""
+    """What a manifest says of one image. Values of columns that are not there are None."""
 
     number: int
-    picture: object
+    image: object
     label: object
     name: object
     split: object
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def choose_columns(
-    place: str, found: Sequence[str], *, unlabelled: bool, pictures: Sequence[str] = PICTURE_COLUMNS
+    place: str, found: Sequence[str], *, unlabelled: bool, images: Sequence[str] = IMAGE_COLUMNS
 ) -> Columns:
     """Find out which of the columns say what; their case does not matter."""
     by_name: dict[str, str] = {}
@@ -52,18 +52,18 @@ def choose_columns(
     def first(names: Sequence[str]) -> str | None:
         return next((by_name[name] for name in names if name in by_name), None)
 
-    picture, label = first(pictures), first(LABEL_COLUMNS)
+    image, label = first(images), first(LABEL_COLUMNS)
     columns = ", ".join(repr(column) for column in found[:20]) or "none"
-    if picture is None and any(
+    if image is None and any(
         column.strip().lower().rpartition(".")[2] in SUFFIXES for column in found if "." in column
     ):
         raise DataError(f"{shown(place)} begins with a file, not with a header; add a first line such as path,label")
-    if picture is None and len(found) == 1 and "|" in found[0]:
+    if image is None and len(found) == 1 and "|" in found[0]:
         raise DataError(f"{shown(place)} divides its fields by '|'; divide them by commas, semicolons or tabs")
-    if picture is None:
+    if image is None:
         raise DataError(
-            f"{shown(place)} has no column for the pictures; name one of its columns ({columns}) "
-            f"{' or '.join(PICTURE_COLUMNS)}"
+            f"{shown(place)} has no column for the images; name one of its columns ({columns}) "
+            f"{' or '.join(IMAGE_COLUMNS)}"
         )
     if label is None and not unlabelled:
         raise DataError(
@@ -71,7 +71,7 @@ def choose_columns(
             f"{' or '.join(LABEL_COLUMNS[:4])}"
         )
     name = first(NAME_COLUMNS) if label is not None and label.strip().lower() not in NAME_COLUMNS else None
-    return Columns(picture, label, name, first(("split",)))
+    return Columns(image, label, name, first(("split",)))
 
 
 class LabelCollector:
@@ -118,7 +118,7 @@ class LabelCollector:
     def finish(self, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels, NDArray[np.int8] | None]:
         """Return the classes, the label of every row and the part of every row; `names` are those of whole numbers."""
         if not self._labels:
-            raise DataError(f"{shown(self.place)} lists no pictures; add a {self.unit} for each")
+            raise DataError(f"{shown(self.place)} lists no images; add a {self.unit} for each")
         codes = np.array(self._labels, np.int64)
         if names is None and not self.any_label:
             counts = np.bincount(codes[codes >= 0], minlength=len(self._codes)).tolist()

@@ -1,4 +1,4 @@
-"""A folder of pictures with a sub-folder for each class."""
+"""A folder of images with a sub-folder for each class."""
 
 import os
 from collections.abc import Iterator
@@ -10,24 +10,24 @@ from numpy.typing import NDArray
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.source import Labels, SkippedFile, read_file, stamp_file
-from vitrail.data.sources.tree import Listing, list_pictures
+from vitrail.data.sources.tree import Listing, list_images
 
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """Pictures in folders. The class of a picture is the sub-folder of the root that it lies in, at any depth."""
+    """Images in folders. The class of an image is the sub-folder of the root that it lies in, at any depth."""
 
     root: str
     listing: Listing
     classes: tuple[str, ...]
     labels: Labels
     indices: NDArray[np.int64] | None = None
-    """Which pictures of the listing these are, where not all."""
+    """Which images of the listing these are, where not all."""
     loose: NDArray[np.int64] | None = None
     """Which images of the listing lie in no class folder and are not among these."""
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         return len(self.labels)
 
     def _path(self, index: int) -> bytes:
@@ -76,12 +76,12 @@ def open_folder(
 ) -> Folder:
     """Open a folder with a sub-folder for each class.
 
-    With `unlabelled`, pictures that lie in no class folder are taken too, with label -1, and a folder without pictures
-    is no class; else such pictures are passed over, and such a folder is refused. With `faults`, what cannot be used is
+    With `unlabelled`, images that lie in no class folder are taken too, with label -1, and a folder without images
+    is no class; else such images are passed over, and such a folder is refused. With `faults`, what cannot be used is
     left out and named there.
     """
     root = os.fspath(root)
-    listing = list_pictures(root, on_progress=on_progress)
+    listing = list_images(root, on_progress=on_progress)
     class_folders, number_of_folder = _class_folders(listing)
     labels = number_of_folder[listing.folder_of]
     filled = np.bincount(labels[labels >= 0], minlength=len(class_folders)) > 0
@@ -117,15 +117,15 @@ def _check_any(root: str, listing: Listing, class_folders: list[bytes], loose: i
     """Refuse a folder of which nothing can be used."""
     wrong = None
     if not len(listing.files):
-        what = "some" if unlabelled else "a sub-folder of pictures for each class"
-        wrong = f"{shown(root)} has no pictures; give a folder with {what}"
+        what = "some" if unlabelled else "a sub-folder of images for each class"
+        wrong = f"{shown(root)} has no images; give a folder with {what}"
     elif not unlabelled and not class_folders:
         wrong = (
-            f"{shown(root)} has {loose} pictures but no class folders; "
-            "put the pictures of each class in a folder of its own, or give a manifest with their labels"
+            f"{shown(root)} has {loose} images but no class folders; "
+            "put the images of each class in a folder of its own, or give a manifest with their labels"
         )
     elif not unlabelled and loose == len(listing.files):
-        wrong = f"{shown(root)} has no pictures in its class folders; move the {loose:,} that lie beside them there"
+        wrong = f"{shown(root)} has no images in its class folders; move the {loose:,} that lie beside them there"
     if wrong is not None:
         settle([*listing.faults, wrong], shown(root), None)
 
@@ -144,7 +144,7 @@ def _empty_classes(
             instead = (
                 f" ({files}, such as {shown(listing.others[others.item(0)])}, whose names do not end as an image's)"
             )
-        texts.append(f"the class folder {path} has no pictures{instead}; add some, or remove the folder")
+        texts.append(f"the class folder {path} has no images{instead}; add some, or remove the folder")
     return texts
 
 

@@ -31,7 +31,7 @@ def label_text(value: object, where: str) -> str:
     text = value.strip() if isinstance(value, str) else ""
     if isinstance(value, list | tuple | dict) or (text.startswith("[") and text.endswith("]")):
         raise DataError(
-            f"{where} has several labels per picture, {_short(value)}, which is not possible: "
+            f"{where} has several labels per image, {_short(value)}, which is not possible: "
             "single-label classification only, for now"
         )
     if isinstance(value, str) and text.lower() in ("", "nan", "null"):

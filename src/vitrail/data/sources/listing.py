@@ -1,4 +1,4 @@
-"""Names of very many pictures, held compactly, and the index on disk that saves listing them again."""
+"""Names of very many images, held compactly, and the index on disk that saves listing them again."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vitrail.io import follow_umask, open_regular
 
 Progress = Callable[[int], None]
-"""Called now and then with the number of pictures found so far."""
+"""Called now and then with the number of images found so far."""
 VERSION = 1
 """Of the index on disk: another number makes all earlier files be written anew."""
 YOUNG_NS = 2_000_000_000

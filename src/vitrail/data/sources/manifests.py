@@ -1,4 +1,4 @@
-"""Lists of pictures with their labels: what CSV, JSONL and Parquet files have in common, and the first two."""
+"""Lists of images with their labels: what CSV, JSONL and Parquet files have in common, and the first two."""
 
 import csv
 import itertools
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.columns import LABEL_COLUMNS, PICTURE_COLUMNS, Columns, LabelCollector, Row, choose_columns
+from vitrail.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Columns, LabelCollector, Row, choose_columns
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Names, NamesBuilder, Progress, shown
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
@@ -27,17 +27,17 @@ MOST_FAULTS = 1000
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """Pictures in files that a manifest lists, by paths relative to the manifest's folder."""
+    """Images in files that a manifest lists, by paths relative to the manifest's folder."""
 
     place: str
     paths: Names
     classes: tuple[str, ...]
     labels: Labels
     part_of: NDArray[np.int8] | None
-    """Of every picture, 0 for train, 1 for val, 2 for test, where the manifest says so."""
+    """Of every image, 0 for train, 1 for val, 2 for test, where the manifest says so."""
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         return len(self.labels)
 
     def _path(self, index: int) -> bytes:
@@ -97,7 +97,7 @@ def _faulty(number: int, fault: str) -> Row:
 
 @contextmanager
 def read_in_words(place: str) -> Iterator[None]:
-    """Say in a sentence why a list of pictures cannot be read."""
+    """Say in a sentence why a list of images cannot be read."""
     try:
         yield
     except UnicodeDecodeError as fault:
@@ -119,7 +119,7 @@ def manifest_of(
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Manifest:
-    """Make the source of rows whose pictures are paths."""
+    """Make the source of rows whose images are paths."""
     labels = LabelCollector(place, columns, unit=unit, any_label=unlabelled)
     paths = NamesBuilder()
     first: dict[bytes, tuple[int, int]] = {}
@@ -177,9 +177,9 @@ def path_of(row: Row, where: str) -> bytes:
     """Return the path that a row names; `where` is what messages call the row."""
     if row.fault is not None:
         raise DataError(row.fault)
-    value = row.picture.get("path") if isinstance(row.picture, dict) else row.picture
+    value = row.image.get("path") if isinstance(row.image, dict) else row.image
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where} has {value!r} where the path of a picture should be; write a path")
+        raise DataError(f"{where} has {value!r} where the path of an image should be; write a path")
     try:
         return os.fsencode(value)
     except UnicodeEncodeError:
@@ -190,9 +190,9 @@ def _refuse_twice(place: str, unit: str, path: bytes, lines: tuple[int, int], *,
     where = f"{shown(path)} is listed twice in {shown(place)}, on {unit}s {lines[0]} and {lines[1]}"
     if several:
         raise DataError(
-            f"{where}: several labels per picture are not possible, single-label classification only, for now"
+            f"{where}: several labels per image are not possible, single-label classification only, for now"
         )
-    raise DataError(f"{where}; list each picture once")
+    raise DataError(f"{where}; list each image once")
 
 
 def _is_file(path: bytes) -> bool:
@@ -216,7 +216,7 @@ def _header(place: str) -> tuple[str, list[str]]:
         for delimiter in DELIMITERS:
             file.seek(0)
             headers[delimiter] = next(_csv_lines(place, csv.reader(file, delimiter=delimiter)), [])
-    wanted = {*PICTURE_COLUMNS, *LABEL_COLUMNS, "split"}
+    wanted = {*IMAGE_COLUMNS, *LABEL_COLUMNS, "split"}
 
     def known(delimiter: str) -> int:
         return sum(column.strip().lower() in wanted for column in headers[delimiter])
@@ -258,7 +258,7 @@ def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
     lines = [fields for _, fields in itertools.islice(_json_lines(place), 1)]
     found = next((fields for _, fields in _json_lines(place) if isinstance(fields, dict)), None)
     if found is None:
-        raise DataError(str(lines[0]) if lines else f"{shown(place)} lists no pictures; add a line for each")
+        raise DataError(str(lines[0]) if lines else f"{shown(place)} lists no images; add a line for each")
     columns = choose_columns(place, list(found), unlabelled=unlabelled)
     return columns, _json_rows(place, columns)
 
@@ -268,8 +268,8 @@ def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
         if isinstance(fields, str):
             yield _faulty(number, fields)
         else:
-            picture, label, name, split = (None if column is None else fields.get(column) for column in columns)
-            yield Row(number, picture, label, name, split)
+            image, label, name, split = (None if column is None else fields.get(column) for column in columns)
+            yield Row(number, image, label, name, split)
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:

@@ -45,23 +45,23 @@ class Renumbered:
     labels: Labels
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         return len(self.whole)
 
     def key(self, index: int) -> str:
-        """Return the key of a picture."""
+        """Return the key of an image."""
         return self.whole.key(index) if isinstance(self.whole, Keyed) else self.whole.name(index)
 
     def name(self, index: int) -> str:
-        """Return what a person would call a picture."""
+        """Return what a person would call an image."""
         return self.whole.name(index)
 
     def read(self, index: int) -> bytes | Pixels:
-        """Return a picture as it is stored."""
+        """Return an image as it is stored."""
         return self.whole.read(index)
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored picture does."""
+        """Return two numbers that change when the stored image does."""
         return self.whole.stamp(index)
 
 
@@ -117,12 +117,12 @@ def _too_few_classes(place: str, train: Source) -> list[str]:
     present = np.unique(train.labels)
     if len(present) > 1:
         return []
-    found = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no pictures to train on"
-    return [f"{shown(place)} has {found}; training needs pictures of at least two classes"]
+    found = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no images to train on"
+    return [f"{shown(place)} has {found}; training needs images of at least two classes"]
 
 
 def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
-    """Open data as one source, to predict or measure on. Pictures without a class have label -1."""
+    """Open data as one source, to predict or measure on. Images without a class have label -1."""
     place = place_of(place)
     if not os.path.lexists(place):
         if place == "digits":
@@ -248,18 +248,18 @@ def _part_folders(place: str, folders: list[str]) -> dict[str, str]:
             found[part] = folder
     if "train" not in found or (len(found) == 1 and len(folders) > 1):
         return {}
-    beside = [folder for folder in folders if folder not in found.values() and _holds_pictures(folder)]
+    beside = [folder for folder in folders if folder not in found.values() and _holds_images(folder)]
     others = [shown(os.path.basename(folder)) for folder in beside]
     if others:
         raise DataError(
-            f"{shown(place)} has the parts {', '.join(found)} and beside them pictures in {', '.join(others)}, which "
+            f"{shown(place)} has the parts {', '.join(found)} and beside them images in {', '.join(others)}, which "
             f"would be passed over; move them away, or into one of the parts"
         )
     return found
 
 
-def _holds_pictures(folder: str) -> bool:
-    """Tell whether there is a picture in a folder, at any depth."""
+def _holds_images(folder: str) -> bool:
+    """Tell whether there is an image in a folder, at any depth."""
     return any(name.rpartition(".")[2].lower() in SUFFIXES for _, _, names in os.walk(folder) for name in names)
 
 
@@ -316,7 +316,7 @@ def renumber(source: Source, train: Source) -> Source:
 
 
 def _as_recorded(named: Mapping[str, Source], record: Mapping[str, Any]) -> Parts:
-    """Return the parts as a record says: those that the data names must have as many pictures, the others are drawn."""
+    """Return the parts as a record says: those that the data names must have as many images, the others are drawn."""
     drawn = {
         key: {part: value for part, value in dict(record.get(key, {})).items() if part == "train" or part not in named}
         for key in ("names", "counts")

@@ -1,4 +1,4 @@
-"""Parquet manifests: paths of pictures, or the pictures themselves as bytes, as Hugging Face datasets writes them."""
+"""Parquet manifests: paths of images, or the images themselves as bytes, as Hugging Face datasets writes them."""
 
 import importlib
 import itertools
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.columns import PICTURE_COLUMNS, Columns, LabelCollector, Row, choose_columns
+from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, Row, choose_columns
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
@@ -25,10 +25,10 @@ GROUPS_HELD = 4
 
 
 @dataclass(frozen=True, eq=False)
-class ParquetPictures:
-    """Pictures that lie as bytes in a column of a Parquet file, read a row group at a time.
+class ParquetImages:
+    """Images that lie as bytes in a column of a Parquet file, read a row group at a time.
 
-    Fast in the order of the rows. In random order every picture costs the reading of its row group: to train on many,
+    Fast in the order of the rows. In random order every image costs the reading of its row group: to train on many,
     write small row groups, or tar shards.
     """
 
@@ -39,7 +39,7 @@ class ParquetPictures:
     classes: tuple[str, ...]
     labels: Labels
     part_of: NDArray[np.int8] | None
-    """Of every picture, 0 for train, 1 for val, 2 for test, where the file says so."""
+    """Of every image, 0 for train, 1 for val, 2 for test, where the file says so."""
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class ParquetPictures:
         return {**self.__dict__, "_held": OrderedDict()}
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         return len(self.labels)
 
     def key(self, index: int) -> str:
@@ -59,12 +59,12 @@ class ParquetPictures:
         return f"{shown(self.place)}, row {index + 1}"
 
     def read(self, index: int) -> bytes:
-        """Return the bytes of a picture."""
+        """Return the bytes of an image."""
         group = int(np.searchsorted(self.group_ends, index, side="right"))
         start = int(self.group_ends[group - 1]) if group else 0
         value = self._group(group, index)[index - start].as_py()
         if value is None:
-            raise DataError(f"{self.name(index)} has no picture; write its bytes, or remove the row")
+            raise DataError(f"{self.name(index)} has no image; write its bytes, or remove the row")
         return bytes(value)
 
     def _group(self, group: int, index: int) -> Any:
@@ -109,7 +109,7 @@ def open_parquet(
     unlabelled: bool = False,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
-) -> Manifest | ParquetPictures:
+) -> Manifest | ParquetImages:
     """Open a Parquet file. With `unlabelled` it need not have a column of labels.
 
     With `faults`, rows whose files cannot be used are left out and named there.
@@ -125,10 +125,10 @@ def open_parquet(
 
 def _open(
     place: str, arrow: Any, file: Any, unlabelled: bool, faults: Faults | None, on_progress: Progress | None
-) -> Manifest | ParquetPictures:
+) -> Manifest | ParquetImages:
     schema = file.schema_arrow
     columns = _columns(place, arrow, file, unlabelled)
-    column = _bytes_column(arrow, file, columns.picture)
+    column = _bytes_column(arrow, file, columns.image)
     names = _class_names(schema, columns.label)
     if names is not None:
         columns = columns._replace(name=None)
@@ -142,7 +142,7 @@ def _open(
     unknown = "-1" if names and unlabelled else None
     collector = LabelCollector(place, columns, unit="row", unknown=unknown, any_label=unlabelled)
     wrong: list[str] = []
-    for row in _rows(file, columns._replace(picture="")):
+    for row in _rows(file, columns._replace(image="")):
         try:
             collector.keep(*collector.read(row))
         except DataError as fault:
@@ -151,16 +151,16 @@ def _open(
             on_progress(row.number)
     settle(wrong, shown(place), None)  # an image is its row's number, so that no row can be left out
     groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    return ParquetPictures(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
+    return ParquetImages(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
 
 
 def read_parquet(place: str) -> Iterator[Row]:
-    """Go through a file without holding its rows; `Row.picture` is a picture's bytes, its path, or both in a dict."""
+    """Go through a file without holding its rows; `Row.image` is an image's bytes, its path, or both in a dict."""
     arrow = import_pyarrow(place)
     try:
         with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
-            columns = Columns(_columns(place, arrow, file, True).picture, None, None, None)
-            at_once = 65_536 if _bytes_column(arrow, file, columns.picture) is None else 16
+            columns = Columns(_columns(place, arrow, file, True).image, None, None, None)
+            at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
             yield from _rows(file, columns, at_once)
     except _damage(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
@@ -170,8 +170,8 @@ def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
     # Bytes before paths: where a file has both, the paths tell where the bytes once came from.
     names = file.schema_arrow.names
     binary = [name for name in names if _bytes_column(arrow, file, name) is not None]
-    preferred = sorted(PICTURE_COLUMNS, key=lambda name: not any(name == found.strip().lower() for found in binary))
-    return choose_columns(place, names, unlabelled=unlabelled, pictures=preferred)
+    preferred = sorted(IMAGE_COLUMNS, key=lambda name: not any(name == found.strip().lower() for found in binary))
+    return choose_columns(place, names, unlabelled=unlabelled, images=preferred)
 
 
 def _bytes_column(arrow: Any, file: Any, name: str) -> str | None:
@@ -218,7 +218,7 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
 
 
 def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[Row]:
-    """Go through the rows, reading the columns asked for and of a picture only its path."""
+    """Go through the rows, reading the columns asked for and of an image only its path."""
     wanted = [column for column in columns if column]
     numbers = itertools.count(1)
     if not wanted:
@@ -226,8 +226,8 @@ def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[Row]:
         return
     for batch in file.iter_batches(batch_size=at_once, columns=wanted, use_threads=False):
         cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
-        for picture, label, name, split in zip(*cells, strict=False):
-            yield Row(next(numbers), picture, label, name, split)
+        for image, label, name, split in zip(*cells, strict=False):
+            yield Row(next(numbers), image, label, name, split)
 
 
 def _damage(arrow: Any) -> tuple[type[Exception], ...]:

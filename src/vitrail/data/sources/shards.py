@@ -1,4 +1,4 @@
-"""Tar shards in WebDataset layout: files with one key are a picture and its label. Indexed once, then read anywhere."""
+"""Tar shards in WebDataset layout: files with one key are an image and its label. Indexed once, then read anywhere."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from vitrail.io import ContentError, open_regular, read_text
 CLASSES_FILE = "classes.txt"
 LABEL_SUFFIXES = (b"cls", b"json", b"txt")
 """Where a label may be; the first of them that a key has holds."""
-_PICTURES = frozenset(suffix.encode() for suffix in SUFFIXES)
+_IMAGES = frozenset(suffix.encode() for suffix in SUFFIXES)
 _INDEX = (
     "stamps", "shard_of", "starts", "sizes", "names", "name_ends", "codes", "found", "others", "other_ends",
     "other_places",
@@ -41,7 +41,7 @@ _WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Where the pictures of some shards lie, and what their labels are."""
+    """Where the images of some shards lie, and what their labels are."""
 
     stamps: NDArray[np.int64]
     """Of every shard, its size and the time of its last change."""
@@ -50,7 +50,7 @@ class Index:
     sizes: NDArray[np.int64]
     names: Names
     codes: NDArray[np.int64]
-    """Of every picture, the place of its label in `found`, or -1."""
+    """Of every image, the place of its label in `found`, or -1."""
     found: list[str]
     others: Names
     """The files that are not used."""
@@ -60,7 +60,7 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Pictures inside tar files. No file stays open: opening one costs little beside decoding a picture."""
+    """Images inside tar files. No file stays open: opening one costs little beside decoding an image."""
 
     paths: tuple[str, ...]
     index: Index
@@ -68,7 +68,7 @@ class Shards:
     labels: Labels
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         return len(self.labels)
 
     def _path(self, index: int) -> str:
@@ -94,7 +94,7 @@ class Shards:
             yield SkippedFile(shown(os.path.join(path, self.index.others[number])), path, start, size)
 
     def read(self, index: int) -> bytes:
-        """Return the content of a picture's file."""
+        """Return the content of an image's file."""
         size = int(self.index.sizes[index])
         try:
             with open_regular(self._path(index)) as file:
@@ -106,7 +106,7 @@ class Shards:
         return content
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return the place and the size of a picture in one number, and the time of the shard's last change."""
+        """Return the place and the size of an image in one number, and the time of the shard's last change."""
         start, size = int(self.index.starts[index]), int(self.index.sizes[index])
         changed = stamp_file(self._path(index), self.name(index))[1]
         return ((start // 512) << 31 | size & (2**31 - 1)) & (2**63 - 1), changed
@@ -121,7 +121,7 @@ def read_at(file: int, size: int, start: int) -> bytes:
 
 
 def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: Progress | None = None) -> Shards:
-    """Open tar shards as one source. With `unlabelled`, a picture may be without a label and then has label -1.
+    """Open tar shards as one source. With `unlabelled`, an image may be without a label and then has label -1.
 
     A file classes.txt beside the first shard names classes that are whole numbers, one on each line.
     """
@@ -131,7 +131,7 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
         files = "1 other file" if len(index.others) == 1 else f"{len(index.others):,} other files"
         instead = f" ({files}, such as {shown(index.others[0])})" if len(index.others) else ""
         raise DataError(
-            f"{shown_paths} has no pictures{instead}; give their names one dot and one of the suffixes "
+            f"{shown_paths} has no images{instead}; give their names one dot and one of the suffixes "
             f"{', '.join(sorted(SUFFIXES))}"
         )
     names = _read_classes(paths[0])
@@ -162,7 +162,7 @@ def _read_classes(shard: str) -> list[str] | None:
 
 
 def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> Index:
-    """Find the pictures in shards, or take the index from the disk where no shard has changed since."""
+    """Find the images in shards, or take the index from the disk where no shard has changed since."""
     stamps = np.array([stamp_file(path, shown(path)) for path in paths], np.int64)
     place = index_file("shards", paths)
     arrays = load_index(place, _INDEX)
@@ -194,18 +194,18 @@ def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progres
     code_of: dict[str, int] = {}
     counts: list[int] = []
     for shard, path in enumerate(paths):
-        pictures, codes = [], []
+        images, codes = [], []
         contents = _contents(path)
         others.extend([member.name for member in contents.others])
         other_numbers = [(shard, member.start, member.size) for member in contents.others]
         other_places.append(np.array(other_numbers, np.int64).reshape(-1, 3).T)
-        for picture, label in contents.pictures:
-            pictures.append(picture)
+        for image, label in contents.images:
+            images.append(image)
             codes.append(-1 if label is None else code_of.setdefault(label, len(code_of)))
-        names.extend([picture.name for picture in pictures])
-        numbers = [[p.start for p in pictures], [p.size for p in pictures], codes]
+        names.extend([image.name for image in images])
+        numbers = [[p.start for p in images], [p.size for p in images], codes]
         places.append(np.array(numbers, np.int64).reshape(3, -1))
-        counts.append(len(pictures))
+        counts.append(len(images))
         if on_progress is not None:
             on_progress(sum(counts))
     starts, sizes, codes_of_all = np.concatenate(places, axis=1)
@@ -219,17 +219,17 @@ def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progres
 class _Group:
     """The files of one key."""
 
-    __slots__ = ("labels", "picture")
+    __slots__ = ("image", "labels")
 
     def __init__(self) -> None:
-        self.picture: Member | None = None
+        self.image: Member | None = None
         self.labels: dict[bytes, Member] = {}
 
 
 class _Contents(NamedTuple):
     """What a shard holds."""
 
-    pictures: list[tuple[Member, str | None]]
+    images: list[tuple[Member, str | None]]
     """In their order, each with the text of its label."""
     others: list[Member]
     """What is not used. What goes with an image of its key has the size 0: it is not taken for a misnamed image."""
@@ -239,13 +239,13 @@ def _contents(path: str) -> _Contents:
     try:
         with open_regular(path) as file:
             groups, others = _groups(path, file.fileno())
-            pictures = [
-                (group.picture, _label(path, file.fileno(), group))
+            images = [
+                (group.image, _label(path, file.fileno(), group))
                 for group in groups.values()
-                if group.picture is not None
+                if group.image is not None
             ]
-            alone = [member for group in groups.values() if group.picture is None for member in group.labels.values()]
-            return _Contents(pictures, sorted([*others, *alone], key=lambda member: member.start))
+            alone = [member for group in groups.values() if group.image is None for member in group.labels.values()]
+            return _Contents(images, sorted([*others, *alone], key=lambda member: member.start))
     except OSError as fault:
         raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
 
@@ -260,24 +260,24 @@ def _groups(path: str, file: int) -> tuple[dict[bytes, _Group], list[Member]]:
         suffix = ending.lower()
         if not stem or b"__MACOSX" in folder:
             continue
-        if not (suffix in _PICTURES or suffix in LABEL_SUFFIXES):
+        if not (suffix in _IMAGES or suffix in LABEL_SUFFIXES):
             others.append((folder + slash + stem, member if member.is_file else member._replace(size=0)))
             continue
         if not member.is_file:
             raise DataError(f"{_inside(path, member)} is a link or a sparse file; write whole files to the shard")
         group = groups.setdefault(folder + slash + stem, _Group())
-        if suffix in _PICTURES:
-            if group.picture is not None:
+        if suffix in _IMAGES:
+            if group.image is not None:
                 raise DataError(
-                    f"{_inside(path, member)} is the second picture of its key, after {shown(group.picture.name)}; "
-                    "give every picture a key of its own"
+                    f"{_inside(path, member)} is the second image of its key, after {shown(group.image.name)}; "
+                    "give every image a key of its own"
                 )
-            group.picture = member
+            group.image = member
         elif suffix in group.labels:
-            raise DataError(f"{_inside(path, member)} is there twice; give every picture a key of its own")
+            raise DataError(f"{_inside(path, member)} is there twice; give every image a key of its own")
         else:
             group.labels[suffix] = member
-    used = {key for key, group in groups.items() if group.picture is not None}
+    used = {key for key, group in groups.items() if group.image is not None}
     return groups, [member._replace(size=0) if key in used else member for key, member in others]
 
 

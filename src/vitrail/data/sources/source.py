@@ -1,4 +1,4 @@
-"""`Source`: pictures with labels, by number. Every kind of data is one: folders, manifests, shards, arrays."""
+"""`Source`: images with labels, by number. Every kind of data is one: folders, manifests, shards, arrays."""
 
 import os
 import zlib
@@ -14,7 +14,7 @@ from vitrail.errors import DataError, InputError
 from vitrail.io import open_regular
 
 Pixels = NDArray[Any]
-"""A decoded picture: (height, width, channels) or (height, width)."""
+"""A decoded image: (height, width, channels) or (height, width)."""
 Labels = NDArray[np.int64]
 SUFFIXES = frozenset(
     {"jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "npy", "heic", "heif", "hif", "avif"}
@@ -38,9 +38,9 @@ class SkippedFile(NamedTuple):
 
 
 class Source(Protocol):
-    """Pictures that can be asked for by number, from any process.
+    """Images that can be asked for by number, from any process.
 
-    A source is cheap to copy to another process (it holds names, not pictures) and keeps no file open across a fork.
+    A source is cheap to copy to another process (it holds names, not images) and keeps no file open across a fork.
     """
 
     @property
@@ -49,32 +49,32 @@ class Source(Protocol):
 
     @property
     def labels(self) -> Labels:
-        """The class of every picture, by number; -1 where it is not known."""
+        """The class of every image, by number; -1 where it is not known."""
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
 
     def name(self, index: int) -> str:
-        """Return what a person would call a picture: the path of its file, or where in a file it is."""
+        """Return what a person would call an image: the path of its file, or where in a file it is."""
 
     def read(self, index: int) -> bytes | Pixels:
-        """Return a picture as it is stored: the content of its file, or its pixels where it has no file."""
+        """Return an image as it is stored: the content of its file, or its pixels where it has no file."""
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored picture does, without reading it."""
+        """Return two numbers that change when the stored image does, without reading it."""
 
 
 @runtime_checkable
 class Keyed(Protocol):
-    """A source whose pictures have keys: names that stay the same when the data as a whole lies elsewhere."""
+    """A source whose images have keys: names that stay the same when the data as a whole lies elsewhere."""
 
     def key(self, index: int) -> str:
-        """Return a text that no other picture of the source has."""
+        """Return a text that no other image of the source has."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some pictures of a source, as a source: the part for training, for instance."""
+    """Some images of a source, as a source: the part for training, for instance."""
 
     whole: Source
     indices: NDArray[np.int64]
@@ -86,58 +86,58 @@ class Part:
 
     @cached_property
     def labels(self) -> Labels:
-        """The class of every picture."""
+        """The class of every image."""
         return self.whole.labels[self.indices]
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         return len(self.indices)
 
     def name(self, index: int) -> str:
-        """Return what a person would call a picture."""
+        """Return what a person would call an image."""
         return self.whole.name(int(self.indices[index]))
 
     def read(self, index: int) -> bytes | Pixels:
-        """Return a picture as it is stored."""
+        """Return an image as it is stored."""
         return self.whole.read(int(self.indices[index]))
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored picture does."""
+        """Return two numbers that change when the stored image does."""
         return self.whole.stamp(int(self.indices[index]))
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """Pictures that lie in memory: (pictures, height, width) or (pictures, height, width, channels)."""
+    """Images that lie in memory: (images, height, width) or (images, height, width, channels)."""
 
-    pictures: Pixels
+    images: Pixels
     labels: Labels
     classes: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if self.pictures.ndim not in (3, 4):
+        if self.images.ndim not in (3, 4):
             raise DataError(
-                f"pictures in memory have axes (pictures, height, width[, channels]), found {self.pictures.shape}"
+                f"images in memory have axes (images, height, width[, channels]), found {self.images.shape}"
             )
-        if len(self.pictures) != len(self.labels):
-            raise DataError(f"{len(self.pictures)} pictures with {len(self.labels)} labels; give one for each")
+        if len(self.images) != len(self.labels):
+            raise DataError(f"{len(self.images)} images with {len(self.labels)} labels; give one for each")
         check_labels(self.labels, self.classes)
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
-        return len(self.pictures)
+        """Return the number of images."""
+        return len(self.images)
 
     def name(self, index: int) -> str:
-        """Return what a person would call a picture."""
-        return f"picture {index}"
+        """Return what a person would call an image."""
+        return f"image {index}"
 
     def read(self, index: int) -> Pixels:
-        """Return the pixels of a picture."""
-        return np.asarray(self.pictures[index])
+        """Return the pixels of an image."""
+        return np.asarray(self.images[index])
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return where the picture is, and a checksum of it: nothing else tells one array from another."""
-        return index, zlib.crc32(np.ascontiguousarray(self.pictures[index]).data)
+        """Return where the image is, and a checksum of it: nothing else tells one array from another."""
+        return index, zlib.crc32(np.ascontiguousarray(self.images[index]).data)
 
 
 KINDS = "a folder with a sub-folder for each class, a manifest (.csv, .jsonl, .parquet), tar shards, or the word digits"

@@ -1,4 +1,4 @@
-"""Dividing pictures into the part for training, the part that chooses, and the part for the verdict."""
+"""Dividing images into the part for training, the part that chooses, and the part for the verdict."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,21 +27,21 @@ class Parts(NamedTuple):
 
 
 def part_of(source: Source, indices: Indices) -> Part:
-    """Return some pictures of a source; a part of a part is a part of the whole."""
+    """Return some images of a source; a part of a part is a part of the whole."""
     return Part(source.whole, source.indices[indices]) if isinstance(source, Part) else Part(source, indices)
 
 
 def split_indices(
     labels: Labels, *, seed: int, val: float, test: float, classes: Sequence[str] | None = None
 ) -> tuple[Indices, Indices, Indices]:
-    """Divide pictures into train, val and test, each class by the same shares; return sorted indices.
+    """Divide images into train, val and test, each class by the same shares; return sorted indices.
 
-    A pure function of the labels and the seed. A part with share 0 is empty; every other one has at least one picture
+    A pure function of the labels and the seed. A part with share 0 is empty; every other one has at least one image
     of each class. `classes` gives names to messages.
     """
     _check_shares(val, test)
     if not len(labels) or int(labels.min()) < 0:
-        raise DataError("pictures without labels cannot be divided into parts; give every picture a label")
+        raise DataError("images without labels cannot be divided into parts; give every image a label")
     settle(too_few(labels, val=val, test=test, classes=classes), "the data", None)
     by_class = np.argsort(labels, kind="stable")
     numbers, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
@@ -73,7 +73,7 @@ def too_few(labels: Labels, *, val: float, test: float, classes: Sequence[str] |
     numbers, counts = np.unique(labels[labels >= 0], return_counts=True)
     return [
         f"class {str(number) if classes is None else classes[number]!r} has "
-        f"{'1 picture' if count == 1 else f'{count} pictures'}, too few for {needed} parts; "
+        f"{'1 image' if count == 1 else f'{count} images'}, too few for {needed} parts; "
         "add some, remove the class, or ask for fewer parts"
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
         if count < needed
@@ -81,7 +81,7 @@ def too_few(labels: Labels, *, val: float, test: float, classes: Sequence[str] |
 
 
 def _counts(count: int, val: float, test: float) -> tuple[int, int]:
-    """Return how many pictures of a class go to val and to test: the nearest numbers that leave one for each part."""
+    """Return how many images of a class go to val and to test: the nearest numbers that leave one for each part."""
     wanted = [count * val, count * test]
     given = [max(1, math.floor(share + 0.5)) if share else 0 for share in wanted]
     while sum(given) >= count:  # rounding left nothing to train on
@@ -95,7 +95,7 @@ def split_source(source: Source, *, seed: int = 0, val: float = 0.1, test: float
     indices = split_indices(source.labels, seed=seed, val=val, test=test, classes=source.classes)
     train_part, val_part, test_part = (part_of(source, part) if len(part) else None for part in indices)
     if train_part is None:
-        raise DataError("there are no pictures to train on")
+        raise DataError("there are no images to train on")
     record = make_record("stratified", train_part, val_part, test_part, seed=seed, shares={"val": val, "test": test})
     return Parts(train_part, val_part, test_part, record)
 
@@ -135,7 +135,7 @@ def keys_of(source: Source) -> list[str]:
 
 
 def parts_from_record(source: Source, record: Mapping[str, Any]) -> Parts:
-    """Make the parts of a source that a record tells of. The source must have the same pictures as then."""
+    """Make the parts of a source that a record tells of. The source must have the same images as then."""
     try:
         names: dict[str, list[str]] = {part: list(record["names"].get(part, [])) for part in ("val", "test")}
         counts: dict[str, dict[str, int]] = dict(record["counts"])
@@ -163,12 +163,12 @@ def parts_from_record(source: Source, record: Mapping[str, Any]) -> Parts:
 
 
 def check_counts(name: str, part: Source, recorded: Mapping[str, int]) -> None:
-    """See to it that a part has as many pictures of each class as a record says."""
+    """See to it that a part has as many images of each class as a record says."""
     now = _class_counts(part)
     for label in [*recorded, *now]:
         before, after = recorded.get(label, 0), now.get(label, 0)
         if before != after:
             raise DataError(
-                f"class {label!r} has {after} pictures in the {name} part, but had {before} "
-                "when the split was recorded; bring back the same pictures, or start a new run"
+                f"class {label!r} has {after} images in the {name} part, but had {before} "
+                "when the split was recorded; bring back the same images, or start a new run"
             )

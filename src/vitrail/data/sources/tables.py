@@ -14,11 +14,11 @@ from vitrail.data.sources.faults import Faults
 from vitrail.data.sources.labels import order_classes
 from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest
-from vitrail.data.sources.parquet import ParquetPictures, open_parquet
+from vitrail.data.sources.parquet import ParquetImages, open_parquet
 from vitrail.data.sources.source import Labels
 from vitrail.errors import DataError
 
-Table = Manifest | ParquetPictures
+Table = Manifest | ParquetImages
 FILES_HELD = 2
 """Of so many files a process keeps row groups in memory."""
 
@@ -73,7 +73,7 @@ class Tables:
         self._recent[number] = None
         if len(self._recent) > FILES_HELD:
             oldest = self.tables[self._recent.popitem(last=False)[0]]
-            if isinstance(oldest, ParquetPictures):
+            if isinstance(oldest, ParquetImages):
                 oldest.let_go()
         return self.tables[number].read(inner)
 

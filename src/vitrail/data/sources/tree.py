@@ -31,7 +31,7 @@ _INDEX_OF_OTHERS = ("other_of", "other_names", "other_ends")
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The pictures in a folder and all that lie inside it, each as the number of its folder and its file's name."""
+    """The images in a folder and all that lie inside it, each as the number of its folder and its file's name."""
 
     folders: Names
     """Relative to the root, which is the first, with an empty name; each comes after the one that it lies in."""
@@ -58,8 +58,8 @@ def _joined(folder: bytes, name: bytes) -> bytes:
     return folder + b"/" + name if folder else name
 
 
-def list_pictures(root: str, *, on_progress: Progress | None = None) -> Listing:
-    """List all pictures below a folder, or take the list from the index where no folder has changed since.
+def list_images(root: str, *, on_progress: Progress | None = None) -> Listing:
+    """List all images below a folder, or take the list from the index where no folder has changed since.
 
     Files that change without their folder changing (a link's target, say) are noticed when they are read.
     """
@@ -136,7 +136,7 @@ class _Tree:
 
 
 def _walk(root: str, on_progress: Progress | None) -> Listing:
-    """List the pictures of a tree, depth first, in the order of the names."""
+    """List the images of a tree, depth first, in the order of the names."""
     tree = _Tree()
     total = 0
     waiting = [_Open(b"", frozenset())]

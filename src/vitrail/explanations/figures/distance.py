@@ -1,9 +1,9 @@
-"""Mean attention distance (the paper's figure 11): how far each head looks, in pixels of the picture.
+"""Mean attention distance (the paper's figure 11): how far each head looks, in pixels of the image.
 
 For one head of one layer: the attention between patches is taken and special tokens are left out, so every row is
 divided by its sum to add up to 1 again. Each query's distance is the mean of the Euclidean distances between its
 patch's centre and every patch's centre (its own included, at distance 0), weighted by its row. The head's number is
-the mean over all queries of all pictures. A query that gives patches no attention at all has no distance, and is left
+the mean over all queries of all images. A query that gives patches no attention at all has no distance, and is left
 out of the mean.
 """
 
@@ -26,17 +26,17 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import choose_device
 
 NAME, TITLE = "distance", "How far each head looks"
-PICTURES = 128
-"""As many pictures as in the paper."""
+IMAGES = 128
+"""As many images as in the paper."""
 AT_ONCE = 2**24
-"""Most attention weights of a layer that are in memory at a time, if one picture has no more: 64 MB."""
+"""Most attention weights of a layer that are in memory at a time, if one image has no more: 64 MB."""
 
 
 @torch.no_grad()
 def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.float64]:
     """Return the mean attention distance of every layer and head, (depth, heads), in pixels.
 
-    `batches` are normalised pictures (B, C, H, W) on the model's device. One layer's attention is held at a time, so
+    `batches` are normalised images (B, C, H, W) on the model's device. One layer's attention is held at a time, so
     that memory grows neither with depth nor with the number of batches. A head whose queries give patches no
     attention at all gets NaN.
     """
@@ -56,7 +56,7 @@ def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.floa
                 counts[layer] += counted
                 layer += 1  # noqa: SIM113 - enumerate() would hold on to the last layer's weights
     if not counts.any():
-        raise InputError("attention distance needs at least one picture, and there is none")
+        raise InputError("attention distance needs at least one image, and there is none")
     with np.errstate(invalid="ignore"):
         return sums / counts
 
@@ -81,29 +81,29 @@ def even_distance(config: ViTConfig) -> float:
 def distance_figure(
     bundle: Bundle, pixels: Tensor, *, device: str = "auto", standalone: bool = True
 ) -> Figure | Absent:
-    """Draw how far each head looks in pictures: `pixels` (N, C, H, W), uint8, as `preprocess.pixels` makes them.
+    """Draw how far each head looks in images: `pixels` (N, C, H, W), uint8, as `preprocess.pixels` makes them.
 
-    The paper takes 128 pictures; more than that are not looked at. A page that has the charts' style draws with
+    The paper takes 128 images; more than that are not looked at. A page that has the charts' style draws with
     `standalone=False`.
     """
     config = bundle.model.config
     if config.patches == 1:
-        return Absent(NAME, TITLE, "the whole picture is one patch, so there is no distance to look across.")
+        return Absent(NAME, TITLE, "the whole image is one patch, so there is no distance to look across.")
     if pixels.ndim != 4 or not len(pixels):
         raise InputError(
-            f"attention distance needs pixels of at least one picture, (pictures, channels, height, width), found "
+            f"attention distance needs pixels of at least one image, (images, channels, height, width), found "
             f"{tuple(pixels.shape)}"
         )
     place = choose_device(device)
     model = bundle.model.to(place)
-    taken = pixels[:PICTURES]
+    taken = pixels[:IMAGES]
     distances = attention_distance(model, _batches(taken, bundle.preprocess, config, place))
     svg = _drawn(distances, even_distance(config), standalone=standalone)
     return Figure(NAME, TITLE, _caption(config, distances, len(taken)), svg=svg)
 
 
 def _summed(among: Tensor, between: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Sum the distances of attention among patches (B, heads, N, N) over pictures and queries, and count the queries.
+    """Sum the distances of attention among patches (B, heads, N, N) over images and queries, and count the queries.
 
     Both are (heads,).
     """
@@ -158,19 +158,19 @@ def _each(count: int, what: str) -> str:
     return f"each of {count} {what}s" if count > 1 else f"the one {what}"
 
 
-def _caption(config: ViTConfig, distances: NDArray[np.float64], pictures: int) -> str:
+def _caption(config: ViTConfig, distances: NDArray[np.float64], images: int) -> str:
     (rows, columns), (height, width) = config.grid, config.patch_size
-    few = f" (the paper takes {PICTURES})" if pictures < PICTURES else ""
+    few = f" (the paper takes {IMAGES})" if images < IMAGES else ""
     special = (
         "; attention to special tokens is left out and each row divided by its sum" if config.special_tokens else ""
     )
     silent = int(np.isnan(distances).sum())
     left_out = f" {silent} of {distances.size} heads attend to no patch at all and have no point." if silent else ""
     return (
-        f"How far {_each(config.heads, 'head')} in {_each(config.depth, 'block')} looks, in pixels of the picture of "
+        f"How far {_each(config.heads, 'head')} in {_each(config.depth, 'block')} looks, in pixels of the image of "
         f"{config.image_size[0]}×{config.image_size[1]}: the distance between the centres of the patch that looks and "
         f"the patch looked at ({rows}×{columns} patches of {height}×{width} pixels), weighted by attention, averaged "
-        f"over all patches of {pictures:,} picture{'s' * (pictures != 1)}{few}{special}. A head that looks at all "
+        f"over all patches of {images:,} image{'s' * (images != 1)}{few}{special}. A head that looks at all "
         f"patches alike would have {even_distance(config):.1f} pixels. Low points are heads that look near by; in "
         f"trained models the first blocks have both kinds, and the last ones look far.{left_out}"
     )

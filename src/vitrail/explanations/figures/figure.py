@@ -18,20 +18,20 @@ class Figure:
     title: str
     caption: str
     """What one sees, and how it was made."""
-    picture: Image.Image | None = None
+    image: Image.Image | None = None
     svg: str | None = None
 
     @property
     def file_name(self) -> str:
         """The name of its file."""
-        return f"{self.name}.svg" if self.picture is None else f"{self.name}.png"
+        return f"{self.name}.svg" if self.image is None else f"{self.name}.png"
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the drawing into a folder, whole or not at all, and return its path."""
         path = Path(folder) / self.file_name
         with whole_file(path, overwrite=overwrite) as temporary:
-            if self.picture is not None:
-                self.picture.save(temporary, "PNG", optimize=True)
+            if self.image is not None:
+                self.image.save(temporary, "PNG", optimize=True)
             else:
                 temporary.write_text(self.svg or "", encoding="utf-8")
         return path

@@ -35,10 +35,10 @@ class Maps(NamedTuple):
 
 
 def arranged(config: ViTConfig, room: int) -> Maps:
-    """Choose which maps are drawn, and their size; a map has the shape of the picture."""
+    """Choose which maps are drawn, and their size; a map has the shape of the image."""
     height, width = config.grid
     tall = min(4.0, max(0.25, config.patch_size[0] / config.patch_size[1]))
-    # Of a patch: the shorter side is 1, so that no patch is lost where the picture is drawn as small as can be.
+    # Of a patch: the shorter side is 1, so that no patch is lost where the image is drawn as small as can be.
     patch = (tall, 1.0) if tall >= 1 else (1.0, 1 / tall)
     shrink = LARGEST_MAP / max(height * patch[0], width * patch[1], LARGEST_MAP)
     for most in CHOICES:

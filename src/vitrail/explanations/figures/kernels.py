@@ -1,4 +1,4 @@
-"""The filters that read a patch (the paper's figure 7, left): their principal components, as pictures."""
+"""The filters that read a patch (the paper's figure 7, left): their principal components, as images."""
 
 from typing import NamedTuple, cast
 
@@ -40,7 +40,7 @@ class Filters(NamedTuple):
 
 
 def filters(model: ViT, count: int = COUNT) -> Filters:
-    """Return the first principal components of the kernels that read the picture.
+    """Return the first principal components of the kernels that read the image.
 
     There are fewer than `count` where the kernels span fewer dimensions, and none where all kernels are alike.
     """
@@ -62,15 +62,15 @@ def filters(model: ViT, count: int = COUNT) -> Filters:
 
 
 def filters_figure(bundle: Bundle, *, count: int = COUNT) -> Figure | Absent:
-    """Draw the first principal components of the kernels that read the picture."""
+    """Draw the first principal components of the kernels that read the image."""
     found = filters(bundle.model, count)
     if not len(found.components):
         return Absent(NAME, TITLE, f"all kernels of {found.layer} are alike, so they have no principal components.")
-    return Figure(NAME, TITLE, _caption(found), picture=_sheet(found.components))
+    return Figure(NAME, TITLE, _caption(found), image=_sheet(found.components))
 
 
 def _first_kernels(model: ViT) -> tuple[torch.Tensor, str]:
-    """Return the kernels (count, channels, height, width) that see the picture itself, and their name."""
+    """Return the kernels (count, channels, height, width) that see the image itself, and their name."""
     stem = model.patch_embed
     match model.config.stem:
         case "conv_stem":

@@ -44,7 +44,7 @@ def positions_figure(bundle: Bundle) -> Figure | Absent:
     if config.position in _WHY:
         return Absent(NAME, TITLE, _WHY[config.position])
     if config.patches == 1:
-        return Absent(NAME, TITLE, "the whole picture is one patch, so there is nothing to compare its position with.")
+        return Absent(NAME, TITLE, "the whole image is one patch, so there is nothing to compare its position with.")
     blocks = evenly(config.depth, MOST_BLOCKS) if config.table_owner == "blocks" else [0]
     tables = {block: _directions(model, block) for block in blocks}
     if not any(table.any() for table in tables.values()):
@@ -59,7 +59,7 @@ def positions_figure(bundle: Bundle) -> Figure | Absent:
         )
         for block, table in tables.items()
     ]
-    return Figure(NAME, TITLE, _caption(config, len(queries), blocks), picture=joined(panels))
+    return Figure(NAME, TITLE, _caption(config, len(queries), blocks), image=joined(panels))
 
 
 # ── numbers ──

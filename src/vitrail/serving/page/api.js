@@ -33,21 +33,21 @@ export async function getOwnSamples(model) {
   }));
 }
 
-export async function getPicture(url) {
+export async function getImage(url) {
   const reply = await send(url, {});
   return reply.blob();
 }
 
-/** Return the likeliest classes of a picture. */
-export async function predict(picture, model, top, signal) {
-  const reply = await ask(`v1/predict?${new URLSearchParams({ model, top })}`, post(picture, signal));
+/** Return the likeliest classes of an image. */
+export async function predict(image, model, top, signal) {
+  const reply = await ask(`v1/predict?${new URLSearchParams({ model, top })}`, post(image, signal));
   return only(reply).classes;
 }
 
-/** Return what `/v1/explain` says of a picture; options that are null are left out. */
-export async function explain(picture, options, signal) {
+/** Return what `/v1/explain` says of an image; options that are null are left out. */
+export async function explain(image, options, signal) {
   const given = Object.entries(options).filter(([, value]) => value !== null && value !== undefined);
-  return only(await ask(`v1/explain?${new URLSearchParams(given)}`, post(picture, signal)));
+  return only(await ask(`v1/explain?${new URLSearchParams(given)}`, post(image, signal)));
 }
 
 function only(reply) {
@@ -56,10 +56,10 @@ function only(reply) {
   return result;
 }
 
-function post(picture, signal) {
-  // A file whose type nobody knows may be a picture all the same; the server looks into it.
-  const type = picture.type || "image/unknown";
-  return { method: "POST", body: picture, headers: { "Content-Type": type }, signal };
+function post(image, signal) {
+  // A file whose type nobody knows may be an image all the same; the server looks into it.
+  const type = image.type || "image/unknown";
+  return { method: "POST", body: image, headers: { "Content-Type": type }, signal };
 }
 
 async function ask(url, options = {}) {
@@ -107,7 +107,7 @@ async function reach(url, options, token) {
 async function reason(reply) {
   const said = await reply.json().then((body) => body.error, () => null);
   if (said) return sentence(said);
-  if (reply.status === 413) return "The picture is too large for this server.";
+  if (reply.status === 413) return "The image is too large for this server.";
   if (reply.status === 503) return "The server is busy; try again in a moment.";
   return `The server answered with an error (${reply.status}).`;
 }

@@ -1,4 +1,4 @@
-// The picture on a canvas, with its patches and a map over it. A move of the pointer paints a few hundred numbers and
+// The image on a canvas, with its patches and a map over it. A move of the pointer paints a few hundred numbers and
 // copies two finished layers, so it takes a few milliseconds.
 
 import { paintColours, paintHeat, range } from "./colours.js";
@@ -22,13 +22,13 @@ export class PatchView {
     this.#listen(hover, pick, home);
   }
 
-  /** Take the picture that the model saw, and the grid it is cut by. */
-  setPicture(picture, grid) {
-    this.picture = picture;
+  /** Take the image that the model saw, and the grid it is cut by. */
+  setImage(image, grid) {
+    this.image = image;
     this.grid = grid;
-    const larger = SIDE / Math.max(picture.naturalWidth, picture.naturalHeight);
-    this.canvas.width = Math.round(picture.naturalWidth * larger);
-    this.canvas.height = Math.round(picture.naturalHeight * larger);
+    const larger = SIDE / Math.max(image.naturalWidth, image.naturalHeight);
+    this.canvas.width = Math.round(image.naturalWidth * larger);
+    this.canvas.height = Math.round(image.naturalHeight * larger);
     this.pixelated = larger >= PIXELATED_FROM;
     this.heat = fresh(grid[1], grid[0]);
     this.map = null;
@@ -39,7 +39,7 @@ export class PatchView {
   setLook(opacity, lines) {
     this.opacity = opacity;
     this.lines = lines;
-    if (!this.picture) return;
+    if (!this.image) return;
     this.#prepare();
     if (this.map) this.#paintMap();
   }
@@ -72,7 +72,7 @@ export class PatchView {
   }
 
   draw() {
-    if (!this.picture) return;
+    if (!this.image) return;
     const { context, canvas } = this;
     context.globalAlpha = 1;
     context.drawImage(this.map ? this.ground : this.plain, 0, 0);
@@ -85,13 +85,13 @@ export class PatchView {
     if (this.asked && isPatch(this.asked)) this.#outline(...patchOf(this.asked));
   }
 
-  /** Paint what does not change while the pointer moves: the picture, greyer the more the map covers it, and the lead. */
+  /** Paint what does not change while the pointer moves: the image, greyer the more the map covers it, and the lead. */
   #prepare() {
     const { width, height } = this.canvas;
     this.plain = fresh(width, height);
     const plain = this.plain.getContext("2d");
     plain.imageSmoothingEnabled = !this.pixelated;
-    plain.drawImage(this.picture, 0, 0, width, height);
+    plain.drawImage(this.image, 0, 0, width, height);
     this.ground = fresh(width, height);
     const ground = this.ground.getContext("2d");
     ground.drawImage(this.plain, 0, 0);
@@ -151,7 +151,7 @@ export class PatchView {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       const patch = this.#stepped(event.key);
       if (!patch && event.key !== "Escape") return;
-      hover((last = null)); // a pointer that rests on the picture has nothing to say now
+      hover((last = null)); // a pointer that rests on the image has nothing to say now
       if (patch) pick(patch);
       else home();
       event.preventDefault();

@@ -1,4 +1,4 @@
-// Two models on one picture: do they say the same, and do they look at the same places?
+// Two models on one image: do they say the same, and do they look at the same places?
 
 import { percent } from "./elements.js";
 

@@ -4,7 +4,7 @@ import { Failure, getModels, getOwnSamples, getSamples, onNeed } from "./api.js"
 import { verdict } from "./compare.js";
 import { byId, make, percent, say } from "./elements.js";
 import { Panel } from "./panel.js";
-import { fittingSample, loadSample, markSample, showSamples, watchForPictures } from "./picture.js";
+import { fittingSample, loadSample, markSample, showSamples, watchForImages } from "./image.js";
 import { Sequence } from "./sequence.js";
 import { showStages } from "./stages.js";
 import { askForToken } from "./token.js";
@@ -12,7 +12,7 @@ import { METHODS, OWN, readState, writeState } from "./state.js";
 import { known, translated } from "./tokens.js";
 
 const WORDS = {
-  attention: ["Attention", "Where one token looks, in one layer. Move over the picture, or go through it with the arrow keys."],
+  attention: ["Attention", "Where one token looks, in one layer. Move over the image, or go through it with the arrow keys."],
   rollout: ["Rollout", "What one token is made of after all layers: their attention multiplied. Click a patch to ask it."],
   relevance: ["Relevance", "Which patches speak for a class: attention weighted by its gradient. Click an answer to ask for it."],
   gradcam: ["Grad-CAM", "Where one layer has the features that speak for a class. Click an answer to ask for it."],
@@ -25,9 +25,9 @@ let state = readState(location.hash);
 let models = [];
 let samples = []; // those of the page
 const ownSamples = new Map(); // those of each model
-let picture = null;
-let coming = null; // the picture that is being looked at for the first time
-let turn = 0; // counts the pictures that were asked for, so that one that loads slowly does not replace a later one
+let image = null;
+let coming = null; // the image that is being looked at for the first time
+let turn = 0; // counts the images that were asked for, so that one that loads slowly does not replace a later one
 const panels = [];
 
 const app = {
@@ -96,7 +96,7 @@ async function move(changes) {
     return undefined;
   }
   const shown = await Promise.all(panels.map((panel) => attempt(panel, () => panel.showMap())));
-  conclude(); // a picture that was coming has been asked for anew, in the new view
+  conclude(); // an image that was coming has been asked for anew, in the new view
   if (shown[0] && panels[0].found) byId("live").textContent = panels[0].readout();
   return showWhole();
 }
@@ -128,7 +128,7 @@ async function arrange() {
   });
   byId("panels").classList.toggle("two", panels.length === 2);
   await offerSamples();
-  const next = coming ?? picture;
+  const next = coming ?? image;
   if (next) await look(next);
 }
 
@@ -140,11 +140,11 @@ async function offerSamples() {
   if (name !== state.model || offered === (own.length ? own : samples)) return;
   offered = own.length ? own : samples;
   showSamples(offered, (sample) => attemptAll(() => takeSample(sample)));
-  markSample(state.picture);
+  markSample(state.image);
 }
 let offered = null;
 
-/** Let every panel look at a picture. If the first cannot, the picture before stays. */
+/** Let every panel look at an image. If the first cannot, the image before stays. */
 async function look(next) {
   const others = panels.slice(1).map((panel) => attempt(panel, () => panel.show(next)));
   byId("way").ariaBusy = "true";
@@ -161,31 +161,31 @@ async function look(next) {
   const best = panels[0].classes?.[0];
   byId("live").textContent = best ? `${panels[0].model.name} says ${best.name}, ${percent(best.probability)}.` : "";
   await Promise.all(others);
-  setTimeout(showWhole); // the picture can be used before the drawings further down are made
+  setTimeout(showWhole); // the image can be used before the drawings further down are made
 }
 
-/** Note what became of the picture that was coming, once the first panel is at rest. */
+/** Note what became of the image that was coming, once the first panel is at rest. */
 function conclude() {
   if (!coming || panels[0].coming) return;
-  if (panels[0].picture === coming) picture = coming;
-  else state = { ...state, picture: picture?.name ?? null };
+  if (panels[0].image === coming) image = coming;
+  else state = { ...state, image: image?.name ?? null };
   coming = null;
 }
 
-/** Take a sample, unless another picture is asked for while it loads. */
+/** Take a sample, unless another image is asked for while it loads. */
 async function takeSample(sample, changes) {
   const mine = ++turn;
   const next = await loadSample(sample);
   if (mine === turn) await take(next, changes);
 }
 
-/** Take a new picture. */
+/** Take a new image. */
 async function take(next, changes = { target: null }) {
   turn++;
   coming = next;
   say(byId("problem"), null);
   say(byId("notice"), null);
-  state = { ...state, ...changes, picture: next.name };
+  state = { ...state, ...changes, image: next.name };
   showControls();
   await look(next);
   showControls();
@@ -220,7 +220,7 @@ function showControls() {
   byId("opacity-value").textContent = `${Math.round(100 * state.opacity)} %`;
   byId("grid").checked = state.grid;
   byId("compare").value = state.other ?? "";
-  markSample(state.picture);
+  markSample(state.image);
   writeAddress();
 }
 
@@ -235,10 +235,10 @@ async function showWhole() {
   }
   drawnOf = seen;
   sequence.show(seen, model);
-  showStages(byId("stages"), model, { picture: seen, classes });
+  showStages(byId("stages"), model, { image: seen, classes });
   const attention = await panel.firstAttention().catch(() => null); // one drawing less, and no more
-  if (drawnOf !== seen) return; // there is another picture by now
-  if (attention) showStages(byId("stages"), model, { picture: seen, classes, attention });
+  if (drawnOf !== seen) return; // there is another image by now
+  if (attention) showStages(byId("stages"), model, { image: seen, classes, attention });
   byId("way").ariaBusy = "false";
 }
 let drawnOf = null;
@@ -275,7 +275,7 @@ function buildControls() {
 
 async function copyLink() {
   history.replaceState(null, "", writeState(state));
-  const own = state.picture === OWN ? " The picture itself is not in it." : "";
+  const own = state.image === OWN ? " The image itself is not in it." : "";
   try {
     await navigator.clipboard.writeText(location.href);
     byId("copied").textContent = `Copied.${own}`;
@@ -304,14 +304,14 @@ async function restore(wanted) {
   state = possible(wanted);
   showControls();
   await arrange();
-  if (state.picture === OWN && picture?.name === OWN) return;
+  if (state.image === OWN && image?.name === OWN) return;
   const all = [...[...ownSamples.values()].flat(), ...samples];
-  const sample = all.find(({ name }) => name === wanted.picture) ?? fittingSample(all, modelNamed(state.model));
-  if (!sample) return say(byId("notice"), "Choose a picture to begin.");
+  const sample = all.find(({ name }) => name === wanted.image) ?? fittingSample(all, modelNamed(state.model));
+  if (!sample) return say(byId("notice"), "Choose an image to begin.");
   await takeSample(sample, {});
-  if (wanted.picture === OWN) {
-    say(byId("notice"), "This link was made with a picture of someone's own, which it cannot hold. Here is a sample instead; "
-      + "choose the picture to see the view as it was.");
+  if (wanted.image === OWN) {
+    say(byId("notice"), "This link was made with an image of someone's own, which it cannot hold. Here is a sample instead; "
+      + "choose the image to see the view as it was.");
   }
 }
 
@@ -326,7 +326,7 @@ async function begin(wanted) {
 async function start() {
   onNeed({ token: askForToken, waiting: (sentence) => (byId("live").textContent = sentence) });
   buildControls();
-  watchForPictures(
+  watchForImages(
     (next) => take(next),
     (sentence) => say(byId("problem"), sentence),
   );

@@ -1,4 +1,4 @@
-// One model looking at the picture: its answer, its map, and what can be chosen of it.
+// One model looking at the image: its answer, its map, and what can be chosen of it.
 
 import { explain, Failure, predict } from "./api.js";
 import { Attention, readMap } from "./arrays.js";
@@ -60,37 +60,37 @@ export class Panel {
   }
 
   /**
-   * Let the model look at a picture. What was shown stays until all is there; a failure leaves it. Whether it was shown:
+   * Let the model look at an image. What was shown stays until all is there; a failure leaves it. Whether it was shown:
    * not where something else is wanted by now.
    */
-  async show(picture) {
-    this.coming = picture;
+  async show(image) {
+    this.coming = image;
     return this.#busy(async (signal) => {
       const [options, memory] = [this.#wantedOptions(), new Memory()];
       const [classes, found] = await Promise.all([
-        this.#predicted(picture, signal),
-        this.#explained(picture, signal, options, memory),
+        this.#predicted(image, signal),
+        this.#explained(image, signal, options, memory),
       ]);
       const seen = new Image();
       seen.src = found.source;
       await seen.decode();
       signal.throwIfAborted();
-      Object.assign(this, { picture, classes, memory, seen });
-      this.view.setPicture(seen, this.model.grid);
+      Object.assign(this, { image, classes, memory, seen });
+      this.view.setImage(seen, this.model.grid);
       this.#showPlain();
       this.#take(found);
       this.#showAnswers();
     });
   }
 
-  /** Show what is wanted now of the picture that is there, or of the one that is about to be. */
+  /** Show what is wanted now of the image that is there, or of the one that is about to be. */
   async showMap() {
     this.#mark();
     if (this.coming) return this.show(this.coming);
-    if (!this.picture) return false;
-    if (!this.seen) return this.show(this.picture);
+    if (!this.image) return false;
+    if (!this.seen) return this.show(this.image);
     return this.#busy(async (signal) => {
-      const found = await this.#explained(this.picture, signal, this.#wantedOptions(), this.memory);
+      const found = await this.#explained(this.image, signal, this.#wantedOptions(), this.memory);
       signal.throwIfAborted(); // what is remembered comes at once, but not in between
       this.#take(found);
     });
@@ -101,7 +101,7 @@ export class Panel {
     const [rows, columns] = this.model.grid;
     if (!this.model.methods.attention || rows * columns > MOST_DRAWN) return null;
     const options = { model: this.model.name, method: "attention", layer: 0, target: null, query: "all" };
-    return (await this.#explained(this.picture, undefined, options, this.memory)).attention;
+    return (await this.#explained(this.image, undefined, options, this.memory)).attention;
   }
 
   setLook(opacity, lines) {
@@ -115,7 +115,7 @@ export class Panel {
     this.draw();
   }
 
-  /** Whether the model says what is in the picture, rather than in each token or nothing at all. */
+  /** Whether the model says what is in the image, rather than in each token or nothing at all. */
   get answers() {
     return this.model.class_count !== 0 && this.model.pool !== "none";
   }
@@ -141,9 +141,9 @@ export class Panel {
     return target ?? this.classes?.[0]?.index ?? null;
   }
 
-  async #predicted(picture, signal) {
+  async #predicted(image, signal) {
     if (!this.answers) return [];
-    return predict(picture.blob, this.model.name, TOP, signal);
+    return predict(image.blob, this.model.name, TOP, signal);
   }
 
   /** Say what is wanted in the server's words. */
@@ -163,15 +163,15 @@ export class Panel {
   }
 
   /** Ask the server, or remember what it said. */
-  async #explained(picture, signal, options, memory) {
+  async #explained(image, signal, options, memory) {
     const key = JSON.stringify(options);
     const kept = memory.get(key);
     if (kept) return kept;
     const { model } = this;
-    const result = await explain(picture.blob, options, signal);
+    const result = await explain(image.blob, options, signal);
     if (!fits(result, model)) throw new Failure(`The server has another model as “${model.name}” by now; reload the page.`);
     const { method, layer } = options;
-    const found = { method, layer, target: result.target, source: result.picture };
+    const found = { method, layer, target: result.target, source: result.image };
     if (result.attention) found.attention = new Attention(result.attention);
     else found.values = readMap(result.map).values;
     memory.set(key, found, found.attention?.bits.byteLength ?? found.values.byteLength);
@@ -179,7 +179,7 @@ export class Panel {
   }
 
   #take(found) {
-    found.source = null; // as large as the picture, and the same each time
+    found.source = null; // as large as the image, and the same each time
     this.found = found;
     this.#mark();
     this.draw();
@@ -284,15 +284,15 @@ export class Panel {
       button.setAttribute("aria-pressed", String(button.dataset.query === query));
     }
     const where = asks ? `, ${inWords(query)} asked` : "";
-    parts.canvas.setAttribute("aria-label", `The picture as ${model.name} sees it, ${model.grid.join(" by ")} patches${where}`);
+    parts.canvas.setAttribute("aria-label", `The image as ${model.name} sees it, ${model.grid.join(" by ")} patches${where}`);
     if (this.classes) markBar(parts.bars, this.classes, this.target);
   }
 
   /** Show the image without a map over it, as the model sees it. */
   #showPlain() {
-    const { parts, seen, picture } = this;
+    const { parts, seen, image } = this;
     parts.plain.src = seen.src;
-    parts.plain.alt = picture.title ?? "";
+    parts.plain.alt = image.title ?? "";
     parts.plain.hidden = false;
     parts.plain.classList.toggle("pixelated", seen.naturalWidth < 64);
     parts["plain-says"].textContent =
@@ -303,7 +303,7 @@ export class Panel {
     const { parts, classes, model } = this;
     showBars(parts.bars, classes, this.target, (index) => this.app.change(this, { target: index }));
     const count = model.class_count ?? model.classes?.length ?? 0;
-    if (!classes.length) parts["answers-say"].textContent = "This model does not answer for a whole picture.";
+    if (!classes.length) parts["answers-say"].textContent = "This model does not answer for a whole image.";
     else parts["answers-say"].textContent = count > TOP ? `The likeliest of ${counted(count)} classes` : "";
   }
 

@@ -33,15 +33,15 @@ export class Sequence {
     new ResizeObserver(() => this.model && this.#lay()).observe(canvas);
   }
 
-  /** Take the picture and cut it. */
-  show(picture, model) {
-    this.picture = picture;
+  /** Take the image and cut it. */
+  show(image, model) {
+    this.image = image;
     this.model = model;
     this.#lay();
   }
 
   #lay() {
-    const { model, picture } = this;
+    const { model, image } = this;
     const [rows, columns] = model.grid;
     const wide = this.canvas.clientWidth;
     this.count = Math.min(MOST, model.tokens.length + rows * columns);
@@ -58,7 +58,7 @@ export class Sequence {
     this.still = Object.assign(document.createElement("canvas"), { width: this.canvas.width, height: this.canvas.height });
     const context = this.still.getContext("2d");
     context.scale(scale, scale);
-    const [w, h] = [picture.naturalWidth / columns, picture.naturalHeight / rows];
+    const [w, h] = [image.naturalWidth / columns, image.naturalHeight / rows];
     context.imageSmoothingEnabled = w > this.side;
     context.strokeStyle = "rgb(128 132 140 / 0.5)"; // black patches on a black page are patches, too
     for (let place = 0; place < this.count; place++) {
@@ -71,7 +71,7 @@ export class Sequence {
         context.fill();
       } else {
         const [row, column] = [Math.floor(number / columns), number % columns];
-        context.drawImage(picture, column * w, row * h, w, h, x, y, this.side, this.side);
+        context.drawImage(image, column * w, row * h, w, h, x, y, this.side, this.side);
         context.strokeRect(x + 0.5, y + 0.5, this.side - 1, this.side - 1);
       }
     }

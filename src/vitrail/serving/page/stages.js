@@ -1,4 +1,4 @@
-// What a picture becomes on its way, each stage with a small drawing of it.
+// What an image becomes on its way, each stage with a small drawing of it.
 
 import { heatColour, paintHeat, range } from "./colours.js";
 import { make } from "./elements.js";
@@ -9,7 +9,7 @@ const LEAD = "#1e1b24";
 
 /** Return the drawing that belongs to a stage, by the name the server gives it. */
 function drawingOf(name) {
-  if (/^(picture|pixels)/.test(name)) return drawPicture;
+  if (/^(image|pixels)/.test(name)) return drawImage;
   if (/^patches/.test(name)) return drawPatches;
   if (/^patch embed/.test(name)) return drawEmbeddings;
   if (/^(feature map|convolution|ResNet)/.test(name)) return drawMaps;
@@ -20,7 +20,7 @@ function drawingOf(name) {
   return drawAnswer;
 }
 
-/** List a model's stages. `seen` has what is known of the picture: picture, attention (of the first layer) and classes. */
+/** List a model's stages. `seen` has what is known of the image: image, attention (of the first layer) and classes. */
 export function showStages(list, model, seen) {
   const cards = model.stages.map(({ name, shape, meaning }, i) =>
     make(
@@ -34,7 +34,7 @@ export function showStages(list, model, seen) {
   );
   list.replaceChildren(...cards);
   // Drawn when they stand in the document, where they have its colours.
-  const known = { ...seen, colours: patchColours(seen.picture, model.grid) };
+  const known = { ...seen, colours: patchColours(seen.image, model.grid) };
   cards.forEach((card, i) => {
     const context = card.querySelector("canvas").getContext("2d");
     context.scale(2, 2);
@@ -43,55 +43,55 @@ export function showStages(list, model, seen) {
 }
 
 /** Return the mean colour of every patch. */
-function patchColours(picture, [rows, columns]) {
+function patchColours(image, [rows, columns]) {
   const small = Object.assign(document.createElement("canvas"), { width: columns, height: rows });
   const context = small.getContext("2d");
   context.imageSmoothingQuality = "high";
-  context.drawImage(picture, 0, 0, columns, rows);
+  context.drawImage(image, 0, 0, columns, rows);
   const { data } = context.getImageData(0, 0, columns, rows);
   return Array.from({ length: rows * columns }, (_, i) => `rgb(${data[i * 4]} ${data[i * 4 + 1]} ${data[i * 4 + 2]})`);
 }
 
-function smoothFor(context, picture, side) {
-  context.imageSmoothingEnabled = picture.naturalWidth * 3 > side;
+function smoothFor(context, image, side) {
+  context.imageSmoothingEnabled = image.naturalWidth * 3 > side;
   context.imageSmoothingQuality = "high";
 }
 
-/** Return the box that the picture takes in a drawing. */
-function boxOf(picture, side = TALL) {
-  const scale = side / Math.max(picture.naturalWidth, picture.naturalHeight);
-  const [w, h] = [picture.naturalWidth * scale, picture.naturalHeight * scale];
+/** Return the box that the image takes in a drawing. */
+function boxOf(image, side = TALL) {
+  const scale = side / Math.max(image.naturalWidth, image.naturalHeight);
+  const [w, h] = [image.naturalWidth * scale, image.naturalHeight * scale];
   return { x: (WIDE - w) / 2, y: (TALL - h) / 2, w, h };
 }
 
-function drawPicture(context, model, { picture }) {
-  const { x, y, w, h } = boxOf(picture);
-  smoothFor(context, picture, h);
-  context.drawImage(picture, x, y, w, h);
+function drawImage(context, model, { image }) {
+  const { x, y, w, h } = boxOf(image);
+  smoothFor(context, image, h);
+  context.drawImage(image, x, y, w, h);
 }
 
-function drawPatches(context, model, { picture }) {
+function drawPatches(context, model, { image }) {
   const [rows, columns] = model.grid;
-  const { x, y, w, h } = boxOf(picture);
+  const { x, y, w, h } = boxOf(image);
   const gap = Math.min(5, w / columns / 3.2);
-  smoothFor(context, picture, h);
-  const [sw, sh] = [picture.naturalWidth / columns, picture.naturalHeight / rows];
+  smoothFor(context, image, h);
+  const [sw, sh] = [image.naturalWidth / columns, image.naturalHeight / rows];
   const [dw, dh] = [(w - gap * (columns - 1)) / columns, (h - gap * (rows - 1)) / rows];
   for (let row = 0; row < rows; row++) {
     for (let column = 0; column < columns; column++) {
       const at = [x + column * (dw + gap), y + row * (dh + gap)];
-      context.drawImage(picture, column * sw, row * sh, sw, sh, ...at, dw, dh);
+      context.drawImage(image, column * sw, row * sh, sw, sh, ...at, dw, dh);
     }
   }
 }
 
 /** Draw a feature map (1, channels, rows, columns) as sheets one behind the other, as fine as the map is. */
-function drawMaps(context, model, { picture, shape }) {
+function drawMaps(context, model, { image, shape }) {
   const [, , rows, columns] = shape;
   const [sheets, step] = [4, 9];
   const small = Object.assign(document.createElement("canvas"), { width: columns, height: rows });
-  small.getContext("2d").drawImage(picture, 0, 0, columns, rows);
-  const { w, h } = boxOf(picture, TALL - step * (sheets - 1));
+  small.getContext("2d").drawImage(image, 0, 0, columns, rows);
+  const { w, h } = boxOf(image, TALL - step * (sheets - 1));
   const [left, top] = [(WIDE - w - step * (sheets - 1)) / 2, (TALL - h - step * (sheets - 1)) / 2];
   context.imageSmoothingEnabled = columns > w;
   for (let i = sheets - 1; i >= 0; i--) {

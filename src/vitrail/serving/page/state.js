@@ -4,7 +4,7 @@ export const METHODS = ["attention", "rollout", "relevance", "gradcam", "pca"];
 export const OWN = "own";
 
 export const DEFAULTS = {
-  picture: null, // a sample's name, or OWN
+  image: null, // a sample's name, or OWN
   model: null,
   layer: null, // null: the last
   head: null, // null: the mean of all
@@ -19,7 +19,7 @@ export const DEFAULTS = {
 };
 
 const READERS = {
-  picture: text,
+  image: text,
   model: text,
   layer: whole,
   head: whole,

@@ -25,7 +25,7 @@ export function known(query, model) {
   return row < model.grid[0] && column < model.grid[1] ? query : defaultQuery(model);
 }
 
-/** Return the token of another model that stands at the same place of the picture, or has the same part. */
+/** Return the token of another model that stands at the same place of the image, or has the same part. */
 export function translated(query, from, to) {
   if (!isPatch(query)) return known(query, to);
   const [row, column] = patchOf(query);

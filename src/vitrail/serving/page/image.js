@@ -1,11 +1,11 @@
-// A picture comes in: chosen, dropped anywhere, pasted, or one of the samples.
+// An image comes in: chosen, dropped anywhere, pasted, or one of the samples.
 
-import { getPicture } from "./api.js";
+import { getImage } from "./api.js";
 import { byId, make } from "./elements.js";
 import { OWN } from "./state.js";
 
-/** Watch all the ways in. `take({ blob, name })` gets a picture, `refuse(sentence)` the reason for none. */
-export function watchForPictures(take, refuse) {
+/** Watch all the ways in. `take({ blob, name })` gets an image, `refuse(sentence)` the reason for none. */
+export function watchForImages(take, refuse) {
   const offer = (files) => {
     const [file] = files;
     if (!file) return refuse("That does not hold an image.");
@@ -62,19 +62,19 @@ export function showSamples(samples, pick) {
 
 /** Fetch a thumbnail as all else of the models is fetched: with the token, where there is one. */
 async function showThumbnail(image, sample) {
-  sample.blob ??= getPicture(sample.url);
+  sample.blob ??= getImage(sample.url);
   const address = URL.createObjectURL(await sample.blob.catch(() => new Blob()));
   image.addEventListener("load", () => URL.revokeObjectURL(address), { once: true });
   image.src = address;
 }
 
-/** Mark the sample that is shown; a picture of one's own marks none. */
+/** Mark the sample that is shown; an image of one's own marks none. */
 export function markSample(name) {
   for (const button of byId("samples").children) button.setAttribute("aria-pressed", String(button.dataset.name === name));
 }
 
 export async function loadSample(sample) {
-  const blob = await (sample.blob ?? getPicture(sample.url));
+  const blob = await (sample.blob ?? getImage(sample.url));
   return { blob, name: sample.name, title: sample.title ?? titleOf(sample.name) };
 }
 
