@@ -62,7 +62,7 @@ from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_quantise
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.training_pass import TrainingPass, can_forget, can_hasten
+from vitrail.acceleration.fused_training import TrainingPass, can_forget, can_hasten
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.acceleration.accelerate import Accelerated
-from vitrail.acceleration.cuda import passes
+from vitrail.acceleration.cuda import elementwise
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.encoder import PRODUCTS, FastEncoder, Numbers
 from vitrail.acceleration.cuda.folding import Affine
+from vitrail.acceleration.cuda.matmul import Fp8Matmul, Known, Matmul
 from vitrail.acceleration.cuda.model import FastModel, PatchStem
-from vitrail.acceleration.cuda.products import Fp8Product, Known, Product
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -85,7 +85,7 @@ def card_rates(device: torch.device) -> dict[str, float]:
     rates["copy GB/s"] = moved / median_time(lambda: target.copy_(source), device) / 1e9
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         one = torch.ones((), device=device)
-        a8, b8 = passes.to_fp8(a.float(), 0.01), passes.to_fp8(b.float(), 0.01)
+        a8, b8 = elementwise.to_fp8(a.float(), 0.01), elementwise.to_fp8(b.float(), 0.01)
 
         def product() -> Tensor:
             return torch._scaled_mm(a8, b8.t(), one, one, out_dtype=BF16, use_fast_accum=True)
@@ -198,12 +198,12 @@ def row_passes(config: ViTConfig, batch: int, device: torch.device) -> Iterator[
     n = float(M * D)
     yield Candidate("norm, torch", lambda: usual(x), 4 * n)
     yield Candidate("norm, compiled", lambda: one(x), 4 * n)
-    yield Candidate("norm with shift, kernel", lambda: passes.norm(x, 1e-6, shift=shift), 4 * n)
-    yield Candidate("norm with shift to fp8, kernel", lambda: passes.norm(x, 1e-6, shift=shift, scale=0.01), 3 * n)
+    yield Candidate("norm with shift, kernel", lambda: elementwise.norm(x, 1e-6, shift=shift), 4 * n)
+    yield Candidate("norm with shift to fp8, kernel", lambda: elementwise.norm(x, 1e-6, shift=shift, scale=0.01), 3 * n)
     yield Candidate("add and norm, compiled", lambda: two(x, branch), 8 * n)
-    yield Candidate("add and norm, kernel", lambda: passes.norm(x, 1e-6, branch=branch), 8 * n)
-    yield Candidate("add and norm to fp8, kernel", lambda: passes.norm(x, 1e-6, branch=branch, scale=0.01), 7 * n)
-    yield Candidate("to fp8, kernel", lambda: passes.quantise(x, 0.01), 3 * n)
+    yield Candidate("add and norm, kernel", lambda: elementwise.norm(x, 1e-6, branch=branch), 8 * n)
+    yield Candidate("add and norm to fp8, kernel", lambda: elementwise.norm(x, 1e-6, branch=branch, scale=0.01), 7 * n)
+    yield Candidate("to fp8, kernel", lambda: elementwise.quantise(x, 0.01), 3 * n)
 
 
 def activations(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:
@@ -214,10 +214,10 @@ def activations(config: ViTConfig, batch: int, device: torch.device) -> Iterator
     yield Candidate("gelu, torch", lambda: F.gelu(x), 4 * n)
     yield Candidate("gelu, compiled", lambda: exact(x), 4 * n)
     yield Candidate("gelu tanh, compiled", lambda: tanh(x), 4 * n)
-    yield Candidate("gelu, kernel", lambda: passes.activate(x, "gelu"), 4 * n)
-    yield Candidate("gelu tanh, kernel", lambda: passes.activate(x, "gelu_tanh"), 4 * n)
-    yield Candidate("gelu to fp8, kernel", lambda: passes.activate(x, "gelu", scale=0.01), 3 * n)
-    yield Candidate("gelu tanh to fp8, kernel", lambda: passes.activate(x, "gelu_tanh", scale=0.01), 3 * n)
+    yield Candidate("gelu, kernel", lambda: elementwise.activate(x, "gelu"), 4 * n)
+    yield Candidate("gelu tanh, kernel", lambda: elementwise.activate(x, "gelu_tanh"), 4 * n)
+    yield Candidate("gelu to fp8, kernel", lambda: elementwise.activate(x, "gelu", scale=0.01), 3 * n)
+    yield Candidate("gelu tanh to fp8, kernel", lambda: elementwise.activate(x, "gelu_tanh", scale=0.01), 3 * n)
 
 
 def shapes(config: ViTConfig) -> dict[str, tuple[int, int]]:
@@ -236,7 +236,7 @@ def bf16_products(config: ViTConfig, batch: int, device: torch.device) -> Iterat
     """The four products plainly, and with what follows them in the same kernel."""
     M = batch * config.tokens
     for name, (outputs, inputs) in shapes(config).items():
-        product, x = Product(weights(outputs, inputs, device), BF16), random(M, inputs, device=device)
+        product, x = Matmul(weights(outputs, inputs, device), BF16), random(M, inputs, device=device)
         flops = 2.0 * M * outputs * inputs
         yield Candidate(f"{name} bf16", partial(product, x), flops=flops)
         if name in ("proj", "fc2"):
@@ -258,15 +258,15 @@ def fp8_products(config: ViTConfig, batch: int, device: torch.device) -> Iterato
     """The four products in fp8, with one scale for a matrix or one for each of its rows."""
     M = batch * config.tokens
     for name, (outputs, inputs) in shapes(config).items():
-        folded, x = weights(outputs, inputs, device), passes.to_fp8(torch.randn(M, inputs, device=device), 0.01)
+        folded, x = weights(outputs, inputs, device), elementwise.to_fp8(torch.randn(M, inputs, device=device), 0.01)
         flops = 2.0 * M * outputs * inputs
         for scales in ("tensor", "row"):
-            product = Fp8Product(folded, BF16, Known(0.01), "row" if scales == "row" else "tensor")
+            product = Fp8Matmul(folded, BF16, Known(0.01), "row" if scales == "row" else "tensor")
             yield Candidate(f"{name} fp8, by {scales}", partial(product, x), flops=flops, kind="fp8")
         if name == "fc1" and device.type == "cuda":
             from vitrail.acceleration.cuda.kernels import multiply
 
-            product = Fp8Product(folded, BF16, Known(0.01))
+            product = Fp8Matmul(folded, BF16, Known(0.01))
             factor = float(product.input_scale * product.weight_scale)
             run = partial(multiply, x, product.weight, product.bias, "gelu", sum_scale=factor, scale=0.01)
             yield Candidate("fc1 fp8 with exact gelu to fp8, Triton", run, flops=flops, kind="fp8")
@@ -322,10 +322,10 @@ def stems(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candi
     yield Candidate("stem, the model's own", usual, moved=2.0 * images.numel() + 10 * tokens)
     # Images are read and written as patches, patches read, tokens written, read and written.
     yield Candidate("stem, one product", ours, moved=6.0 * images.numel() + 6 * tokens)
-    cut = partial(passes.cut_patches, images, config.patch_size, BF16, before=config.layout.patches.start)
+    cut = partial(elementwise.cut_patches, images, config.patch_size, BF16, before=config.layout.patches.start)
     yield Candidate("stem, patches cut", cut, moved=4.0 * images.numel())
     placed = random(batch, config.tokens, config.width, device=device)
-    yield Candidate("stem, positions added", lambda: passes.add_table(placed, stem.common), moved=4 * tokens)
+    yield Candidate("stem, positions added", lambda: elementwise.add_table(placed, stem.common), moved=4 * tokens)
 
 
 def copies(config: ViTConfig, batch: int, device: torch.device) -> Iterator[Candidate]:

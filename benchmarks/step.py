@@ -21,19 +21,19 @@ import torch
 from torch import nn
 
 from vitrail.acceleration.cuda import short_attention
-from vitrail.acceleration.training_pass import TrainingPass
+from vitrail.acceleration.fused_training import TrainingPass
 from vitrail.data.batches import Batch
 from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes, choose_device, faster_in_bf16
 from vitrail.training.averaging import Average
-from vitrail.training.choices import Facts, Plan, choose
-from vitrail.training.forward import forward_of, goes_shorter
+from vitrail.training.defaults import DataFacts, Plan, choose
+from vitrail.training.distributed import Ranks
+from vitrail.training.forward import forward_of, uses_fused_pass
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper
-from vitrail.training.team import Team
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -50,7 +50,7 @@ def batch_of(plan: Plan, device: torch.device) -> Batch:
 
 def prepared(plan: Plan, options: argparse.Namespace, device: torch.device) -> tuple[Stepper, State, nn.Module]:
     """Return everything a step needs, as a run makes it."""
-    team, recipe = Team(Processes(), device), plan.recipe
+    ranks, recipe = Ranks(Processes(), device), plan.recipe
     precision = recipe.precision if recipe.precision != "auto" else "bf16" if faster_in_bf16(device) else "float32"
     torch.manual_seed(0)
     model = ViT(plan.model).to(device).train()
@@ -58,12 +58,12 @@ def prepared(plan: Plan, options: argparse.Namespace, device: torch.device) -> t
     freeze(model, recipe.freeze)
     average = Average(model, recipe.averaging) if recipe.averaging.on else None
     state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
-    forward = forward_of(model, recipe, precision, team)
+    forward = forward_of(model, recipe, precision, ranks)
     if options.mode is not None:
-        shorter = goes_shorter(model.config, recipe, precision, device, alone=True)
+        shorter = uses_fused_pass(model.config, recipe, precision, device, alone=True)
         inner = TrainingPass(model) if shorter else model
         forward = cast("nn.Module", torch.compile(inner, mode=options.mode))
-    return Stepper(recipe, plan.preprocess, device, precision, None, team), state, forward
+    return Stepper(recipe, plan.preprocess, device, precision, None, ranks), state, forward
 
 
 def synchronise(device: torch.device) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
     names = tuple(map(str, range(options.classes)))
     plan = choose(
         read_recipe(options.recipe, options.set),
-        Facts(50_000, names, options.side, grey=False, device=device.type),
+        DataFacts(50_000, names, options.side, grey=False, device=device.type),
         None,
     )
     stepper, state, forward = prepared(plan, options, device)

@@ -29,14 +29,14 @@ from vitrail.checkpoints.writing import write_safetensors
 from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import check_data
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.choosing import choose_images, recorded_split
-from vitrail.data.sources.listing import YOUNG_NS
+from vitrail.data.sources.index_files import YOUNG_NS
 from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.errors import VitrailError
 from vitrail.inference.predict import predict_files
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.training.folder import write_json
+from vitrail.training.run_folder import write_json
 from vitrail.training.sweep import CANDIDATE, Outcome
 from vitrail.training.sweep import _recorded as _recorded_outcome
 from vitrail.training.train import Run, train

@@ -199,15 +199,15 @@ def test_train_from_other_heads_is_another_run(images: Path, tmp_path: Path) -> 
 
 def test_a_service_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from vitrail.serving.counters import Counters
-    from vitrail.serving.served import Served
+    from vitrail.serving.served_model import ServedModel
     from vitrail.serving.settings import Settings, name_models
 
     file = checkpoint(tmp_path, torch.bfloat16)
     made: dict[str, Any] = {"models": name_models([str(file)]), "device": "cpu"}
     with pytest.raises(vitrail.CheckpointError, match="--override heads=N"):
-        Served(Settings(**made).models[0], Settings(**made), Counters())
+        ServedModel(Settings(**made).models[0], Settings(**made), Counters())
     settings = Settings(**made, overrides={"heads": 3})
-    served = Served(settings.models[0], settings, Counters())
+    served = ServedModel(settings.models[0], settings, Counters())
     assert served.description["heads"] == 3
     assert served.engine is not None
     said = [record.__dict__["fields"] for record in caplog.records if record.name == "vitrail.serving"]

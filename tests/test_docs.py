@@ -24,7 +24,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from vitrail import Preprocess, ViTConfig, variant_config
-from vitrail.data.given import fitted, item_of
+from vitrail.data.inputs import fitted, item_of
 from vitrail.models.stages import sample_image, stages
 from vitrail.models.vit import ViT
 from vitrail.training.recipe import Recipe, preset_names

@@ -14,7 +14,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
-from vitrail.training.choices import Facts, choose
+from vitrail.training.defaults import DataFacts, choose
 from vitrail.training.recipe import ALSO_CALLED, full_name, option_names, read_recipe
 
 
@@ -83,7 +83,7 @@ def test_a_gpu_is_called_cuda() -> None:
 
 
 def test_the_papers_model_of_any_size() -> None:
-    facts = Facts(1_000, ("cat", "dog"), 64, grey=False)
+    facts = DataFacts(1_000, ("cat", "dog"), 64, grey=False)
     model = choose(read_recipe("scratch-small", ["model.paper=true"]), facts, None).model
     assert {name: getattr(model, name) for name in PAPER} == PAPER
     size = {name: getattr(model, name) for name in ("image_size", "patch_size", "width", "depth", "heads")}

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset, TensorDataset
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.choosing import choose_images
 from vitrail.data.sources.opening import open_data, open_source
+from vitrail.data.sources.selection import choose_images
 from vitrail.errors import CheckpointError, DataError, InputError
 from vitrail.evaluation import evaluate_bundle
 from vitrail.inference.classifier import Classifier

@@ -13,7 +13,7 @@ from vitrail.acceleration.accelerate import accelerate
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.convert import Conversion, convert
 from vitrail.checkpoints.load import load, ready_bundle
-from vitrail.data.sources.choosing import choose_images, recorded_split
+from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.errors import ConfigError, unknown_argument
 from vitrail.evaluation import Evaluation, evaluate_chosen
 from vitrail.explanations.explain import explain
@@ -21,7 +21,7 @@ from vitrail.explanations.explanation import Explanation
 from vitrail.exporting import Export, export
 from vitrail.inference.embed import Embedded, embed
 from vitrail.inference.probe import probe
-from vitrail.inference.probed import Probed
+from vitrail.inference.probe_result import Probed
 from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_image, stages

@@ -15,8 +15,8 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Batch, evaluation_batches
 from vitrail.data.batches import Evaluation as EveryImage
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.choosing import CONTENT, Chosen, Seen, match_classes, seen_by_run
 from vitrail.data.sources.contents import recorded_contents
+from vitrail.data.sources.selection import CONTENT, Chosen, Seen, match_classes, seen_by_run
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, DataError, Diverged
 from vitrail.metrics.baselines import Baselines, baselines, warnings_about

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Affine, Augmentation, Jitter, Plan
+from vitrail.data.augmentation.device_operations import kind_of
 from vitrail.data.augmentation.draws import draws
-from vitrail.data.augmentation.filling import Rooms, filled, rooms_for
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.augmentation.on_device import apply_all
-from vitrail.data.augmentation.orders import kind_of
+from vitrail.data.augmentation.padding import Rooms, filled, rooms_for
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
 from vitrail.data.batches import Training
 from vitrail.data.preprocess import Preprocess

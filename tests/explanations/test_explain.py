@@ -12,7 +12,7 @@ from tests.explanations.naive import build, images
 
 import vitrail
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.given import Item
+from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, InputError
 from vitrail.explanations.explain import Explainer
@@ -20,7 +20,7 @@ from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.files import plan_outputs, safe_name
 from vitrail.explanations.overlay import CAPTION, HEAT, heat, stretched
 from vitrail.explanations.relevance import relevance_maps
-from vitrail.explanations.wanted import Wanted
+from vitrail.explanations.request import ExplanationRequest
 
 NAMES = ("cat", "dog", "fox", "hen", "owl")
 
@@ -209,12 +209,12 @@ def test_damaged_weights_are_said() -> None:
 def test_a_grid_of_heads_or_layers() -> None:
     ours, item = bundle(), Item(b"", content=noise())
     x = ours.preprocess(noise())[None]
-    heads = Explainer(ours, Wanted("attention", layer=1, query="0,3"), device="cpu").grid(item, "heads")
+    heads = Explainer(ours, ExplanationRequest("attention", layer=1, query="0,3"), device="cpu").grid(item, "heads")
     weights = ours.model.trace(x, attention=(1,)).attention[1].detach()
     assert [tile.label for tile in heads] == ["head 0", "head 1", "head 2"]
     for head, tile in enumerate(heads):
         np.testing.assert_allclose(tile.explanation.map.flatten(), weights[0, head, 4, 1:], rtol=1e-4)
-    layers = Explainer(ours, Wanted("attention", head=2), device="cpu").grid(item, "layers")
+    layers = Explainer(ours, ExplanationRequest("attention", head=2), device="cpu").grid(item, "layers")
     traced = ours.model.trace(x, attention=range(3)).attention
     assert [tile.label for tile in layers] == ["layer 0", "layer 1", "layer 2"]
     for layer, tile in enumerate(layers):
@@ -224,14 +224,14 @@ def test_a_grid_of_heads_or_layers() -> None:
 @pytest.mark.parametrize(
     ("wanted", "each", "message"),
     [
-        (Wanted("rollout"), "layers", "joins all layers in one map"),
-        (Wanted("gradcam"), "heads", "only attention has a map for every head"),
-        (Wanted("attention", head=1), "heads", "leave head 1 out"),
-        (Wanted("pca", layer=1), "layers", "leave layer 1 out"),
-        (Wanted("pca"), "tokens", "heads or layers, not 'tokens'"),
+        (ExplanationRequest("rollout"), "layers", "joins all layers in one map"),
+        (ExplanationRequest("gradcam"), "heads", "only attention has a map for every head"),
+        (ExplanationRequest("attention", head=1), "heads", "leave head 1 out"),
+        (ExplanationRequest("pca", layer=1), "layers", "leave layer 1 out"),
+        (ExplanationRequest("pca"), "tokens", "heads or layers, not 'tokens'"),
     ],
 )
-def test_a_grid_of_what_has_none(wanted: Wanted, each: Any, message: str) -> None:
+def test_a_grid_of_what_has_none(wanted: ExplanationRequest, each: Any, message: str) -> None:
     item = Item(b"", content=noise())
     with pytest.raises(ConfigError, match=message):
         Explainer(bundle(), wanted, device="cpu").grid(item, each)

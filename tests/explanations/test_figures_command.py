@@ -13,7 +13,7 @@ from PIL import Image
 from vitrail.__main__ import main
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.cli.figures import _drawn
-from vitrail.data.given import Item
+from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, InputError
 from vitrail.explanations.figures import Absent, Figure, filters_figure, rollout_figure

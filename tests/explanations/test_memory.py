@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from vitrail.explanations.wanted import Wanted, explain_pixels
+from vitrail.explanations.request import ExplanationRequest, explain_pixels
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -46,8 +46,8 @@ def image() -> Tensor:
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance"])
 def test_memory_does_not_grow_with_depth(method: str, image: Tensor, tmp_path: Path) -> None:
     few, many = model(2), model(8)
-    shallow = peak(lambda: explain_pixels(few, image, Wanted(method), 0), tmp_path)
-    deep = peak(lambda: explain_pixels(many, image, Wanted(method), 0), tmp_path)
+    shallow = peak(lambda: explain_pixels(few, image, ExplanationRequest(method), 0), tmp_path)
+    deep = peak(lambda: explain_pixels(many, image, ExplanationRequest(method), 0), tmp_path)
     assert shallow > ONE_MAP, "the measure does not see the maps"
     assert deep < shallow + ONE_MAP / 2
 

@@ -13,8 +13,8 @@ from vitrail.explanations.attention import attention_maps, attention_rows, choos
 from vitrail.explanations.gradcam import gradcam_maps
 from vitrail.explanations.pca import as_colours, pca_maps
 from vitrail.explanations.relevance import relevance, relevance_maps
+from vitrail.explanations.request import ExplanationRequest, explain_pixels
 from vitrail.explanations.rollout import rollout, rollout_maps
-from vitrail.explanations.wanted import Wanted, explain_pixels
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -139,14 +139,14 @@ def test_layers_may_differ_from_training() -> None:
     x = images(model.config)
     for method in ("attention", "rollout", "relevance", "gradcam", "pca"):
         with pytest.raises(InputError, match=r"call model\.eval\(\) first"):
-            explain_pixels(model, x, Wanted(method), 0)
+            explain_pixels(model, x, ExplanationRequest(method), 0)
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
 def test_tensors_of_another_size_are_refused(method: Any) -> None:
     model = build("class first")
     with pytest.raises(InputError, match="takes images of 12×20 pixels, found 20×12"):
-        explain_pixels(model, torch.randn(1, 3, 20, 12), Wanted(method), 0)
+        explain_pixels(model, torch.randn(1, 3, 20, 12), ExplanationRequest(method), 0)
 
 
 def test_gradients_are_had_where_they_are_switched_off() -> None:

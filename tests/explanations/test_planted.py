@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.explanations.wanted import Wanted, explain_pixels
+from vitrail.explanations.request import ExplanationRequest, explain_pixels
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -60,5 +60,5 @@ def test_the_patch_that_decides_is_found(pool: str) -> None:
     with torch.no_grad():
         assert ((model(x) > 0) == F.one_hot(labels, CLASSES)).all(), "the model has not learned it"
     for method in ("relevance", "gradcam"):
-        maps = explain_pixels(model, x, Wanted(method), labels).flatten(1)
+        maps = explain_pixels(model, x, ExplanationRequest(method), labels).flatten(1)
         assert torch.equal(maps.argmax(dim=1), places), method

@@ -27,7 +27,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.opening import open_source
 from vitrail.errors import CheckpointError, InputError
 from vitrail.inference import feature_files
-from vitrail.inference.features import Computing, Kind, Wanted, gather
+from vitrail.inference.features import Computing, FeatureRequest, Kind, gather
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -61,7 +61,7 @@ def test_every_format_gives_back_what_was_computed(
 ) -> None:
     model, path = bundle(registers=3), tmp_path / "out" / f"x.{suffix}"
     done = vitrail.embed(model, photos, path, tokens=kind, dtype=dtype, batch=3, workers=0, device="cpu")
-    expected = gather(model, open_source(photos), Wanted(kind), Computing("cpu", batch=3, workers=0)).features
+    expected = gather(model, open_source(photos), FeatureRequest(kind), Computing("cpu", batch=3, workers=0)).features
     found, rows = read(path)
     assert found.dtype == np.dtype(dtype)
     assert done.shape == found.shape

@@ -16,7 +16,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import part_of
 from vitrail.errors import ConfigError, DataError, Diverged, InputError
-from vitrail.inference.features import KINDS, Computing, Kind, Wanted, feature_batches, gather
+from vitrail.inference.features import KINDS, Computing, FeatureRequest, Kind, feature_batches, gather
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
@@ -50,7 +50,7 @@ def normalised(source: Arrays) -> torch.Tensor:
 
 
 def features(model: Bundle, kind: Kind = "pooled", **wanted: Any) -> torch.Tensor:
-    found = gather(model, images(), Wanted(kind, **wanted), Computing("cpu", batch=2, workers=0))
+    found = gather(model, images(), FeatureRequest(kind, **wanted), Computing("cpu", batch=2, workers=0))
     return torch.from_numpy(found.features)
 
 
@@ -127,7 +127,7 @@ def test_pooled_is_what_the_head_sees() -> None:
 def test_normalised(kind: Kind) -> None:
     model = bundle(registers=2)
     plain, unit = features(model, kind), features(model, kind, normalise=True)
-    assert plain.shape[1:] == Wanted(kind).shape(model.model.config)
+    assert plain.shape[1:] == FeatureRequest(kind).shape(model.model.config)
     torch.testing.assert_close(unit.norm(dim=-1), torch.ones(unit.shape[:-1]))
     torch.testing.assert_close(unit * plain.norm(dim=-1, keepdim=True), plain)
 
@@ -149,7 +149,7 @@ def test_order_labels_and_bad_images() -> None:
         feature_batches(
             model,
             broken,
-            Wanted(),
+            FeatureRequest(),
             Computing("cpu", batch=2, workers=0, on_progress=lambda *step: steps.append(step)),
         )
     )
@@ -183,7 +183,7 @@ def test_order_labels_and_bad_images() -> None:
 )
 def test_what_a_model_does_not_have(fields: dict[str, Any], wanted: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gather(bundle(**fields), images(), Wanted(**wanted), HERE)
+        gather(bundle(**fields), images(), FeatureRequest(**wanted), HERE)
 
 
 @pytest.mark.parametrize("layer", [3, -4])
@@ -201,7 +201,7 @@ def test_numbers_that_are_not_finite() -> None:
 
 
 ASKED = [
-    Wanted(kind, layer, normalise, raw)
+    FeatureRequest(kind, layer, normalise, raw)
     for kind in get_args(Kind)
     for layer in (None, 0, -2)
     for normalise, raw in ((False, False), (True, False), (False, True))

@@ -18,7 +18,7 @@ from tests.inference.test_predict_jobs import read_rows
 from tests.inference.tiny import tiny_bundle, tiny_images
 
 from vitrail.__main__ import main
-from vitrail.data.given import Item
+from vitrail.data.inputs import Item
 from vitrail.inference.classifier import Classifier
 from vitrail.inference.jobs import Output
 from vitrail.inference.listing import list_items

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.inference.tiny import tiny_images, tiny_pixels
 
 from vitrail.data.decode import decode
-from vitrail.data.given import A_URL, Item
+from vitrail.data.inputs import A_URL, Item
 from vitrail.errors import DataError
 from vitrail.inference import listing
 from vitrail.inference.listing import list_items

@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError
 from vitrail.inference.features import Features
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
 from vitrail.inference.probe import Collected, Plan, measure, open_parts
-from vitrail.inference.probed import Probed, Row
+from vitrail.inference.probe_result import Probed, Row
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 

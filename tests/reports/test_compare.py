@@ -12,11 +12,11 @@ from tests.reports.runs import CLASSES
 from tests.reports.test_report import Page
 
 from vitrail.metrics.pairs import paired
-from vitrail.reports.answers import answers_of_both
 from vitrail.reports.compare import _statement
-from vitrail.reports.record import read_run
+from vitrail.reports.formatting import share
+from vitrail.reports.predictions import answers_of_both
 from vitrail.reports.report import report
-from vitrail.reports.words import share
+from vitrail.reports.run_record import read_run
 
 
 @pytest.fixture(scope="module")

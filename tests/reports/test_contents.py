@@ -18,9 +18,9 @@ from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import Predictions, measure
 from vitrail.reports.curves import _floor, loss_note
-from vitrail.reports.record import read_run
+from vitrail.reports.formatting import file_name
 from vitrail.reports.report import report
-from vitrail.reports.words import file_name
+from vitrail.reports.run_record import read_run
 from vitrail.training.objectives import Objective, loss, targets
 from vitrail.training.train import train
 

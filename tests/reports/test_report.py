@@ -20,10 +20,10 @@ from vitrail.data.sources.source import Arrays
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions, measure
 from vitrail.metrics.intervals import wilson_interval
-from vitrail.reports.record import read_run
+from vitrail.reports.formatting import points, share, span
 from vitrail.reports.report import report, report_of_finished
-from vitrail.reports.sight import Sight
-from vitrail.reports.words import points, share, span
+from vitrail.reports.run_artifacts import RunArtifacts
+from vitrail.reports.run_record import read_run
 
 MARKUP = "<i>\"'><b evil=\"\" evil='' "
 
@@ -479,7 +479,7 @@ def test_small_differences_have_no_sign() -> None:
 
 def test_the_images_looked_at_are_from_all_of_the_data() -> None:
     source = Arrays(np.zeros((200, 2, 2), np.uint8), np.zeros(200, np.int64), ("a",))
-    found = Sight(None, None, "", source, "").some(128)
+    found = RunArtifacts(None, None, "", source, "").some(128)
     assert len(found) == len({item.name for item in found}) == 128
     assert found[-1].name == os.fsencode(source.name(199))
 

@@ -12,7 +12,7 @@ import pytest
 from tests.serving.server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
 
 from vitrail.serving import connections
-from vitrail.serving.connections import Connections, NotTooOften, Told, client_key
+from vitrail.serving.connections import Connections, RateLimitFilter, Told, client_key
 from vitrail.serving.counters import Counters
 
 
@@ -68,7 +68,7 @@ def test_the_same_trouble_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 11
     assert told.due("x") == 1000
     record = logging.LogRecord("uvicorn", logging.WARNING, "", 0, "only here", (), None)
-    assert [NotTooOften().filter(record) for _ in range(3)] == [True, False, False]
+    assert [RateLimitFilter().filter(record) for _ in range(3)] == [True, False, False]
 
 
 def test_a_head_that_never_ends_is_timed_out(running: Running) -> None:

@@ -18,9 +18,9 @@ from vitrail.data import structure
 from vitrail.serving.app import Service
 from vitrail.serving.decoders import Decoders
 from vitrail.serving.decoding import check_upload
-from vitrail.serving.refusal import Refusal
+from vitrail.serving.fair_queue import FairQueue
+from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings, name_models
-from vitrail.serving.turns import Turns
 
 PREPROCESS = Preprocess(size=(16, 16))
 
@@ -43,7 +43,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_clients_take_turns_and_so_do_their_requests() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for job in ("a1", "a2", "a3"):
         turns.add("greedy", 1, job)
     turns.add("greedy", 2, "b1")
@@ -63,12 +63,12 @@ def test_what_takes_too_long_is_ended_and_others_go_on(monkeypatch: pytest.Monke
     async def ask(decoders: Decoders) -> None:
         process = decoders._idle[0].process
         os.kill(process.pid, 19)  # stopped, it takes for ever
-        with pytest.raises(Refusal, match="more than 1 s to decode") as refused:
+        with pytest.raises(HttpError, match="more than 1 s to decode") as refused:
             await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())
         assert refused.value.status == 422
         assert process.returncode is not None
         assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
-        with pytest.raises(Refusal, match="more than 100 scans"):
+        with pytest.raises(HttpError, match="more than 100 scans"):
             await decoders.decode(hostile, PREPROCESS, "a", asyncio.Lock())
 
     with_decoders(ask, decoders=1, decode_time=1)
@@ -79,7 +79,7 @@ def test_a_decoder_that_crashes_is_replaced() -> None:
         process = decoders._idle[0].process
         asyncio.get_running_loop().call_later(0.1, os.kill, process.pid, 9)
         os.kill(process.pid, 19)
-        with pytest.raises(Refusal, match="its decoder has failed"):
+        with pytest.raises(HttpError, match="its decoder has failed"):
             await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())
         assert (await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())).shape == (16, 16, 3)
 
@@ -165,15 +165,15 @@ def test_memory_of_a_decoder_is_bounded_beside_what_the_program_takes() -> None:
 
 def test_one_request_of_many_images_leaves_seats(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
-        with service.shelf.use(None) as served:
+        with service.registry.use(None) as served:
             served.batcher.reserve(6)
-            with pytest.raises(Refusal, match="try again soon"):
+            with pytest.raises(HttpError, match="try again soon"):
                 served.batcher.reserve(2)
             seats = [*served.batcher.reserve(1), *served.batcher.reserve(1)]
-            with pytest.raises(Refusal, match="try again soon"):
+            with pytest.raises(HttpError, match="try again soon"):
                 served.batcher.reserve(1)
-            for seat in seats:
-                seat.leave()
+            for slot in seats:
+                slot.leave()
         assert (await client.get("/readyz")).status_code == 200
 
     asked(settings_for(bundle, queue=8), ask)

@@ -11,7 +11,7 @@ from tests.serving.test_service import PNG, asked, settings_for
 from vitrail.errors import ConfigError
 from vitrail.serving.app import Service
 from vitrail.serving.hosts import Hosts
-from vitrail.serving.refusal import Refusal
+from vitrail.serving.http_errors import HttpError
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(hosts: Hosts, host: str | None) -> bool:
     try:
         hosts.check(host)
-    except Refusal as refusal:
+    except HttpError as refusal:
         return refusal.status != 403
     return True
 

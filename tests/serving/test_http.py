@@ -18,7 +18,7 @@ from PIL import Image
 from tests.serving.server import Running, image, save_tiny, sent, server, wait_until
 
 import vitrail
-from vitrail.explanations.wanted import Method
+from vitrail.explanations.request import Method
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,14 @@ from vitrail import Preprocess
 from vitrail.__main__ import main
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError
-from vitrail.serving import questions, run
+from vitrail.serving import operations, run
 from vitrail.serving.app import Service
 from vitrail.serving.counters import Counters
 from vitrail.serving.decoding import decode_upload
-from vitrail.serving.door import PIECE, Door
-from vitrail.serving.life import Life
-from vitrail.serving.refusal import Refusal
-from vitrail.serving.served import Served
+from vitrail.serving.http_errors import HttpError
+from vitrail.serving.lifecycle import Lifecycle
+from vitrail.serving.middleware import PIECE, Middleware
+from vitrail.serving.served_model import ServedModel
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +60,14 @@ def long_name() -> bytes:
 def test_a_narrow_image_is_refused_before_it_is_made_huge() -> None:
     file = io.BytesIO()
     Image.new("RGB", (1, 2000)).save(file, "PNG")  # 85 bytes; as wide as the model wants it: 100 million pixels
-    with pytest.raises(Refusal, match="224×448,000") as refused:
+    with pytest.raises(HttpError, match="224×448,000") as refused:
         decode_upload(file.getvalue(), Preprocess(size=(224, 224), resize="cover"), ("png",), 50_000_000)
     assert refused.value.status == 413
     assert decode_upload(file.getvalue(), Preprocess(size=(224, 224)), ("png",), 50_000_000).shape == (224, 224, 3)
 
 
 def test_all_attention_has_one_limit_for_all_images(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "LARGEST_ATTENTION", 2 * 2 * 18**2 * 2)  # two images of this model
+    monkeypatch.setattr(operations, "LARGEST_ATTENTION", 2 * 2 * 18**2 * 2)  # two images of this model
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         for images, status in ((2, 200), (3, 422)):
@@ -81,7 +81,7 @@ def test_all_attention_has_one_limit_for_all_images(bundle: Path, monkeypatch: p
 
 def test_a_image_without_a_finite_answer_harms_no_other(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
-        with service.shelf.use(None) as served:
+        with service.registry.use(None) as served:
             engine = served.engine
             assert engine is not None
 
@@ -140,7 +140,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> 
 
     async def run() -> None:
         counters = Counters()
-        door = Door(Response(content), {"/"}, settings, counters, Life())
+        middleware = Middleware(Response(content), {"/"}, settings, counters, Lifecycle())
         pieces: list[bytes] = []
 
         async def taken(message: Any) -> None:
@@ -155,12 +155,12 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> 
         async def receive() -> Any:
             return {"type": "http.request", "body": b"", "more_body": False}
 
-        await door(scope, receive, taken)
+        await middleware(scope, receive, taken)
         assert b"".join(pieces) == content
         assert max(map(len, pieces)) <= PIECE
         pieces.clear()
         async with asyncio.timeout(10):
-            await door(scope, receive, stuck)
+            await middleware(scope, receive, stuck)
         assert len(pieces) == 2
         assert counters.requests.labels("/", "499")._value.get() == 1
 
@@ -168,41 +168,43 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> 
             await asyncio.Event().wait()
 
         async def refusing(*_: Any) -> None:
-            raise Refusal(404, "there is nothing at this address")
+            raise HttpError(404, "there is nothing at this address")
 
         async with asyncio.timeout(10):
-            await Door(refusing, {"/"}, settings, counters, Life())(scope, receive, never)
+            await Middleware(refusing, {"/"}, settings, counters, Lifecycle())(scope, receive, never)
         assert counters.requests.labels("/", "499")._value.get() == 2
 
     asyncio.run(run())
 
 
 def test_a_reload_during_the_warm_up_comes_after_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warm_up = Served.warm_up
+    warm_up = ServedModel.warm_up
     slow = [True]
 
-    def first_one_slow(self: Served) -> None:
+    def first_one_slow(self: ServedModel) -> None:
         if slow.pop() if slow else False:
             time.sleep(0.5)
         warm_up(self)
 
-    monkeypatch.setattr(Served, "warm_up", first_one_slow)
+    monkeypatch.setattr(ServedModel, "warm_up", first_one_slow)
 
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
-        await asyncio.gather(service.start(), service.shelf.reload())
+        await asyncio.gather(service.start(), service.registry.reload())
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
 
     asked(settings_for(bundle, deadline=3), ask, start=False)
 
 
 def test_the_thread_that_answers_is_the_one_that_was_warmed_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, threads = Served.answer, list[str]()
+    answer, threads = ServedModel.answer, list[str]()
 
-    def noted(self: Served, question: questions.Asked, images: Sequence[Pixels]) -> list[questions.Answer]:
+    def noted(
+        self: ServedModel, work_item: operations.ParsedRequest, images: Sequence[Pixels]
+    ) -> list[operations.Answer]:
         threads.append(threading.current_thread().name)
-        return answer(self, question, images)
+        return answer(self, work_item, images)
 
-    monkeypatch.setattr(Served, "answer", noted)
+    monkeypatch.setattr(ServedModel, "answer", noted)
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200

@@ -16,10 +16,10 @@ from tests.serving.page_visit import DESKTOP, PHONE, WAIT, Visit, image_file, se
 
 import vitrail
 from vitrail import ViTConfig
-from vitrail.data.given import fitted, item_of
+from vitrail.data.inputs import fitted, item_of
 from vitrail.data.sources.source import Arrays
 from vitrail.explanations.attention import attention_rows
-from vitrail.explanations.wanted import Method
+from vitrail.explanations.request import Method
 from vitrail.serving.files import FOLDER
 from vitrail.training.samples import keep_samples
 

@@ -10,11 +10,11 @@ from tests.acceleration.tiny import bundle
 from tests.peers import relative_error
 
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.inference.features import Wanted
+from vitrail.inference.features import FeatureRequest
 from vitrail.models.vit import ViT
 from vitrail.serving.counters import Counters
-from vitrail.serving.questions import Embed
-from vitrail.serving.served import Served
+from vitrail.serving.operations import Embed
+from vitrail.serving.served_model import ServedModel
 from vitrail.serving.settings import NamedSource, Settings
 
 pytestmark = [
@@ -24,25 +24,25 @@ pytestmark = [
 ROUNDING = {"float32": 2e-3, "bf16": 0.1}
 """How far the features of a tiny random model may lie off; float32 allows for TF32."""
 WANTED = [
-    Wanted(),
-    Wanted(layer=0),
-    Wanted(normalise=True),
-    Wanted(tokens="class"),
-    Wanted(tokens="patches", layer=-2),
-    Wanted(tokens="patches", raw=True),
+    FeatureRequest(),
+    FeatureRequest(layer=0),
+    FeatureRequest(normalise=True),
+    FeatureRequest(tokens="class"),
+    FeatureRequest(tokens="patches", layer=-2),
+    FeatureRequest(tokens="patches", raw=True),
 ]
 
 
 @pytest.fixture(params=list(ROUNDING))
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Served, str]]:
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ServedModel, str]]:
     bundle().save(tmp_path / "m")
     named = NamedSource("m", str(tmp_path / "m"))
-    made = Served(named, Settings(models=(named,), device="cuda", precision=request.param), Counters())
+    made = ServedModel(named, Settings(models=(named,), device="cuda", precision=request.param), Counters())
     yield made, request.param
     asyncio.run(made.batcher.close())
 
 
-def test_features_are_those_of_the_model(served: tuple[Served, str]) -> None:
+def test_features_are_those_of_the_model(served: tuple[ServedModel, str]) -> None:
     answering, precision = served
     exact, generator = bundle(), torch.Generator().manual_seed(3)
     images = torch.randint(0, 256, (5, 16, 32, 3), dtype=torch.uint8, generator=generator)
@@ -54,6 +54,6 @@ def test_features_are_those_of_the_model(served: tuple[Served, str]) -> None:
         assert found.shape == expected.shape
         assert relative_error(found, expected) < ROUNDING[precision]
         assert isinstance(answering.ready(wanted), FastModel if precision == "bf16" else ViT)
-    kept = answering.ready(Wanted())
-    assert answering.ready(Wanted(layer=-1, normalise=True)) is kept
-    assert (answering.ready(Wanted(layer=0)) is kept) == (precision == "float32")
+    kept = answering.ready(FeatureRequest())
+    assert answering.ready(FeatureRequest(layer=-1, normalise=True)) is kept
+    assert (answering.ready(FeatureRequest(layer=0)) is kept) == (precision == "float32")

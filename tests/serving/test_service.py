@@ -13,12 +13,12 @@ import pytest
 from tests.serving.server import image, save_tiny
 
 from vitrail.data.sources.source import Pixels
-from vitrail.explanations.wanted import Wanted
+from vitrail.explanations.request import ExplanationRequest
 from vitrail.serving.app import Service
 from vitrail.serving.batching import BATCHES, Batcher
 from vitrail.serving.counters import Counters
-from vitrail.serving.questions import Explain, Predict
-from vitrail.serving.refusal import Refusal
+from vitrail.serving.http_errors import HttpError
+from vitrail.serving.operations import Explain, Predict
 from vitrail.serving.settings import Settings, name_models
 
 PNG = {"content-type": "image/png"}
@@ -56,14 +56,14 @@ class Gate:
     def __init__(self, compute: Callable[[Any, Sequence[Pixels]], Sequence[Any]]) -> None:
         self.compute, self.open, self.sizes = compute, threading.Event(), list[int]()
 
-    def __call__(self, question: Any, images: Sequence[Pixels]) -> Sequence[Any]:
+    def __call__(self, work_item: Any, images: Sequence[Pixels]) -> Sequence[Any]:
         self.sizes.append(len(images))
         assert self.open.wait(20)
-        return self.compute(question, images)
+        return self.compute(work_item, images)
 
 
 def gated(service: Service) -> Gate:
-    with service.shelf.use(None) as served:
+    with service.registry.use(None) as served:
         gate = Gate(served.answer)
         served.batcher._compute = gate
     return gate
@@ -143,7 +143,7 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
         assert sum(gate.sizes) == 5  # those who were refused were not computed for
         many = await client.post("/v1/predict", files=[("image", image())] * 5)
         assert many.status_code == 413
-        with service.shelf.use(None) as served:
+        with service.registry.use(None) as served:
             assert served.batcher.taken == 0
 
     asked(settings_for(bundle, queue=4, wait=0), ask)
@@ -161,7 +161,7 @@ def test_the_deadline(bundle: Path) -> None:
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
         # Of the three images only the one that was being computed already was computed.
         assert sum(gate.sizes) == 2
-        with service.shelf.use(None) as served:
+        with service.registry.use(None) as served:
             assert served.batcher.taken == 0
 
     asked(settings_for(bundle, batch=1, deadline=1), ask)
@@ -183,7 +183,7 @@ def test_who_leaves_is_not_computed_for(bundle: Path) -> None:
 
 
 def taken(service: Service) -> int:
-    with service.shelf.use(None) as served:
+    with service.registry.use(None) as served:
         return served.batcher.taken
 
 
@@ -213,7 +213,7 @@ async def leave(service: Service, once: Callable[[], bool]) -> None:
 def test_before_it_is_ready_and_after_it_was_told_to_stop(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         for stage, words in (("starting", "warmed up"), ("stopping", "stopping")):
-            service.life.stage = stage  # type: ignore[assignment]
+            service.lifecycle.stage = stage  # type: ignore[assignment]
             for method, path in (("GET", "/readyz"), ("POST", "/v1/predict"), ("POST", "/v1/models/reload")):
                 answer = await client.request(method, path, content=image(), headers=PNG)
                 assert answer.status_code == 503
@@ -227,7 +227,7 @@ def test_before_it_is_ready_and_after_it_was_told_to_stop(bundle: Path) -> None:
 
 def test_a_model_that_was_replaced_is_let_go_of(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
-        with service.shelf.use(None) as served:
+        with service.registry.use(None) as served:
             old = weakref.ref(served)
         del served
         assert (await client.post("/v1/models/reload")).status_code == 200
@@ -267,8 +267,8 @@ def test_uploads_together_have_a_limit(bundle: Path) -> None:
 
 def test_a_fault_of_ours_shows_no_traceback(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
-        with service.shelf.use(None) as served:
-            served.batcher._compute = lambda question, images: 1 / 0  # type: ignore[assignment,return-value]
+        with service.registry.use(None) as served:
+            served.batcher._compute = lambda work_item, images: 1 / 0  # type: ignore[assignment,return-value]
         answer = await client.post("/v1/predict", content=image(), headers=PNG)
         assert answer.status_code == 500
         assert answer.json()["error"] == "this is a fault of the service, and its log has the details"
@@ -284,8 +284,8 @@ def test_only_equal_questions_are_computed_together() -> None:
     async def run() -> None:
         asked: list[tuple[Any, int]] = []
 
-        def compute(question: Any, images: Sequence[Pixels]) -> list[int]:
-            asked.append((question, len(images)))
+        def compute(work_item: Any, images: Sequence[Pixels]) -> list[int]:
+            asked.append((work_item, len(images)))
             return [int(image[0, 0, 0]) for image in images]
 
         batcher = Batcher("m", compute, batch=4, wait=0.05, queue=100, counters=Counters())
@@ -312,12 +312,12 @@ def test_explanations_are_computed_one_by_one() -> None:
 
         batcher = Batcher("m", compute, batch=4, wait=10, queue=100, counters=Counters())
         batcher.start()
-        question = Explain(Wanted("rollout"))
+        work_item = Explain(ExplanationRequest("rollout"))
         await asyncio.gather(
-            *(batcher.ask(question, np.zeros((1, 1, 3), np.uint8), seat) for seat in batcher.reserve(3))
+            *(batcher.ask(work_item, np.zeros((1, 1, 3), np.uint8), slot) for slot in batcher.reserve(3))
         )
         assert sizes == [1, 1, 1]
-        with pytest.raises(Refusal, match="the queue holds 100"):
+        with pytest.raises(HttpError, match="the queue holds 100"):
             batcher.reserve(101)
         await batcher.close()
 
@@ -330,21 +330,21 @@ def order_of(before: Sequence[Any], waiting: Sequence[Any], batch: int) -> list[
     async def run() -> list[tuple[str, int]]:
         computed, gate = list[tuple[str, int]](), threading.Event()
 
-        def compute(question: Any, images: Sequence[Pixels]) -> Sequence[Pixels]:
-            computed.append((type(question).__name__, len(images)))
+        def compute(work_item: Any, images: Sequence[Pixels]) -> Sequence[Pixels]:
+            computed.append((type(work_item).__name__, len(images)))
             assert gate.wait(20)
             return images
 
         batcher = Batcher("m", compute, batch=batch, wait=0, queue=100, counters=Counters())
         batcher.start()
 
-        def ask(question: Any) -> asyncio.Task[Any]:
-            (seat,) = batcher.reserve(1, alone=question.alone)
-            return asyncio.create_task(batcher.ask(question, np.zeros((1, 1, 3), np.uint8), seat))
+        def ask(work_item: Any) -> asyncio.Task[Any]:
+            (slot,) = batcher.reserve(1, alone=work_item.alone)
+            return asyncio.create_task(batcher.ask(work_item, np.zeros((1, 1, 3), np.uint8), slot))
 
-        tasks = [ask(question) for question in before]
+        tasks = [ask(work_item) for work_item in before]
         await until(lambda: len(computed) == 1)
-        tasks += [ask(question) for question in waiting]
+        tasks += [ask(work_item) for work_item in waiting]
         await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(*tasks)
@@ -356,13 +356,13 @@ def order_of(before: Sequence[Any], waiting: Sequence[Any], batch: int) -> list[
 
 
 def test_predictions_are_computed_before_the_next_explanation() -> None:
-    explain, predict = Explain(Wanted("rollout")), Predict(1)
+    explain, predict = Explain(ExplanationRequest("rollout")), Predict(1)
     order = order_of([explain] * 10, [explain] * 5 + [predict] * 6, batch=4)
     assert order == [("Explain", 1), ("Predict", 4), ("Predict", 2), *[("Explain", 1)] * 14]
 
 
 def test_an_explanation_has_its_turn_among_many_predictions() -> None:
-    explain, predict = Explain(Wanted("rollout")), Predict(1)
+    explain, predict = Explain(ExplanationRequest("rollout")), Predict(1)
     order = [kind for kind, _ in order_of([predict], [explain] * 2 + [predict] * 20, batch=1)]
     assert order == ["Predict"] * (1 + BATCHES) + ["Explain"] + ["Predict"] * BATCHES + ["Explain"] + ["Predict"] * 4
 

@@ -8,13 +8,13 @@ from vitrail.data.batches import Batch
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, Processes, autocast
 from vitrail.training.averaging import Average
-from vitrail.training.choices import Facts, choose
+from vitrail.training.defaults import DataFacts, choose
+from vitrail.training.distributed import Ranks
 from vitrail.training.memory import Job, evaluation_batch
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.recipe import read_recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper
-from vitrail.training.team import Team
 
 SMALL = {"stem": "conv", "width": 64, "depth": 2, "heads": 2, "image_size": (32, 32), "patch_size": (4, 4)}
 IMAGES = 1_500
@@ -25,7 +25,7 @@ def job(
 ) -> Job:
     """Return a run as `vitrail train` would plan it, with some of its recipe changed."""
     recipe = read_recipe("scratch-small").replace(**{"model": SMALL, "batch": 16, **changes})
-    plan = choose(recipe, Facts(IMAGES, tuple("0123456789"), side, grey=False), None)
+    plan = choose(recipe, DataFacts(IMAGES, tuple("0123456789"), side, grey=False), None)
     return Job(plan, torch.device(device), precision, processes)
 
 
@@ -37,7 +37,7 @@ def train_two_steps(job: Job) -> None:
     freeze(model, recipe.freeze)
     average = Average(model, recipe.averaging) if recipe.averaging.on else None
     state = State(model, make_optimizer(model, recipe.optimizer), average, Progress())
-    stepper = Stepper(recipe, plan.preprocess, device, job.precision, None, Team(Processes(), device))
+    stepper = Stepper(recipe, plan.preprocess, device, job.precision, None, Ranks(Processes(), device))
     for _ in range(2):
         stepper.step(state, model, _batch(job, plan.batch), 1e-3)
     pixels = _batch(job, evaluation_batch(job.images)).to(device).pixels

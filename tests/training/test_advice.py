@@ -9,8 +9,8 @@ from PIL import Image
 from vitrail.checkpoints.hub import parse
 from vitrail.metrics.baselines import PRETRAINED
 from vitrail.training.advice import FEW, before_training
-from vitrail.training.choices import Facts
-from vitrail.training.records import gap_warning
+from vitrail.training.defaults import DataFacts
+from vitrail.training.run_logger import gap_warning
 from vitrail.training.sweep import sweep
 from vitrail.training.train import train
 
@@ -22,7 +22,7 @@ TINY = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=16
     [(551, 300, True, True), (551, 300, False, False), (FEW, 300, True, False), (551, 28, True, False)],
 )
 def test_few_photographs_from_scratch_are_advised_against(images: int, side: int, fresh: bool, said: bool) -> None:
-    found = before_training(Facts(images, ("cat", "dog"), side, grey=False), fresh=fresh)
+    found = before_training(DataFacts(images, ("cat", "dog"), side, grey=False), fresh=fresh)
     assert bool(found) == said
     if said:
         assert found[0].startswith("few photographs: 551 images")

@@ -11,12 +11,12 @@ from PIL import Image
 
 import vitrail.training.curves as curves_module
 from vitrail.training.curves import VAL, Curve, curve, curves_figure, draw_curves, headlines
-from vitrail.training.folder import Journal
 from vitrail.training.objectives import loss_note
+from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import train
 
 
-def journal(steps: int, every: int = 0) -> list[dict[str, Any]]:
+def metrics_file(steps: int, every: int = 0) -> list[dict[str, Any]]:
     """Return the rows of a run that learns, measured after every so many steps."""
     rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
@@ -40,13 +40,13 @@ def journal(steps: int, every: int = 0) -> list[dict[str, Any]]:
 
 
 CASES = {
-    "one row": journal(1),
-    "one measurement": journal(1, 1),
-    "not yet measured": journal(40),
-    "a run": journal(300, 25),
-    "a long run": [{**row, "step": 1000 * row["step"]} for row in journal(400, 5)],
-    "only measured": [row for row in journal(50, 10) if "val_top1" in row],
-    "not finite": [*journal(30, 10), {"step": 31, "loss": math.nan, "val_loss": math.inf}],
+    "one row": metrics_file(1),
+    "one measurement": metrics_file(1, 1),
+    "not yet measured": metrics_file(40),
+    "a run": metrics_file(300, 25),
+    "a long run": [{**row, "step": 1000 * row["step"]} for row in metrics_file(400, 5)],
+    "only measured": [row for row in metrics_file(50, 10) if "val_top1" in row],
+    "not finite": [*metrics_file(30, 10), {"step": 31, "loss": math.nan, "val_loss": math.inf}],
     "always the same": [{"step": step, "loss": 0.0, "lr": 0.0, "gradient_norm": 0.0} for step in (1, 2, 3)],
 }
 
@@ -132,7 +132,7 @@ def test_the_headline_has_the_best_and_the_last_numbers() -> None:
     assert head == "87.1% on the val part, best at step 275 of 300"
     assert below.startswith("digits-1a2b3c   ·   30.0 epochs   ·   training loss 0.1")
     assert below.endswith("val loss 1.000 at the end")
-    assert headlines(journal(1), "a")[0] == "Step 1, the val part not yet measured"
+    assert headlines(metrics_file(1), "a")[0] == "Step 1, the val part not yet measured"
 
 
 def test_smoothing_neither_lags_nor_shifts() -> None:
@@ -147,6 +147,6 @@ def test_smoothing_neither_lags_nor_shifts() -> None:
 
 def test_a_journal_cut_by_a_crash_can_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    assert len(curve(Journal.read(tmp_path), "loss")) == 1
-    draw_curves(Journal.read(tmp_path), tmp_path / "curves.png")
+    assert len(curve(MetricsFile.read(tmp_path), "loss")) == 1
+    draw_curves(MetricsFile.read(tmp_path), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").exists()

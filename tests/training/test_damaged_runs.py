@@ -17,8 +17,8 @@ from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.runtime import Processes
 from vitrail.training.best import Best, put_aside
+from vitrail.training.distributed import Ranks
 from vitrail.training.state import Progress, Setting, State, save_state
-from vitrail.training.team import Team
 from vitrail.training.train import Run, train
 
 SETTING = Setting(threads=1, processes=1, precision="float32")
@@ -121,8 +121,8 @@ def test_a_lost_best_is_replaced_whatever_the_score_there_is(tmp_path: Path) -> 
     said: list[str] = []
     state = tiny_state(4)
     state.progress.best_step, state.progress.highest = 2, -0.5
-    team = Team(Processes(), torch.device("cpu"))
-    best = Best(tmp_path, state, team, said.append, lambda *_: pytest.fail("there are no weights"))
+    ranks = Ranks(Processes(), torch.device("cpu"))
+    best = Best(tmp_path, state, ranks, said.append, lambda *_: pytest.fail("there are no weights"))
     assert best.check() == "lost"
     assert said == [
         f"{tmp_path / 'best'} is missing; the best weights, those of step 2, are lost, and the weights of step 4 take "

@@ -10,8 +10,8 @@ from PIL import Image
 
 import vitrail
 from vitrail.data.sources.opening import open_data
+from vitrail.training.console import RunConsole
 from vitrail.training.train import _say_check, train
-from vitrail.training.watch import Screen
 
 CHANGES = [
     "steps=1", "batch=4", "evaluations=1",
@@ -36,7 +36,7 @@ def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos:
     shutil.copy(photos / "cat" / "2.png", photos / "cat" / "upload.php")
     folder, parts = tmp_path / "run", open_data(photos)
     folder.mkdir()
-    with Screen(folder, quiet=True) as screen:  # what `train` does before the first step
+    with RunConsole(folder, quiet=True) as screen:  # what `train` does before the first step
         _say_check(screen, folder, parts, 16)
     check = json.loads((folder / "check.json").read_text())
     names = {copies["kind"]: [Path(one["name"]).name for one in copies["images"]] for copies in check["duplicates"]}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vitrail.training.events import TAGS, Events
-from vitrail.training.folder import Journal
+from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import train
 
 CHANGES = [
@@ -32,9 +32,9 @@ def read_back(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def journal(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def metrics_file(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the numbers of the journal, by the tag they should have."""
-    rows = Journal.read(folder)
+    rows = MetricsFile.read(folder)
     found = {tag: [(row["step"], row[name]) for row in rows if name in row] for name, tag in TAGS.items()}
     return {tag: points for tag, points in found.items() if points}
 
@@ -56,15 +56,15 @@ def test_a_run_killed_and_resumed_has_no_point_twice_and_none_too_few(tmp_path: 
         assert process.poll() is None
     process.kill()
     process.wait()
-    before = len(Journal.read(folder))
+    before = len(MetricsFile.read(folder))
     train("digits", changes=CHANGES, folder=folder, device="cpu", workers=0, quiet=True)
 
-    rows, found = Journal.read(folder), read_back(folder / "tensorboard")
+    rows, found = MetricsFile.read(folder), read_back(folder / "tensorboard")
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == list(range(1, 21))
     assert 2 <= before < len(rows)
     assert len(list((folder / "tensorboard").iterdir())) == 2
-    assert_the_same(found, journal(folder))
+    assert_the_same(found, metrics_file(folder))
     assert set(found) == set(TAGS.values())
     for tag in ("speed/images_per_second", "speed/waiting_share"):
         points = [step for step, _ in found[tag]]

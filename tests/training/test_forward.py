@@ -7,7 +7,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from vitrail.models.config import ViTConfig
-from vitrail.training.forward import goes_shorter
+from vitrail.training.forward import uses_fused_pass
 from vitrail.training.recipe import Recipe
 from vitrail.training.train import train
 
@@ -37,4 +37,4 @@ def test_checkpointing_goes_the_way_that_takes_less_memory(
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))  # CI has no GPU
     recipe = Recipe(compile=True, gradient_checkpointing=checkpointing)
-    assert goes_shorter(ViTConfig(), recipe, "bf16", torch.device("cuda"), alone=True) == shorter
+    assert uses_fused_pass(ViTConfig(), recipe, "bf16", torch.device("cuda"), alone=True) == shorter

@@ -19,10 +19,10 @@ from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import Parts, part_of
 from vitrail.errors import ConfigError
 from vitrail.runtime import faster_in_bf16
-from vitrail.training.fitting import is_lack_of_memory, settle_batch, shown, within_memory
+from vitrail.training.auto_batch import fit_batch_to_memory, is_lack_of_memory, shown, within_memory
 from vitrail.training.memory import Forecast, forecast, resident_images
+from vitrail.training.memory_limits import MemoryLimit, machine_memory
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
-from vitrail.training.room import Room, machine_memory
 from vitrail.training.train import train
 
 MB = 10**6
@@ -125,11 +125,11 @@ def test_a_forecast_draws_nothing() -> None:
 
 def test_the_line_that_is_shown() -> None:
     known = Forecast(100 * MB, 100 * MB, 200 * MB, 0, 64, 900 * MB, 1)
-    assert shown(known, Room(22_000 * MB, "the GPU")) == (
+    assert shown(known, MemoryLimit(22_000 * MB, "the GPU")) == (
         "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimiser 0.2, images in flight 0.9)"
     )
     assert "optimiser 0.2, images that stay there 0.7, images in flight" in shown(
-        known._replace(resident=700 * MB), Room(22_000 * MB, "the GPU")
+        known._replace(resident=700 * MB), MemoryLimit(22_000 * MB, "the GPU")
     )
 
 
@@ -206,7 +206,7 @@ def test_this_machine_has_memory() -> None:
 
 
 def test_a_batch_that_fits_stays(tmp_path: Path) -> None:
-    found = settle_batch(job(batch="auto"), tmp_path, IMAGES, Room(10**12, "the GPU"))
+    found = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
     usual = job(batch=None).plan
     assert (found.recipe.batch, found.batch, found.steps) == (usual.batch, usual.batch, usual.steps)
     assert (found.choices[-1].field, found.choices[-1].value) == ("batch", usual.batch)
@@ -222,8 +222,8 @@ def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path
     usual = job(**{"batch": "auto", **changes})
     unit = 2 * usual.plan.recipe.micro_batches * usual.plan.recipe.data.repeats * usual.processes
     whole = forecast(usual._replace(plan=usual.plan._replace(batch=-(-usual.plan.batch // unit) * unit)))
-    there = Room(whole.standing + whole.in_flight // 3, "the GPU")
-    found = settle_batch(usual, tmp_path, IMAGES, there)
+    there = MemoryLimit(whole.standing + whole.in_flight // 3, "the GPU")
+    found = fit_batch_to_memory(usual, tmp_path, IMAGES, there)
     assert unit <= found.batch <= whole.images * unit
     assert found.batch % unit == 0
     known = forecast(usual._replace(plan=found))
@@ -236,12 +236,12 @@ def test_nothing_fits(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"the GPU has 1 MB for this run, and even the smallest batch, 2, needs about"
     ):
-        settle_batch(job(batch="auto"), tmp_path, IMAGES, Room(MB, "the GPU"))
+        fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(MB, "the GPU"))
 
 
 def test_a_run_goes_on_with_the_batch_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(write_toml(job(batch=24).plan.recipe))
-    found = settle_batch(job(batch="auto"), tmp_path, IMAGES, Room(10**12, "the GPU"))
+    found = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
     assert (found.batch, found.recipe) == (24, job(batch=24).plan.recipe)
 
 
@@ -324,13 +324,13 @@ main()
 WIDE = ["epochs=0.1", "evaluations=1", "model.width=64", "model.depth=2", "model.heads=2", "model.image_size=16"]
 
 
-def limited(room: int, folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
+def limited(memory_limit: int, folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:
     """Train in a process that the machine gives only so much memory; in float32, whatever this processor prefers."""
     settings = (*WIDE, "model.patch_size=1", "precision=float32", *changes)
     words = [word for change in settings for word in ("--set", change)]
     command = ["train", "digits", "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
     return subprocess.run(
-        [sys.executable, "-c", LIMITED, str(room), *command],
+        [sys.executable, "-c", LIMITED, str(memory_limit), *command],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
 

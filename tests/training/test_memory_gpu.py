@@ -9,9 +9,9 @@ from tests.training.jobs import IMAGES, job, train_two_steps
 
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
-from vitrail.training.fitting import settle_batch, shown, within_memory
+from vitrail.training.auto_batch import fit_batch_to_memory, shown, within_memory
 from vitrail.training.memory import fits_really, forecast
-from vitrail.training.room import room
+from vitrail.training.memory_limits import memory_limit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def test_the_forecast_is_what_a_run_takes(
     with capsys.disabled():
         print(
             f"\n{kind} {name} {precision} checkpointing={checkpointing}: foreseen {known.total / 1e6:.0f} MB, taken "
-            f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; {shown(known, room(planned.device))}"
+            f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; {shown(known, memory_limit(planned.device))}"
         )
     assert known.total == pytest.approx(taken, rel=0.2)
 
@@ -59,7 +59,7 @@ def test_a_batch_is_found_that_fits_and_no_larger_one_is_taken(tmp_path: Path) -
     try:
         assert not fits_really(usual, forecast(usual))
         # The forecast is told of the whole GPU, so that only the real try can find out.
-        found = settle_batch(planned, tmp_path, IMAGES, room(planned.device))
+        found = fit_batch_to_memory(planned, tmp_path, IMAGES, memory_limit(planned.device))
         assert 2 <= found.batch <= 32
         assert fits_really(planned._replace(plan=found), forecast(planned._replace(plan=found)))
     finally:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes
+from vitrail.training.distributed import Ranks
 from vitrail.training.muon import Muon, orthogonalised
 from vitrail.training.optimizers import Optimizer, can_leave_out, make_optimizer, set_learning_rate, step_unless
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
-from vitrail.training.team import Team
 
 CONFIG = Optimizer(kind="muon", lr=0.01, weight_decay=0.1, momentum=0.95)
 
@@ -164,7 +164,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     straight.optimizer.step()
     straight.progress.step = 1
     save_state(tmp_path / "state", straight, SETTING)
-    assert load_state(tmp_path / "state", again, SETTING, Team(Processes(), torch.device("cpu"))) == []
+    assert load_state(tmp_path / "state", again, SETTING, Ranks(Processes(), torch.device("cpu"))) == []
     for state in states:
         with_gradients(state.model, 1)
         state.optimizer.step()

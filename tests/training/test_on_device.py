@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from vitrail.errors import ConfigError
-from vitrail.training.folder import Journal
+from vitrail.training.run_folder import MetricsFile
 from vitrail.training.train import train
 
 SMALL = (
@@ -33,7 +33,7 @@ def test_the_val_part_is_measured_as_from_files(tmp_path: Path) -> None:
     rows, verdicts = [], []
     for answer in ("false", "true"):
         weights(tmp_path / answer, f"data.on_device={answer}", "evaluations=3", "steps=9")
-        found = [row for row in Journal.read(tmp_path / answer) if "val_loss" in row]
+        found = [row for row in MetricsFile.read(tmp_path / answer) if "val_loss" in row]
         rows.append([(row["step"], row["val_top1"], row["val_loss"]) for row in found])
         verdicts.append(json.loads((tmp_path / answer / "verdict.json").read_text()))
     assert len(rows[0]) == 3

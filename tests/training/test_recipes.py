@@ -16,13 +16,13 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.training.choices import Facts, Plan, choose
+from vitrail.training.defaults import DataFacts, Plan, choose
 from vitrail.training.recipe import Recipe, preset_names, read_recipe, write_toml
 from vitrail.training.schedules import learning_rate
 from vitrail.training.train import train
 
-IMAGENET = Facts(1_281_167, tuple(f"class {number}" for number in range(1000)), 375, False)
-PETS = Facts(3_312, tuple(f"breed {number}" for number in range(37)), 333, False)
+IMAGENET = DataFacts(1_281_167, tuple(f"class {number}" for number in range(1000)), 375, False)
+PETS = DataFacts(3_312, tuple(f"breed {number}" for number in range(37)), 333, False)
 WITH_START = {"finetune", "finetune-paper", "linear-probe"}
 
 

@@ -24,11 +24,11 @@ from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
 from vitrail.io import file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.runtime import Processes
-from vitrail.training.folder import claimed, default_folder, origin_of
+from vitrail.training.distributed import Ranks
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
+from vitrail.training.run_folder import claimed, default_folder, origin_of
 from vitrail.training.schedules import learning_rate
 from vitrail.training.state import Progress, Setting, State, content_digest, load_state, save_state
-from vitrail.training.team import Team
 from vitrail.training.train import train
 
 TINY = [
@@ -249,7 +249,7 @@ def test_a_full_disk_keeps_the_state_before(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"could not be saved in .*; the one of step 1 is intact"):
         save_state(tmp_path / "state", state, setting)
     (tmp_path / "state" / f".00000002.{os.getpid()}").unlink(missing_ok=True)
-    assert load_state(tmp_path / "state", state, setting, Team(Processes(), torch.device("cpu"))) == []
+    assert load_state(tmp_path / "state", state, setting, Ranks(Processes(), torch.device("cpu"))) == []
     assert state.progress.step == 1
 
 
@@ -292,7 +292,7 @@ def test_a_run_folder_without_permission(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from vitrail.errors import CheckpointError
-from vitrail.training.folder import claimed
+from vitrail.training.run_folder import claimed
 if os.geteuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
@@ -340,7 +340,7 @@ def test_every_recipe_is_read_and_written_again(name: str, tmp_path: Path) -> No
 # ── ways to run ──
 
 
-def journal(folder: Path) -> list[float]:
+def metrics_file(folder: Path) -> list[float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
@@ -357,7 +357,7 @@ def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
             f"compile={str(name == 'compiled').lower()}",
         ]
         train("digits", changes=changes, folder=tmp_path / name, device="cpu", workers=0, quiet=True)
-    np.testing.assert_allclose(journal(tmp_path / "compiled"), journal(tmp_path / "plain"), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(metrics_file(tmp_path / "compiled"), metrics_file(tmp_path / "plain"), rtol=0, atol=1e-4)
 
 
 def test_none_is_a_word_where_it_is_a_choice() -> None:
@@ -372,7 +372,7 @@ def test_a_run_that_no_longer_improves_ends_early(tmp_path: Path) -> None:
     """With a learning rate of almost nothing the second measurement is no better than the first."""
     changes = [*TINY, "optimizer.lr=1e-12", "evaluations=10", "patience=2", "averaging.kind=none"]
     done = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
-    assert len(journal(tmp_path / "run")) < 34
+    assert len(metrics_file(tmp_path / "run")) < 34
     again = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert again.metrics.top1 == done.metrics.top1
 
@@ -505,12 +505,12 @@ def test_a_best_model_that_lost_its_name_gets_it_back(tmp_path: Path) -> None:
 def test_stopped_as_it_was_about_to_end_early(tmp_path: Path) -> None:
     changes = [*TINY, "optimizer.lr=1e-12", "evaluations=10", "patience=2", "averaging.kind=none"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
-    ended = journal(tmp_path / "run")
+    ended = metrics_file(tmp_path / "run")
     newest = sorted((tmp_path / "run" / "state").glob("[0-9]*"))[-1] / "state.json"
     content = json.loads(newest.read_text())
     newest.write_text(json.dumps({**content, "finished": False}))  # as it is when the last save did not happen
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
-    assert journal(tmp_path / "run") == ended
+    assert metrics_file(tmp_path / "run") == ended
 
 
 @pytest.mark.parametrize("inside", ["", "best"])

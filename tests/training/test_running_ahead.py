@@ -18,13 +18,13 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged
 from vitrail.runtime import Precision, Processes
 from vitrail.training.display import Status
-from vitrail.training.folder import Journal
+from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
+from vitrail.training.run_folder import MetricsFile
 from vitrail.training.signals import Stopped
 from vitrail.training.state import Progress, State
-from vitrail.training.step import Stepper, Taken
-from vitrail.training.team import Team
+from vitrail.training.step import PendingStep, Stepper
 from vitrail.training.train import train
 
 SMALL = ["batch=64", "steps=9", "evaluations=2", "model.width=16", "model.depth=1", "model.heads=2", "micro_batches=2"]
@@ -90,7 +90,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("minutes", "most"), [("10", 2), ("0", 1)])
 def test_the_journal_and_the_weights_are_the_same(minutes: str, most: int, straight: Path, tmp_path: Path) -> None:
     go(tmp_path / "run", f"save_minutes={minutes}")
-    assert list(Journal.read(tmp_path / "run")) == list(Journal.read(straight))
+    assert list(MetricsFile.read(tmp_path / "run")) == list(MetricsFile.read(straight))
     assert same(saved(tmp_path / "run")[1], saved(straight)[1])
     assert (Arrival.most, Arrival.open) == (most, 0)  # one step ahead, and none where every step is saved
 
@@ -117,15 +117,15 @@ def test_a_signal_saves_a_step_whose_numbers_are_told(straight: Path, tmp_path: 
     folder = tmp_path / "run"
 
     def ask_to_stop() -> None:
-        journal = folder / "metrics.jsonl"
-        while not journal.exists() or journal.read_text().count("\n") < 2:
+        metrics_file = folder / "metrics.jsonl"
+        while not metrics_file.exists() or metrics_file.read_text().count("\n") < 2:
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ask_to_stop, daemon=True).start()
     with pytest.raises(Stopped):
         go(folder, "steps=2000")
-    rows = [row["step"] for row in Journal.read(folder) if "loss" in row]
+    rows = [row["step"] for row in MetricsFile.read(folder) if "loss" in row]
     assert rows == list(range(1, saved(folder)[0] + 1))
     assert len(rows) < 1000  # where it is measured, and would be saved anyway
 
@@ -149,7 +149,7 @@ def begin(precision: Precision = "float32", *, fused: bool = True) -> tuple[Step
     model, recipe = tiny(), Recipe(optimizer=Optimizer(kind="adamw", lr=0.01))
     state = State(model, make_optimizer(model, recipe.optimizer, fused=fused), None, Progress())
     exact, cpu = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3), torch.device("cpu")
-    return Stepper(recipe, exact, cpu, precision, None, Team(Processes(), cpu)), state
+    return Stepper(recipe, exact, cpu, precision, None, Ranks(Processes(), cpu)), state
 
 
 @pytest.mark.usefixtures("ahead")
@@ -184,5 +184,5 @@ def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(where: str)
 
 
 def test_the_mean_over_parts_and_processes() -> None:
-    taken = Taken(4, torch.tensor([1.0, 3.0, 5.0, 2.0, 0.5]), None, processes=2, left_out=False)
+    taken = PendingStep(4, torch.tensor([1.0, 3.0, 5.0, 2.0, 0.5]), None, processes=2, left_out=False)
     assert taken.read() == (1.0, 7, 0.5)

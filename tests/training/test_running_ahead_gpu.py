@@ -6,11 +6,11 @@ from tests.training.plain_loop import batches, tiny
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.runtime import Processes
+from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper
-from vitrail.training.team import Team
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ def test_a_steps_numbers_are_here_before_its_end(kind: str) -> None:
     model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind=kind, lr=0.01, clip=1.0))
     state = State(model, make_optimizer(model, recipe.optimizer), None, Progress())
     exact = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
-    stepper = Stepper(recipe, exact, CUDA, "float32", None, Team(Processes(), CUDA))
+    stepper = Stepper(recipe, exact, CUDA, "float32", None, Ranks(Processes(), CUDA))
     data = [batch.to(CUDA) for batch in batches(3)]
     stepper.step(state, model, data[0], 0.01)  # in which libraries take their memory
     torch.cuda.synchronize()

@@ -10,9 +10,9 @@ from PIL import Image
 from tests.reports.runs import CLASSES, images, tiny_run
 
 import vitrail
-from vitrail.data.sources.choosing import seen_by_run
 from vitrail.data.sources.contents import digests_of, recorded_contents
 from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.selection import seen_by_run
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import percent
 from vitrail.training import samples

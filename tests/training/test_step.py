@@ -18,17 +18,17 @@ from vitrail.errors import Diverged
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes
 from vitrail.training.averaging import Average, Averaging
+from vitrail.training.distributed import Ranks
 from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer, freeze, make_optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
-from vitrail.training.step import Stepped, Stepper
-from vitrail.training.team import Team
+from vitrail.training.step import Stepper, StepResult
 
 EXACT = Preprocess(size=(SIDE, SIDE), mean=(0.0,) * 3, std=(1 / 255,) * 3)
 """Leaves the pixels as they are."""
 CPU = torch.device("cpu")
-ALONE = Team(Processes(), CPU)
+ALONE = Ranks(Processes(), CPU)
 
 
 class Double(nn.Module):
@@ -48,7 +48,7 @@ def begin(model: nn.Module, recipe: Recipe) -> State:
     return State(model, make_optimizer(model, recipe.optimizer), average, Progress())
 
 
-def ours(model: ViT, case: Case, data: list[Batch]) -> tuple[State, list[Stepped]]:
+def ours(model: ViT, case: Case, data: list[Batch]) -> tuple[State, list[StepResult]]:
     recipe = case.recipe()
     weights = None if case.weights is None else torch.tensor(case.weights, dtype=torch.float64)
     stepper, state = Stepper(recipe, EXACT, CPU, "float32", weights, ALONE), begin(model, recipe)
@@ -90,7 +90,7 @@ CASES = {
 }  # fmt: skip
 
 
-def assert_same(state: State, stepped: list[Stepped], expected: Reference, atol: float = 1e-9) -> None:
+def assert_same(state: State, stepped: list[StepResult], expected: Reference, atol: float = 1e-9) -> None:
     for name, parameter in state.model.named_parameters():
         torch.testing.assert_close(
             parameter.detach().double(), expected.weights[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
@@ -246,7 +246,7 @@ def test_dropout_differs_between_steps_parts_and_processes() -> None:
     for rank in (0, 1, 0):
         model = tiny(mlp_dropout=0.5).double()
         forward, state = Remembering(model), begin(model, case.recipe())
-        stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, Team(Processes(rank=rank), CPU))
+        stepper = Stepper(case.recipe(), EXACT, CPU, "float32", None, Ranks(Processes(rank=rank), CPU))
         for _ in range(2):  # with a rate of 0 the weights stay, so that only dropout can make a difference
             stepper.step(state, forward, same, 0.0)
         answers += forward.answers

@@ -8,16 +8,16 @@ import torch
 from tests.training.plain_loop import batches, tiny
 from tests.training.test_step import CASES, EXACT, begin
 
-from vitrail.acceleration.training_pass import TrainingPass
+from vitrail.acceleration.fused_training import TrainingPass
 from vitrail.errors import Diverged
 from vitrail.runtime import Processes
 from vitrail.training.averaging import Averaging
-from vitrail.training.folder import Journal
+from vitrail.training.distributed import Ranks
 from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.recipe import Recipe
+from vitrail.training.run_folder import MetricsFile
 from vitrail.training.step import Stepper
-from vitrail.training.team import Team
 from vitrail.training.train import train
 
 pytestmark = [
@@ -37,7 +37,7 @@ def test_steps_are_those_of_a_processor(name: str) -> None:
     for device in (torch.device("cpu"), CUDA):
         model = tiny().to(device)
         state = begin(model, case.recipe())
-        stepper = Stepper(case.recipe(), EXACT, device, "float32", None, Team(Processes(), device))
+        stepper = Stepper(case.recipe(), EXACT, device, "float32", None, Ranks(Processes(), device))
         taken = [stepper.take(state, model, batch, 0.01) for batch in batches(4, case.mixed)]
         found[device.type] = (
             torch.tensor([step.read().loss for step in taken]),
@@ -56,11 +56,11 @@ def test_steps_are_those_of_a_processor(name: str) -> None:
 def test_replayed_steps_are_those_that_are_not(kind: str) -> None:
     """With stochastic depth, an average of the weights, and a measurement between two steps."""
     recipe = Recipe(compile=True, optimizer=Optimizer(kind=kind, lr=0.01, clip=1.0), averaging=Averaging(kind="ema"))
-    team, found = Team(Processes(), CUDA), []
+    ranks, found = Ranks(Processes(), CUDA), []
     for replayed in (True, False):
         model = tiny(width=32, stochastic_depth=0.5).to(CUDA)
-        forward = forward_of(model, recipe, "bf16", team) if replayed else torch.compile(TrainingPass(model))
-        state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, team)
+        forward = forward_of(model, recipe, "bf16", ranks) if replayed else torch.compile(TrainingPass(model))
+        state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, ranks)
         losses = []
         for number, batch in enumerate(batches(8)):
             losses.append(stepper.step(state, forward, batch.to(CUDA), 0.01).loss)
@@ -77,9 +77,9 @@ def test_replayed_steps_are_those_that_are_not(kind: str) -> None:
 
 def test_what_is_drawn_in_a_replayed_step_follows_from_its_number() -> None:
     recipe = Recipe(compile=True, optimizer=Optimizer(kind="adamw", lr=0.01))
-    team, model, (batch, *_) = Team(Processes(), CUDA), tiny(width=32, stochastic_depth=0.5).to(CUDA), batches(1)
-    forward = forward_of(model, recipe, "bf16", team)
-    state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, team)
+    ranks, model, (batch, *_) = Ranks(Processes(), CUDA), tiny(width=32, stochastic_depth=0.5).to(CUDA), batches(1)
+    forward = forward_of(model, recipe, "bf16", ranks)
+    state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, ranks)
 
     def loss_of(step: int) -> float:
         state.progress.step = step
@@ -107,7 +107,7 @@ def test_a_step_that_diverges_changes_no_weight_and_is_told_when_it_is_read(kind
     recipe = Recipe(optimizer=Optimizer(kind=kind, lr=0.01, clip=0.5))
     model, (first, second, third) = tiny().to(CUDA), batches(3)
     state = begin(model, recipe)
-    stepper = Stepper(recipe, EXACT, CUDA, "float32", None, Team(Processes(), CUDA))
+    stepper = Stepper(recipe, EXACT, CUDA, "float32", None, Ranks(Processes(), CUDA))
     stepper.step(state, model, first, 0.01)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     hook = model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
@@ -126,7 +126,7 @@ def test_a_run(compiled: str, on_device: str, tmp_path: Path) -> None:
     kind = "muon" if compiled == on_device else "adamw"
     changes = [*SMALL, f"compile={compiled}", f"data.on_device={on_device}", f"optimizer.kind={kind}"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cuda", workers=2, quiet=True)
-    rows = [row for row in Journal.read(tmp_path / "run") if "loss" in row]
+    rows = [row for row in MetricsFile.read(tmp_path / "run") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 41))
     assert sum(row["loss"] for row in rows[-5:]) < sum(row["loss"] for row in rows[:5])
     assert (tmp_path / "run" / "verdict.json").exists()

@@ -22,12 +22,12 @@ from vitrail.errors import DataError
 from vitrail.models.config import ConvLayer
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes, process_group
+from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import Optimizer, make_optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.signals import Stopped
 from vitrail.training.state import Progress, State
 from vitrail.training.step import Stepper
-from vitrail.training.team import Team
 from vitrail.training.train import train
 
 CPU = torch.device("cpu")
@@ -41,17 +41,17 @@ def check(true: bool, words: str) -> None:
         raise SystemExit(f"wrong: {words}")
 
 
-def messages(team: Team) -> None:
-    received = team.tensors_from_main({"a": torch.arange(3), "b": torch.tensor(2.5)} if team.is_main else None)
+def messages(ranks: Ranks) -> None:
+    received = ranks.tensors_from_main({"a": torch.arange(3), "b": torch.tensor(2.5)} if ranks.is_main else None)
     check(received["a"].tolist() == [0, 1, 2] and float(received["b"]) == 2.5, "the main process's tensors")
-    rank = team.processes.rank
+    rank = ranks.processes.rank
     numbers = torch.tensor([1.5 + rank, rank])
-    team.add_up(numbers)
+    ranks.add_up(numbers)
     check(numbers.tolist() == [4.0, 1.0], "sums")
-    check(team.largest(3 + rank, 3 - rank, rank == 1) == [4, 3, 1], "the largest")
-    check(team.gathered(rank) == [0, 1] and team.from_main(rank) == 0, "what the others have")
+    check(ranks.largest(3 + rank, 3 - rank, rank == 1) == [4, 3, 1], "the largest")
+    check(ranks.gathered(rank) == [0, 1] and ranks.from_main(rank) == 0, "what the others have")
     try:
-        with team.together():
+        with ranks.together():
             if rank == 1:
                 raise DataError("only here")
     except DataError as error:
@@ -71,9 +71,9 @@ def begin(stem: str) -> tuple[ViT, State, Recipe]:
     return model, State(model, make_optimizer(model, recipe.optimizer), None, Progress()), recipe
 
 
-def a_step(team: Team) -> None:
+def a_step(ranks: Ranks) -> None:
     """A step of two processes is the step of one with both their images."""
-    (batch,), alone = batches(1), Team(Processes(), CPU)
+    (batch,), alone = batches(1), Ranks(Processes(), CPU)
     model, state, recipe = begin("conv")
     with torch.no_grad():
         answers = model(EXACT.normalise(batch.pixels)).argmax(dim=1)
@@ -81,10 +81,10 @@ def a_step(team: Team) -> None:
     batch = batch._replace(labels=(answers + wrong) % model.config.classes)
     expected = Stepper(recipe, EXACT, CPU, "float32", None, alone).step(state, model, batch, 0.01)
     shared, state, _ = begin("conv")
-    share = half_of(batch, team.processes.rank)
-    taken = Stepper(recipe, EXACT, CPU, "float32", None, team).take(state, team.wrapped(shared), share, 0.01)
+    share = half_of(batch, ranks.processes.rank)
+    taken = Stepper(recipe, EXACT, CPU, "float32", None, ranks).take(state, ranks.wrapped(shared), share, 0.01)
     stepped = taken.read()
-    if team.is_main:  # as where one process saves: it may look again, and no other has to join
+    if ranks.is_main:  # as where one process saves: it may look again, and no other has to join
         check(taken.read() == stepped, "numbers that are read twice")
     check(stepped.correct == expected.correct == 4, f"{stepped.correct} right answers and not {expected.correct}")
     check(abs(stepped.loss - expected.loss) < 1e-5, "the loss of both")
@@ -92,16 +92,16 @@ def a_step(team: Team) -> None:
     check(all(torch.allclose(p, shared.get_parameter(n), atol=1e-6) for n, p in model.named_parameters()), "weights")
 
 
-def statistics(team: Team) -> None:
+def statistics(ranks: Ranks) -> None:
     """What a process measures of its own images becomes the mean of both, at the end of every step."""
     (batch,) = batches(1)
-    share = half_of(batch, team.processes.rank)
+    share = half_of(batch, ranks.processes.rank)
     own, state, recipe = begin("conv_stem")
-    Stepper(recipe, EXACT, CPU, "float32", None, Team(Processes(), CPU)).step(state, own, share, 0.01)
+    Stepper(recipe, EXACT, CPU, "float32", None, Ranks(Processes(), CPU)).step(state, own, share, 0.01)
     shared, state, _ = begin("conv_stem")
-    Stepper(recipe, EXACT, CPU, "float32", None, team).step(state, team.wrapped(shared), share, 0.01)
+    Stepper(recipe, EXACT, CPU, "float32", None, ranks).step(state, ranks.wrapped(shared), share, 0.01)
     name = next(name for name, _ in own.named_buffers() if name.endswith("running_mean"))
-    before, after = (team.gathered(model.get_buffer(name).clone()) for model in (own, shared))
+    before, after = (ranks.gathered(model.get_buffer(name).clone()) for model in (own, shared))
     check(not torch.equal(before[0], before[1]), "images that differ")
     check(torch.equal(after[0], after[1]), "the same statistics everywhere")
     check(torch.allclose(after[0], (before[0] + before[1]) / 2, atol=1e-6), "their mean")
@@ -156,8 +156,8 @@ def runs(folder: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     with process_group(CPU) as processes:
-        team = Team(processes, CPU)
+        ranks = Ranks(processes, CPU)
         for checked in (messages, a_step, statistics):
-            checked(team)
+            checked(ranks)
     runs(Path(sys.argv[1]), processes.rank)
     print("well")

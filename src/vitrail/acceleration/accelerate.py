@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.elementwise import kernels_run
 from vitrail.acceleration.cuda.encoder import Numbers, can_fold, can_quantise
-from vitrail.acceleration.cuda.graphs import Replayed
+from vitrail.acceleration.cuda.graphs import CudaGraphs
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
-from vitrail.acceleration.cuda.passes import kernels_run
 from vitrail.acceleration.engine import made_ready
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT
@@ -28,7 +28,7 @@ class Accelerated:
         self.model, self.device = model, device
         # Not a method, which would hold on to this.
         compute = partial(_computed, model, device)
-        self._answer = Replayed(compute, device) if graphs else compute
+        self._answer = CudaGraphs(compute, device) if graphs else compute
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices, cast_once
+from vitrail.acceleration.cpu_threads import CpuThreads
 from vitrail.acceleration.cuda.encoder import Numbers
-from vitrail.acceleration.cuda.graphs import SIZES, Replayed
+from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
-from vitrail.acceleration.lanes import Lanes
-from vitrail.acceleration.packed import can_pack, pack
+from vitrail.acceleration.onednn import can_pack, pack
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT
@@ -53,15 +53,15 @@ class TorchEngine:
     def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
         self.device, self.precision = device, precision
         self.compute = FromPixels(made_ready(model.to(device).eval(), precision), preprocess, device, precision)
-        self.lanes = Lanes() if device.type == "cpu" else None
-        self.replayed: Replayed | None = None
+        self.cpu_threads = CpuThreads() if device.type == "cpu" else None
+        self.replayed: CudaGraphs | None = None
         if device.type == "cuda":
-            self.replayed = Replayed(self.compute, device, sizes=SIZES, kept=self.compute.weights())
+            self.replayed = CudaGraphs(self.compute, device, sizes=SIZES, kept=self.compute.weights())
             self.sending = torch.cuda.Stream(device)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits for images."""
-        return self._answer(pixels) if self.lanes is None else self.lanes(self._answer, pixels)
+        return self._answer(pixels) if self.cpu_threads is None else self.cpu_threads(self._answer, pixels)
 
     @torch.inference_mode()
     def _answer(self, pixels: Tensor) -> Tensor:

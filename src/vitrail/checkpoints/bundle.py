@@ -14,8 +14,8 @@ from typing import Any
 
 from vitrail._version import __version__
 from vitrail.checkpoints.assumptions import Assumption, announce
+from vitrail.checkpoints.dtypes import Dtype, check_numbers, in_dtype
 from vitrail.checkpoints.files import read_json, read_weights
-from vitrail.checkpoints.numbers import Dtype, check_numbers, in_dtype
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.checkpoints.timm_config import timm_config
 from vitrail.checkpoints.writing import whole_folder, write_safetensors

@@ -11,12 +11,12 @@ import torch
 from vitrail.checkpoints import timm_config
 from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle
 from vitrail.checkpoints.custom import read_key_table
+from vitrail.checkpoints.dtypes import Dtype, check_dtype
 from vitrail.checkpoints.family import Family
 from vitrail.checkpoints.files import SUFFIXES
 from vitrail.checkpoints.hub import parse
 from vitrail.checkpoints.keys import Weights
 from vitrail.checkpoints.load import FAMILIES, inferred_config, open_checkpoint
-from vitrail.checkpoints.numbers import Dtype, check_dtype
 from vitrail.checkpoints.strict import load_weights, loaded_model
 from vitrail.checkpoints.transformers_config import (
     dinov2_config,

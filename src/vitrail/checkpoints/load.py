@@ -18,16 +18,16 @@ from vitrail.checkpoints.assumptions import (
 )
 from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle, is_bundle, read_bundle
 from vitrail.checkpoints.custom import read_key_table
+from vitrail.checkpoints.dtypes import Dtype, check_dtype, in_dtype, named
 from vitrail.checkpoints.family import Family, Hints, Reading
 from vitrail.checkpoints.files import SUFFIXES, read_checkpoint, read_json
-from vitrail.checkpoints.finding import Source, find
 from vitrail.checkpoints.folders import Known
 from vitrail.checkpoints.formats import dinov2, google, lucidrains, timm, torchvision, transformers
 from vitrail.checkpoints.hub import fetch, parse
 from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.infer import Shapes, infer_config
 from vitrail.checkpoints.keys import Weights
-from vitrail.checkpoints.numbers import Dtype, check_dtype, in_dtype, named
+from vitrail.checkpoints.locate import Source, find
 from vitrail.checkpoints.overrides import IMAGES, checked_overrides, of_images, of_model, spread
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.data.preprocess import Preprocess

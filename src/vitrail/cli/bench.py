@@ -10,7 +10,7 @@ from vitrail.cli.tables import print_table, progress
 from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from vitrail.acceleration.measure import Bench, Cell
+    from vitrail.acceleration.bench import Bench, Cell
 
 Word = TypeVar("Word")
 
@@ -33,8 +33,8 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure images per second and latency of every engine, precision and batch size on this machine."""
+    from vitrail.acceleration.bench import BATCHES, measure
     from vitrail.acceleration.engine import Kind
-    from vitrail.acceleration.measure import BATCHES, measure
     from vitrail.runtime import Precision, choose_device
 
     kinds = _known(engine, get_args(Kind), "engine")

@@ -12,7 +12,7 @@ from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
     from vitrail.data.checking.check import Report
-    from vitrail.data.checking.measure import Speed
+    from vitrail.data.checking.speed import Speed
 
 SPEEDS = (100.0, 1000.0, 5000.0)
 """Images per second of compute that are shown where none are asked for: a processor, a small GPU, a large one."""
@@ -44,7 +44,7 @@ def check(
     """Decode every image; list every fault, duplicate and odd one in one pass; measure how fast they can be read."""
     from vitrail.data.batches import default_workers
     from vitrail.data.checking.check import check_data, open_to_check
-    from vitrail.data.checking.measure import available_cores, measure_speed
+    from vitrail.data.checking.speed import available_cores, measure_speed
     from vitrail.data.sources.faults import settle
 
     if sheet is not None:
@@ -62,7 +62,7 @@ def check(
         none = f"none of the {report.images:,} images can be read; the first, {first.image.name}: {first.reason}"
         settle([*faults, none], data, None, said=len(faults) + 1)
     if sheet is not None:
-        from vitrail.data.checking.sheet import contact_sheet, save_sheet
+        from vitrail.data.checking.contact_sheet import contact_sheet, save_sheet
 
         save_sheet(contact_sheet(parts.train, title=f"{Path(data).name or data}, train part"), sheet)
     cores = available_cores()

@@ -41,7 +41,7 @@ def eval(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
-    from vitrail.data.sources.choosing import choose_images, recorded_split
+    from vitrail.data.sources.selection import choose_images, recorded_split
     from vitrail.evaluation import evaluate_chosen
     from vitrail.runtime import autocast, choose_device
 

@@ -11,7 +11,7 @@ from vitrail.cli.tables import print_table, progress
 from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from vitrail.data.given import Item
+    from vitrail.data.inputs import Item
     from vitrail.explanations.explain import Explainer
     from vitrail.explanations.explanation import Explanation
     from vitrail.explanations.files import Outputs
@@ -51,16 +51,16 @@ def explain(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
 ) -> None:
     """Show what a model looks at: each image beside a map laid over it, as PNG."""
-    from vitrail.data.sources.listing import shown
+    from vitrail.data.sources.index_files import shown
     from vitrail.errors import DataError
     from vitrail.explanations.explain import Explainer, check_grid
     from vitrail.explanations.files import ending_of, plan_outputs
-    from vitrail.explanations.wanted import Wanted
+    from vitrail.explanations.request import ExplanationRequest
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.inference.skipped import Skipped
-    from vitrail.reports.words import cut
+    from vitrail.reports.formatting import cut
 
-    wanted = Wanted(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
+    wanted = ExplanationRequest(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
         check_grid(wanted, grid)
     skipped = Skipped()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from vitrail.checkpoints.bundle import Bundle
-    from vitrail.data.given import Item
+    from vitrail.data.inputs import Item
     from vitrail.explanations.figures import Absent, Figure
 
 NAMES = {"filters": "filters.png", "positions": "positions.png", "distance": "distance.svg", "rollout": "rollout.png"}
@@ -104,8 +104,8 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
     import numpy as np
     import torch
 
-    from vitrail.data.given import fitted
-    from vitrail.data.sources.listing import shown
+    from vitrail.data.inputs import fitted
+    from vitrail.data.sources.index_files import shown
     from vitrail.errors import DataError, VitrailError
     from vitrail.explanations.figures.distance import IMAGES
 

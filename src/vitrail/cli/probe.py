@@ -12,7 +12,7 @@ from vitrail.cli.tables import print_table, progress
 from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from vitrail.inference.probed import Probed, Row
+    from vitrail.inference.probe_result import Probed, Row
 
 LISTED = 10
 """Unreadable images listed; all are in the JSON."""
@@ -41,8 +41,8 @@ def probe(
 ) -> None:
     """Measure a model's frozen features: few-shot least squares, nearest neighbours, a linear probe."""
     numbers = _numbers("--shots", shots), _numbers("--k", k)
-    from vitrail.data.sources.choosing import recorded_split
-    from vitrail.inference.features import Computing, Wanted
+    from vitrail.data.sources.selection import recorded_split
+    from vitrail.inference.features import Computing, FeatureRequest
     from vitrail.inference.probe import Plan, collect, measure, open_parts
 
     words = tuple(word.strip() for word in only.split(",") if word.strip())
@@ -50,7 +50,7 @@ def probe(
     how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
     model = open_model(bundle, override, keys)
-    Wanted(layer=layer).check(model.model.config)
+    FeatureRequest(layer=layer).check(model.model.config)
     with progress("listing") as on_found:
         parts = open_parts(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))
     with progress("features") as on_features:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitrail.data.decode import extent, open_image
 from vitrail.data.preprocess import resized_size
-from vitrail.data.sources.listing import Progress, cache_folder, load_index, save_index
+from vitrail.data.sources.index_files import Progress, cache_folder, load_index, save_index
 from vitrail.data.sources.source import Labels, Pixels, Source
 from vitrail.errors import DataError
 

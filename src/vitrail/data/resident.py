@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitrail.data.augmentation import augment
+from vitrail.data.augmentation.device_operations import Orders, write_orders
 from vitrail.data.augmentation.draws import draws
-from vitrail.data.augmentation.filling import Rooms, filled, rooms_for
 from vitrail.data.augmentation.mixing import draw_mix
 from vitrail.data.augmentation.on_device import carry_out, check_on_device
-from vitrail.data.augmentation.orders import Orders, write_orders
+from vitrail.data.augmentation.padding import Rooms, filled, rooms_for
 from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, made_ahead
-from vitrail.data.parcel import Parcel, Slot
+from vitrail.data.packing import PackedArrays, Slot
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 
@@ -75,10 +75,10 @@ class Planning(Dataset[Any]):
         plans = plans if self.rooms is None else filled(plans, self.rooms)
         indices = data.stream.images_at(positions)
         indices = np.concatenate([indices, np.repeat(indices[:1], len(plans) - len(indices))])
-        parcel = Parcel()
-        orders = write_orders(plans, size, parcel)
-        layout = Layout(orders, *(parcel.put(array) for array in (indices, mix.share, mix.box)))
-        return Planned(parcel.memory(), layout)
+        packed = PackedArrays()
+        orders = write_orders(plans, size, packed)
+        layout = Layout(orders, *(packed.put(array) for array in (indices, mix.share, mix.box)))
+        return Planned(packed.memory(), layout)
 
 
 class Resident:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.data.given import ImageInput, Item, fitted, is_one, item_of, name_of, no_image
+from vitrail.data.inputs import ImageInput, Item, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
 from vitrail.evaluation import in_use
 from vitrail.explanations.attention import attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.relevance import answering_token
+from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
 from vitrail.explanations.rollout import Fuse
 from vitrail.explanations.tokens import Query
-from vitrail.explanations.wanted import Method, Wanted, explain_pixels
 from vitrail.models.checks import whole_number
 from vitrail.runtime import choose_device
 
@@ -82,7 +82,7 @@ def explain(
     it, the likeliest. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column"; without it,
     what the head reads. Layers, heads, rows and columns count from 0. The model goes to the device.
     """
-    wanted = Wanted(method, layer, head, query, fuse, discard)
+    wanted = ExplanationRequest(method, layer, head, query, fuse, discard)
     explainer = Explainer(bundle, wanted, target=target, device=device)
     if is_one(images):
         return explainer.explain(item_of(images, explainer.channels), name_of(images, None))
@@ -114,7 +114,12 @@ class Explainer:
     """A bundle made ready to be explained in one way, one image after another."""
 
     def __init__(
-        self, bundle: Bundle | str | Path, wanted: Wanted, *, target: str | int | None = None, device: str = "auto"
+        self,
+        bundle: Bundle | str | Path,
+        wanted: ExplanationRequest,
+        *,
+        target: str | int | None = None,
+        device: str = "auto",
     ) -> None:
         self.device = choose_device(device)
         opened = ready_bundle(bundle)
@@ -183,7 +188,7 @@ class Explainer:
         return Explanation(numbers, seen, self.wanted.method, target, told.probability, predicted, told.confidence)
 
 
-def check_grid(wanted: Wanted, each: str) -> None:
+def check_grid(wanted: ExplanationRequest, each: str) -> None:
     """Refuse a grid of what has no heads or no layers."""
     if each not in ("heads", "layers"):
         raise ConfigError(f"a grid shows heads or layers, not {each!r}")

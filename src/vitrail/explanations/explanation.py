@@ -14,7 +14,7 @@ from vitrail.checkpoints.writing import whole_file
 from vitrail.errors import ConfigError
 from vitrail.evaluation import percent
 from vitrail.explanations.overlay import beside, captioned, enlarged, overlay
-from vitrail.explanations.wanted import Method
+from vitrail.explanations.request import Method
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 OPACITY = 0.6

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from vitrail.checkpoints.writing import check_target
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import ConfigError
-from vitrail.explanations.wanted import Wanted
+from vitrail.explanations.request import ExplanationRequest
 
 LONGEST = 120
 """Bytes of an image's name that are kept; file systems allow 255 in all."""
@@ -26,7 +26,7 @@ class Outputs(NamedTuple):
     array: Path | None
 
 
-def ending_of(wanted: Wanted, target: str | None, grid: str | None) -> str:
+def ending_of(wanted: ExplanationRequest, target: str | None, grid: str | None) -> str:
     """Say in a file's name what was asked, so that another layer, head or class is another file.
 
     >>> ending_of(Wanted("attention", layer=5, query="2,5"), None, "heads")

@@ -15,7 +15,7 @@ from vitrail.acceleration.engine import Engine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import default_workers
-from vitrail.data.given import ImageInput, fitted, is_one, item_of, name_of, no_image
+from vitrail.data.inputs import ImageInput, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged, VitrailError

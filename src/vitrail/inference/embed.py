@@ -12,7 +12,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.checkpoints.writing import check_target, whole_file
 from vitrail.data.batches import BadImage
-from vitrail.data.sources.choosing import choose_images, recorded_split
+from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
 from vitrail.inference.feature_files import (
@@ -29,8 +29,8 @@ from vitrail.inference.features import (
     AS_A_RULE,
     Computing,
     FeatureBatch,
+    FeatureRequest,
     Kind,
-    Wanted,
     feature_batches,
     nothing_to_read,
 )
@@ -77,7 +77,10 @@ def embed(
     target = check_output(output, overwrite=overwrite)
     bundle = ready_bundle(bundle)
     chosen = choose_images(data, part, record=recorded_split(bundle.origin))
-    wanted, how = Wanted(tokens, layer, normalise, raw), Computing(device, precision, batch, workers, on_progress)
+    wanted, how = (
+        FeatureRequest(tokens, layer, normalise, raw),
+        Computing(device, precision, batch, workers, on_progress),
+    )
     return embed_source(bundle, chosen.source, target, wanted, how, dtype=dtype, overwrite=overwrite)
 
 
@@ -107,7 +110,7 @@ def embed_source(
     bundle: Bundle,
     source: Source,
     output: Path,
-    wanted: Wanted,
+    wanted: FeatureRequest,
     how: Computing = AS_A_RULE,
     *,
     dtype: DType = "float32",
@@ -152,7 +155,7 @@ def _rows(some: FeatureBatch, source: Source, dtype: DType) -> Rows:
     return Rows(as_written(some.features, dtype, names), indices, names, classes)
 
 
-def _facts(wanted: Wanted, depth: int, source: Source) -> str:
+def _facts(wanted: FeatureRequest, depth: int, source: Source) -> str:
     """Say in JSON what the features are, for files that have a place for it."""
     layer = (depth - 1 if wanted.layer is None else wanted.layer) % depth
     facts = {

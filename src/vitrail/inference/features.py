@@ -28,7 +28,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FeatureRequest:
     """Which features."""
 
     tokens: Kind = "pooled"
@@ -70,7 +70,7 @@ class Wanted:
             self.folded(model, Numbers()) if precision == "bf16" and runs_fast(model) else cast_once(model, precision)
         )
 
-    def alike(self, config: ViTConfig) -> "Wanted":
+    def alike(self, config: ViTConfig) -> "FeatureRequest":
         """Return these features as far as `ready` looks at them: what it makes for one serves all that are alike."""
         layer = None if self.layer is None else read_layer(self.layer, config.depth)
         return replace(self, layer=None if layer == config.depth - 1 else layer, normalise=False, raw=False)
@@ -148,7 +148,7 @@ class FeatureBatch(NamedTuple):
 
 
 def feature_batches(
-    bundle: Bundle, source: Source, wanted: Wanted, how: Computing = AS_A_RULE
+    bundle: Bundle, source: Source, wanted: FeatureRequest, how: Computing = AS_A_RULE
 ) -> Iterator[FeatureBatch]:
     """Give the features of every image once, in order; the bundle's model goes to the device."""
     wanted.check(bundle.model.config)
@@ -180,9 +180,11 @@ class Features(NamedTuple):
     bad: tuple[BadImage, ...]
 
 
-def gather(bundle: Bundle, source: Source, wanted: Wanted | None = None, how: Computing = AS_A_RULE) -> Features:
+def gather(
+    bundle: Bundle, source: Source, wanted: FeatureRequest | None = None, how: Computing = AS_A_RULE
+) -> Features:
     """Return the features of every image as one array; as a rule what the head sees."""
-    wanted = Wanted() if wanted is None else wanted
+    wanted = FeatureRequest() if wanted is None else wanted
     wanted.check(bundle.model.config)
     shape = wanted.shape(bundle.model.config)
     features = np.empty((len(source), *shape), np.float32)

@@ -23,8 +23,8 @@ import torch
 from pydantic import TypeAdapter
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.given import Item
-from vitrail.data.sources.listing import shown
+from vitrail.data.inputs import Item
+from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference.writing import Format, Row, Sink, open_writer, read_record, whole_records, write_parquet

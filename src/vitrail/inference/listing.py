@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BufferedReader
 from typing import cast
 
-from vitrail.data.given import A_URL, Item, is_url
+from vitrail.data.inputs import A_URL, Item, is_url
 from vitrail.data.sources.builtin import digits
-from vitrail.data.sources.columns import Row
-from vitrail.data.sources.listing import shown
+from vitrail.data.sources.columns import ManifestRow
+from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.manifests import path_of, read_csv, read_in_words, read_jsonl
 from vitrail.data.sources.opening import MANIFESTS, PACKED
 from vitrail.data.sources.parquet import read_parquet
@@ -273,13 +273,13 @@ def _manifest(path: bytes) -> Iterator[Item]:
             yield _row_item(row, path, unit)
 
 
-def _rows(place: str) -> Iterable[Row]:
+def _rows(place: str) -> Iterable[ManifestRow]:
     if place.lower().endswith(".parquet"):
         return read_parquet(place)
     return (read_jsonl if place.lower().endswith(".jsonl") else read_csv)(place, True)[1]
 
 
-def _row_item(row: Row, manifest: bytes, unit: str) -> Item:
+def _row_item(row: ManifestRow, manifest: bytes, unit: str) -> Item:
     held = row.image.get("bytes") if isinstance(row.image, dict) else row.image
     name = manifest + f", {unit} {row.number}".encode()
     if isinstance(held, bytes):

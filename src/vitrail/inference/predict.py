@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitrail.acceleration.auto import settle_precision
+from vitrail.acceleration.cpu_threads import LARGEST, CpuThreads
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
-from vitrail.acceleration.lanes import LARGEST, Lanes
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.batches import default_workers, empty_pixels, made_ahead
-from vitrail.data.given import Item, fitted
+from vitrail.data.inputs import Item, fitted
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources.listing import shown
+from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.inference.classifier import (
@@ -39,11 +39,11 @@ from vitrail.inference.classifier import (
     check_head,
     check_precision,
 )
-from vitrail.inference.finished import count_finished
+from vitrail.inference.completed import count_finished
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job, is_finished
 from vitrail.inference.listing import is_plain_file, list_items, read_stdin
 from vitrail.inference.skipped import Skipped
-from vitrail.inference.writing import Format, Row, Screen, Sink, choose_format
+from vitrail.inference.writing import Format, Row, Sink, TerminalWriter, choose_format
 from vitrail.runtime import Precision, choose_device
 
 SAMPLE = 64
@@ -110,9 +110,9 @@ def predict_items(
 ) -> Iterator[list[Row]]:
     """Give the rows of images, in their order, a batch at a time; they are numbered from `first` on."""
     check_counts(top, batch)
-    lanes = classifier.engine.lanes if isinstance(classifier.engine, TorchEngine) else None
-    if workers is None and lanes is not None and lanes.one_core_each:
-        made = _in_lanes(classifier, lanes, items, top, batch)
+    cpu_threads = classifier.engine.cpu_threads if isinstance(classifier.engine, TorchEngine) else None
+    if workers is None and cpu_threads is not None and cpu_threads.one_core_each:
+        made = _in_lanes(classifier, cpu_threads, items, top, batch)
     else:
         made = _by_workers(classifier, items, top, batch, workers)
     for rows in made:
@@ -120,13 +120,15 @@ def predict_items(
         first += len(rows)
 
 
-def _in_lanes(classifier: Classifier, lanes: Lanes, items: Iterator[Item], top: int, batch: int) -> Iterator[list[Row]]:
+def _in_lanes(
+    classifier: Classifier, cpu_threads: CpuThreads, items: Iterator[Item], top: int, batch: int
+) -> Iterator[list[Row]]:
     decoding = Decoding(classifier.preprocess)
 
     def work(some: list[Item]) -> list[Row]:
         return _rows(classifier, decoding[some], top)
 
-    parts = lanes.each(work, _batches(items, min(batch, LARGEST)))
+    parts = cpu_threads.each(work, _batches(items, min(batch, LARGEST)))
     with closing(parts):  # so that nothing goes on being computed for somebody who left
         rows = chain.from_iterable(parts)
         while some := list(islice(rows, batch)):
@@ -207,7 +209,7 @@ def predict_files(
         settled, items, why = _settled(precision, opened, engine, choose_device(device), items)
         computed = settled if isinstance(settled, str) else settled.precision
     if output is None:
-        sink: Sink = Screen(chosen, top)
+        sink: Sink = TerminalWriter(chosen, top)
     else:
         images, model = digest_places(places, null), digest_model(opened)
         sink = Output(

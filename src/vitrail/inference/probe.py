@@ -12,17 +12,17 @@ from torch import Tensor
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.data.sources.choosing import recorded_split
-from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.selection import recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts, split_indices
 from vitrail.errors import ConfigError, DataError, suggest
-from vitrail.inference.features import AS_A_RULE, Computing, Features, Wanted, gather
+from vitrail.inference.features import AS_A_RULE, Computing, FeatureRequest, Features, gather
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
 from vitrail.inference.knn import check_k, vote
 from vitrail.inference.linear import choose_linear
-from vitrail.inference.probed import METHODS, Method, Probed, Row
+from vitrail.inference.probe_result import METHODS, Method, Probed, Row
 from vitrail.runtime import Precision, choose_device
 
 SHOTS = (1, 5, 10, 25)
@@ -129,7 +129,7 @@ def collect(
         raise DataError(f"there is no {plan.part} part")
     sources = [parts.train, measured, *([val] if val is not None and "linear" in plan.only else [])]
     total, done = sum(map(len, sources)), 0
-    Wanted(layer=layer).check(bundle.model.config)
+    FeatureRequest(layer=layer).check(bundle.model.config)
     bundle.announce()
 
     def features(source: Source) -> Features:
@@ -137,7 +137,7 @@ def collect(
         before, told = done, how.on_progress
         done += len(source)
         over_all = None if told is None else lambda here, _: told(before + here, total)
-        return gather(bundle, source, Wanted(layer=layer), replace(how, on_progress=over_all))
+        return gather(bundle, source, FeatureRequest(layer=layer), replace(how, on_progress=over_all))
 
     found = [features(source) for source in sources]
     val_features = found[2] if len(found) > 2 else None

@@ -6,8 +6,8 @@ A folder may have any number of them, so that only the first are named, and only
 import os
 from dataclasses import dataclass, field
 
-from vitrail.data.sniffing import ENDINGS, HEAD, sniff_file
-from vitrail.data.sources.listing import shown
+from vitrail.data.file_types import ENDINGS, HEAD, sniff_file
+from vitrail.data.sources.index_files import shown
 
 NAMED = 5
 LOOKED_INTO = 1000

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, Self, get_args
 
-from vitrail.data.given import Item
-from vitrail.data.sources.listing import shown
+from vitrail.data.inputs import Item
+from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.parquet import import_pyarrow
 from vitrail.errors import ConfigError, suggest
 from vitrail.evaluation import percent
@@ -207,7 +207,7 @@ class Sink:
             self.first_bad = self.first_bad or (path, error)
 
 
-class Screen(Sink):
+class TerminalWriter(Sink):
     """Standard output."""
 
     def __init__(self, format: Format, top: int) -> None:

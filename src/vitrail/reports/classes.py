@@ -7,9 +7,9 @@ from vitrail.charts.bars import FEW, Bar, Bin, bar_chart, reliability_diagram
 from vitrail.charts.heat import NAMED, WRITTEN, heat_map
 from vitrail.metrics.classification import most_confused
 from vitrail.metrics.intervals import wilson_interval
+from vitrail.reports.formatting import many, share, span
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, table
-from vitrail.reports.record import Record, Verdict
-from vitrail.reports.words import many, share, span
+from vitrail.reports.run_record import Record, Verdict
 
 EXTREMES = 8
 """How many of the classes with the lowest and the highest recall are shown."""

@@ -5,19 +5,19 @@ from typing import NamedTuple
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.pairs import Paired
-from vitrail.reports.answers import Both, answers_of_both, evaluated_on_the_same
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.disagreements import disagreements
+from vitrail.reports.formatting import cut, loss_span, many, points, share, span
 from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table, warnings
-from vitrail.reports.record import Record, Verdict, settings
+from vitrail.reports.predictions import Both, answers_of_both, evaluated_on_the_same
 from vitrail.reports.reproduce import command
-from vitrail.reports.words import cut, loss_span, many, points, share, span
+from vitrail.reports.run_record import Record, Verdict, settings
 
 LUCK = 0.05
 """A difference that luck makes less often than this is called one."""
 
 
-class Row(NamedTuple):
+class ComparisonRow(NamedTuple):
     """A number of two runs."""
 
     name: str
@@ -112,17 +112,17 @@ def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool)
     return Section("result", "Numbers", title, notes + table(columns, rows, caption=title, sortable=False))
 
 
-def _rows(a: Verdict, b: Verdict) -> list[Row]:
+def _rows(a: Verdict, b: Verdict) -> list[ComparisonRow]:
     losses = (loss_span(a.loss_interval), loss_span(b.loss_interval))
     balanced = (span(a.balanced_accuracy_interval), span(b.balanced_accuracy_interval))
     return [
-        Row("Accuracy", (a.top1, b.top1), (span(a.top1_interval), span(b.top1_interval))),
-        Row("Among the first five", (a.top5, b.top5), (_span(a.top5_interval), _span(b.top5_interval))),
-        Row("Macro F1", (a.macro_f1, b.macro_f1), (span(a.macro_f1_interval), span(b.macro_f1_interval))),
-        Row("Balanced accuracy", (a.balanced_accuracy, b.balanced_accuracy), balanced),
-        Row("Always the largest class", (a.baselines.majority, b.baselines.majority)),
-        Row("Log loss", (a.loss, b.loss), losses, less_is_better=True, is_loss=True),
-        Row("Calibration error", (a.ece, b.ece), less_is_better=True),
+        ComparisonRow("Accuracy", (a.top1, b.top1), (span(a.top1_interval), span(b.top1_interval))),
+        ComparisonRow("Among the first five", (a.top5, b.top5), (_span(a.top5_interval), _span(b.top5_interval))),
+        ComparisonRow("Macro F1", (a.macro_f1, b.macro_f1), (span(a.macro_f1_interval), span(b.macro_f1_interval))),
+        ComparisonRow("Balanced accuracy", (a.balanced_accuracy, b.balanced_accuracy), balanced),
+        ComparisonRow("Always the largest class", (a.baselines.majority, b.baselines.majority)),
+        ComparisonRow("Log loss", (a.loss, b.loss), losses, less_is_better=True, is_loss=True),
+        ComparisonRow("Calibration error", (a.ece, b.ece), less_is_better=True),
     ]
 
 
@@ -130,7 +130,7 @@ def _span(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else span(interval)
 
 
-def _number_row(row: Row) -> list[Cell]:
+def _number_row(row: ComparisonRow) -> list[Cell]:
     def said(value: float | None, interval: str) -> Cell:
         number = "–" if value is None else f"{value:.3f}" if row.is_loss else share(value)
         return Cell(f'{number}<br><span class="quiet small">{interval}</span>' if interval else number)

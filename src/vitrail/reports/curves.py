@@ -7,7 +7,7 @@ from typing import Any
 from vitrail.charts.axis import Unit
 from vitrail.charts.lines import Series, line_chart
 from vitrail.reports.page import HEIGHT, WIDTH, Section, absent, chart
-from vitrail.reports.record import Record
+from vitrail.reports.run_record import Record
 from vitrail.training.curves import Curve, curve
 from vitrail.training.objectives import only_in_training
 

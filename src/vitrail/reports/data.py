@@ -5,9 +5,9 @@ from PIL import Image
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
 from vitrail.io import ContentError, read_json
+from vitrail.reports.formatting import many
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, embedded_image, name, paragraph, table
-from vitrail.reports.record import Check, Record
-from vitrail.reports.words import many
+from vitrail.reports.run_record import Check, Record
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
 
 SMALL = 128

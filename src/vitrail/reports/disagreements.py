@@ -2,11 +2,11 @@
 
 from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
-from vitrail.reports.answers import Answers, Both
+from vitrail.reports.formatting import cut, file_name, share
 from vitrail.reports.page import absent, embedded_image, name, path
-from vitrail.reports.record import Record
-from vitrail.reports.sight import Sight, look_into
-from vitrail.reports.words import cut, file_name, share
+from vitrail.reports.predictions import Answers, Both
+from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts
+from vitrail.reports.run_record import Record
 
 SHOWN = 6
 """Of each kind."""
@@ -17,7 +17,7 @@ def disagreements(run: Record, both: Both) -> str:
     found = both.paired
     if not found.only_first + found.only_second:
         return ""
-    sight = look_into(run)
+    sight = open_artifacts(run)
     parts = []
     for title, right, wrong in (("Only A is right", both.one, both.other), ("Only B is right", both.other, both.one)):
         rows = [row for row in range(found.images) if right.right[row] and not wrong.right[row]]
@@ -29,7 +29,7 @@ def disagreements(run: Record, both: Both) -> str:
     return notes + "".join(parts)
 
 
-def _card(sight: Sight, judged: Answers, wrong: Answers, row: int) -> str:
+def _card(sight: RunArtifacts, judged: Answers, wrong: Answers, row: int) -> str:
     called, true = judged.names[row], judged.true[row]
     return (
         f"<li>{_seen(sight, int(judged.places[row]), called, true)}<p><strong>{name(true)}</strong>; the other says "
@@ -38,7 +38,7 @@ def _card(sight: Sight, judged: Answers, wrong: Answers, row: int) -> str:
     )
 
 
-def _seen(sight: Sight, index: int, called: str, true: str) -> str:
+def _seen(sight: RunArtifacts, index: int, called: str, true: str) -> str:
     if sight.source is None:
         return ""
     try:

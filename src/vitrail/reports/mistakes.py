@@ -8,11 +8,11 @@ from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
 from vitrail.explanations.explain import Explainer, as_image
 from vitrail.explanations.overlay import enlarged
-from vitrail.explanations.wanted import Wanted
+from vitrail.explanations.request import ExplanationRequest
+from vitrail.reports.formatting import cut, file_name, share
 from vitrail.reports.page import Section, absent, embedded_image, name, paragraph, path
-from vitrail.reports.record import Mistake
-from vitrail.reports.sight import SIDE, Sight
-from vitrail.reports.words import cut, file_name, share
+from vitrail.reports.run_artifacts import SIDE, RunArtifacts
+from vitrail.reports.run_record import Mistake
 
 SHOWN = 12
 HIGH = 0.8
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     relevance: Image.Image | None
 
 
-def mistakes(sight: Sight) -> Section:
+def mistakes(sight: RunArtifacts) -> Section:
     """Return the mistakes of highest confidence with their images."""
     verdict = sight.run.verdict
     if verdict is None:
@@ -60,7 +60,7 @@ def mistakes(sight: Sight) -> Section:
     return Section("mistakes", "Mistakes", title, _notes(sight, without) + body)
 
 
-def _notes(sight: Sight, without: set[str]) -> str:
+def _notes(sight: RunArtifacts, without: set[str]) -> str:
     if sight.source is None:
         return absent(sight.why_no_images)
     if sight.bundle is None:
@@ -68,7 +68,7 @@ def _notes(sight: Sight, without: set[str]) -> str:
     return absent(f"Something is missing here: {'; '.join(sorted(without)[:3])}.") if without else ""
 
 
-def _cards(sight: Sight, found: list[Mistake], without: set[str]) -> str:
+def _cards(sight: RunArtifacts, found: list[Mistake], without: set[str]) -> str:
     """Return mistakes as a list; what is missing is added to `without`."""
     cards = []
     for mistake in found:
@@ -83,16 +83,18 @@ def _cards(sight: Sight, found: list[Mistake], without: set[str]) -> str:
     return f'<ul class="mistakes">{"".join(cards)}</ul>'
 
 
-def look(sight: Sight, index: int, called: str, true: str, answer: str) -> Seen | None:
+def look(sight: RunArtifacts, index: int, called: str, true: str, answer: str) -> Seen | None:
     """Return an image and what spoke for a prediction; None where there is no model to see it."""
-    from vitrail.data.given import fitted
+    from vitrail.data.inputs import fitted
 
     if sight.bundle is None or sight.source is None:
         return None
     item = sight.item(index, called, true)
     original = sight.original(item)
     try:
-        explained = Explainer(sight.bundle, Wanted("relevance"), target=sight.numbers.get(answer)).explain(item, called)
+        explained = Explainer(sight.bundle, ExplanationRequest("relevance"), target=sight.numbers.get(answer)).explain(
+            item, called
+        )
     except VitrailError:
         return Seen(original, enlarged(as_image(fitted(item, sight.bundle.preprocess)), SIDE), None)
     return Seen(original, enlarged(explained.image, SIDE), explained.overlay(side=SIDE))

@@ -4,10 +4,10 @@ from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.models.cost import cost
 from vitrail.models.variants import variant_name
+from vitrail.reports.formatting import duration, many
 from vitrail.reports.page import Section, absent
-from vitrail.reports.record import Record
-from vitrail.reports.sight import Sight
-from vitrail.reports.words import duration, many
+from vitrail.reports.run_artifacts import RunArtifacts
+from vitrail.reports.run_record import Record
 from vitrail.training.sessions import read_sessions
 
 STEMS = {
@@ -26,7 +26,7 @@ POOLS = {
 TITLE = "The model"
 
 
-def model_summary(sight: Sight) -> Section:
+def model_summary(sight: RunArtifacts) -> Section:
     """Return what somebody asks first of a model: what it is, what goes in, what it took."""
     facts = (
         {**_architecture(sight.bundle), **_training(sight.run)} if sight.bundle is not None else _training(sight.run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vitrail._version import __version__
 from vitrail.charts.svg import STYLE as CHART_STYLE
 from vitrail.charts.svg import escape
-from vitrail.reports.words import ended
+from vitrail.reports.formatting import ended
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vitrail.errors import ConfigError
-from vitrail.reports.answers import unreadable_answers
 from vitrail.reports.classes import calibration, classes, confusion
 from vitrail.reports.compare import compare
 from vitrail.reports.curves import curves
 from vitrail.reports.data import data, unreadable_samples
-from vitrail.reports.inside import inside
+from vitrail.reports.formatting import cut
+from vitrail.reports.internals import inside
 from vitrail.reports.mistakes import mistakes
 from vitrail.reports.model import model_summary
 from vitrail.reports.page import GENERATOR, page, warnings
-from vitrail.reports.record import Record, read_run
+from vitrail.reports.predictions import unreadable_answers
 from vitrail.reports.reproduce import reproduce
 from vitrail.reports.result import head, result
-from vitrail.reports.sight import Sight, look_into
-from vitrail.reports.words import cut
-from vitrail.training.folder import write_text
+from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts
+from vitrail.reports.run_record import Record, read_run
+from vitrail.training.run_folder import write_text
 
 REPORT = "report.html"
 _log = logging.getLogger("vitrail")
@@ -54,7 +54,7 @@ def write_report(run: str | Path, other: str | Path | None = None, out: str | Pa
     target = Path(out) if out is not None else one.folder / _default_name(two)
     _check_target(target)
     if two is None:
-        sight = look_into(one)
+        sight = open_artifacts(one)
         unreadable = (*one.unreadable, *sight.unreadable, *unreadable_samples(one))
         text = _single(sight, unreadable)
     else:
@@ -64,7 +64,7 @@ def write_report(run: str | Path, other: str | Path | None = None, out: str | Pa
     return Written(target, unreadable)
 
 
-def _single(sight: Sight, unreadable: Sequence[str]) -> str:
+def _single(sight: RunArtifacts, unreadable: Sequence[str]) -> str:
     run = sight.run
     sections = [
         result(run),

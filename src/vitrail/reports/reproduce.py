@@ -10,8 +10,8 @@ from vitrail._version import __version__
 from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import WEIGHTS
 from vitrail.reports.page import Section, paragraph
-from vitrail.reports.record import BEST, Record
-from vitrail.training.folder import HELD_OUT, METRICS, RECIPE, SPLIT
+from vitrail.reports.run_record import BEST, Record
+from vitrail.training.run_folder import HELD_OUT, METRICS, RECIPE, SPLIT
 
 PACKAGES = ("torch", "numpy", "pillow", "simplejpeg", "safetensors")
 FILES = {

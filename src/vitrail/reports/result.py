@@ -6,10 +6,10 @@ import numpy as np
 
 from vitrail.charts.svg import escape
 from vitrail.metrics.classification import most_confused
+from vitrail.reports.formatting import loss_span, many, share, span
 from vitrail.reports.page import Section, absent, name, paragraph
-from vitrail.reports.record import Record, Verdict
-from vitrail.reports.words import loss_span, many, share, span
-from vitrail.training.folder import best_row
+from vitrail.reports.run_record import Record, Verdict
+from vitrail.training.run_folder import best_row
 
 NARROW = 0.03
 """An interval wider than this share of either side is worth a word."""

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from vitrail.data.sources.source import Pixels
 from vitrail.serving.counters import Counters
-from vitrail.serving.refusal import Refusal
+from vitrail.serving.http_errors import HttpError
 
 
-class Question(Protocol):
+class WorkItem(Protocol):
     """What is asked of a model; equal questions may be answered as one batch."""
 
     @property
@@ -38,11 +38,11 @@ Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
 """Takes a question and some images, returns an answer for each; an exception is one image's own fault."""
 
 
-def _nothing_more(question: Any, images: Sequence[Pixels]) -> Sequence[Any]:
-    raise RuntimeError(f"{question} was asked of a model that is closed, about {len(images)} images")
+def _nothing_more(work_item: Any, images: Sequence[Pixels]) -> Sequence[Any]:
+    raise RuntimeError(f"{work_item} was asked of a model that is closed, about {len(images)} images")
 
 
-class Seat:
+class QueueSlot:
     """A place in a line; it is free again once its image is being computed, or will never be."""
 
     def __init__(self, line: "_Line") -> None:
@@ -57,9 +57,9 @@ class Seat:
 
 @dataclass(eq=False)
 class _Job:
-    question: Question
+    work_item: WorkItem
     pixels: Pixels
-    seat: Seat
+    slot: QueueSlot
     answer: asyncio.Future[Any]
     arrived: float = field(default_factory=monotonic)
 
@@ -114,16 +114,16 @@ class Batcher:
         """Do something in the thread that computes, and wait for it; not to be called where the event loop runs."""
         self._thread.submit(work).result()
 
-    def reserve(self, images: int, *, alone: bool = False) -> list[Seat]:
+    def reserve(self, images: int, *, alone: bool = False) -> list[QueueSlot]:
         """Take seats for all images of a request, or refuse it."""
         if images > self.queue:
-            raise Refusal(
+            raise HttpError(
                 413, f"{images} images in one request, and the queue holds {self.queue}; send fewer at a time"
             )
         self.check_room(images, alone=alone)
         line = self._alone if alone else self._together
         line.taken += images
-        return [Seat(line) for _ in range(images)]
+        return [QueueSlot(line) for _ in range(images)]
 
     def waiting(self) -> float:
         """Return for how many seconds the oldest image of a batch has been waiting."""
@@ -135,12 +135,12 @@ class Batcher:
         kept = 0 if images == 1 or alone else line.seats // KEPT
         if line.taken and line.taken + images > line.seats - kept:
             what = "explanations" if alone else "images"
-            raise Refusal(503, f"too many {what} are waiting already; try again soon", retry_after=1, reason="full")
+            raise HttpError(503, f"too many {what} are waiting already; try again soon", retry_after=1, reason="full")
 
-    async def ask(self, question: Question, pixels: Pixels, seat: Seat) -> Any:
+    async def ask(self, work_item: WorkItem, pixels: Pixels, slot: QueueSlot) -> Any:
         """Return the answer for one image; whoever is cancelled meanwhile leaves the queue."""
-        job = _Job(question, pixels, seat, asyncio.get_running_loop().create_future())
-        line = self._alone if question.alone else self._together
+        job = _Job(work_item, pixels, slot, asyncio.get_running_loop().create_future())
+        line = self._alone if work_item.alone else self._together
         line.jobs.append(job)
         self._arrived.set()
         if len(self._together.jobs) >= self.batch:
@@ -152,7 +152,7 @@ class Batcher:
                 self._counters.cancelled.labels(self.name).inc()
                 if job in line.jobs:
                     line.jobs.remove(job)
-            seat.leave()
+            slot.leave()
 
     async def _answer_forever(self) -> None:
         while True:
@@ -189,23 +189,23 @@ class Batcher:
             chosen.append(alone.popleft())
             self._batches = 0
         elif together:
-            question = together[0].question
+            work_item = together[0].work_item
             others: deque[_Job] = deque()
             for job in together:
-                (chosen if len(chosen) < self.batch and job.question == question else others).append(job)
+                (chosen if len(chosen) < self.batch and job.work_item == work_item else others).append(job)
             self._together.jobs = others
             self._batches = self._batches + 1 if alone else 0
         for job in chosen:
-            job.seat.leave()
+            job.slot.leave()
         return chosen
 
     async def _answer(self, batch: list[_Job]) -> None:
-        question, started = batch[0].question, perf_counter()
+        work_item, started = batch[0].work_item, perf_counter()
         self._counters.batch_size.labels(self.name).observe(len(batch))
         loop = asyncio.get_running_loop()
         try:
             pixels = [job.pixels for job in batch]
-            answers = await loop.run_in_executor(self._thread, self._compute, question, pixels)
+            answers = await loop.run_in_executor(self._thread, self._compute, work_item, pixels)
         except Exception as error:  # whatever it is, those who asked have to hear of it, and the next batch is due
             for job in batch:
                 if not job.answer.done():

@@ -116,7 +116,7 @@ class Told:
 told = Told()
 
 
-class NotTooOften(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Lets a library's complaint pass once in ten seconds."""
 
     def filter(self, record: logging.LogRecord) -> bool:

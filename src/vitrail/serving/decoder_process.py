@@ -30,7 +30,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no result
     from vitrail.data.preprocess import Preprocess
     from vitrail.serving.decoding import decode_upload
-    from vitrail.serving.refusal import Refusal
+    from vitrail.serving.http_errors import HttpError
 
     with contextlib.suppress(OSError, AttributeError):
         os.nice(NICE)
@@ -43,7 +43,7 @@ def main() -> None:
         _limit_memory(at_start + ROOM + ROOM_PER_PIXEL * asked["pixels"])
         try:
             made = decode_upload(content, Preprocess(**asked["preprocess"]), asked["formats"], asked["pixels"])
-        except Refusal as refusal:
+        except HttpError as refusal:
             said = json.dumps({"status": refusal.status, "sentence": refusal.sentence}).encode()
             _write(results, MADE.pack(0, 0, 0, len(said)), said)
         else:

@@ -24,9 +24,9 @@ from vitrail.data.sources.source import Pixels
 from vitrail.serving.connections import told
 from vitrail.serving.decoder_process import HEAD, MADE, READY
 from vitrail.serving.decoding import check_upload
-from vitrail.serving.refusal import Refusal
+from vitrail.serving.fair_queue import FairQueue
+from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings
-from vitrail.serving.turns import Turns
 
 START_TIME = 60.0
 """Seconds that a new process may take to import what it needs; a tenth of a second on an idle machine."""
@@ -62,8 +62,8 @@ class Decoders:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._small: Turns[_Job] = Turns()
-        self._large: Turns[_Job] = Turns()
+        self._small: FairQueue[_Job] = FairQueue()
+        self._large: FairQueue[_Job] = FairQueue()
         self._idle: list[_Decoder] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._at_work, self._large_at_work = 0, Counter[Hashable]()
@@ -87,7 +87,7 @@ class Decoders:
         return monotonic() - min((job.arrived for job in self._small if not job.result.done()), default=monotonic())
 
     async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: asyncio.Lock) -> Pixels:
-        """Return what an engine takes, or raise a `Refusal`; what its header rules out waits for no decoder.
+        """Return what an engine takes, or raise a `HttpError`; what its header rules out waits for no decoder.
 
         `request` is a lock that the images of one request share: their headers are read one at a time, with a round
         of the event loop between them, for a hostile one can take milliseconds.
@@ -122,8 +122,10 @@ class Decoders:
             task.add_done_callback(self._tasks.discard)
 
     def _next(self) -> tuple[Hashable, _Job] | None:
-        lanes = (self._take_large, self._take_small) if self._large_is_next else (self._take_small, self._take_large)
-        for take in lanes:
+        cpu_threads = (
+            (self._take_large, self._take_small) if self._large_is_next else (self._take_small, self._take_large)
+        )
+        for take in cpu_threads:
             taken = take()
             if taken is not None:
                 self._large_is_next = not taken[1].large
@@ -146,7 +148,7 @@ class Decoders:
         try:
             decoder = self._living() or await _started()
             made = await self._decoded_in_time(decoder, job)
-            if isinstance(made, Refusal):
+            if isinstance(made, HttpError):
                 raise made
             if not job.result.done():
                 job.result.set_result(made)
@@ -154,8 +156,8 @@ class Decoders:
         except _Ended as ended:
             await _ended(decoder)
             told.warn("a decoder was ended", why=str(ended))
-            _fail(job, Refusal(422, str(ended), reason="decode"))
-        except Refusal as refusal:
+            _fail(job, HttpError(422, str(ended), reason="decode"))
+        except HttpError as refusal:
             if decoder is not None:
                 self._idle.append(decoder)
             _fail(job, refusal)
@@ -179,7 +181,7 @@ class Decoders:
             decoder.tasks.close()
         return None
 
-    async def _decoded_in_time(self, decoder: _Decoder, job: _Job) -> Pixels | Refusal:
+    async def _decoded_in_time(self, decoder: _Decoder, job: _Job) -> Pixels | HttpError:
         seconds = self._settings.decode_time
         try:
             async with asyncio.timeout(seconds):
@@ -189,7 +191,7 @@ class Decoders:
         except (asyncio.IncompleteReadError, OSError):
             raise _Ended("the image cannot be used: its decoder has failed") from None
 
-    async def _decoded(self, decoder: _Decoder, job: _Job) -> Pixels | Refusal:
+    async def _decoded(self, decoder: _Decoder, job: _Job) -> Pixels | HttpError:
         settings = self._settings
         asked = {"pixels": settings.pixels, "formats": settings.formats, "preprocess": job.preprocess.model_dump()}
         words = json.dumps(asked).encode()
@@ -200,7 +202,7 @@ class Decoders:
         fine, height, width, size = MADE.unpack(await decoder.results.readexactly(MADE.size))
         if not fine:
             said = json.loads(await decoder.results.readexactly(min(size, LONGEST_REFUSAL)))
-            return Refusal(int(said["status"]), str(said["sentence"]))
+            return HttpError(int(said["status"]), str(said["sentence"]))
         if (height, width, size) != (*job.preprocess.size, job.preprocess.channels):
             raise _Ended("the image cannot be used: its decoder has failed")
         content = await decoder.results.readexactly(height * width * size)
@@ -229,7 +231,7 @@ async def _started() -> _Decoder:
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
         await _ended(decoder)
         told.warn("no decoder can be started")
-        raise Refusal(503, "no decoder can be started; try again soon", retry_after=5, reason="decode") from None
+        raise HttpError(503, "no decoder can be started; try again soon", retry_after=5, reason="decode") from None
     except BaseException:  # also a request that is cancelled: no process is left behind
         await _ended(decoder)
         raise

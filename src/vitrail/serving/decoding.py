@@ -12,7 +12,7 @@ from vitrail.data.preprocess import Preprocess, resized_size
 from vitrail.data.sources.source import Pixels
 from vitrail.data.structure import outline
 from vitrail.errors import DataError, InputError
-from vitrail.serving.refusal import Refusal
+from vitrail.serving.http_errors import HttpError
 
 NARROWEST = 16
 """How many times longer than wide an image may be where the limit of pixels is lower than what the model needs."""
@@ -38,22 +38,22 @@ def kind_of(content: bytes) -> str | None:
 def check_upload(content: bytes, formats: Collection[str], most_pixels: int) -> Outline | None:
     """Refuse what its first bytes and its header rule out, and say what decoding it takes where the header tells."""
     if not content:
-        raise Refusal(400, "the image is empty: 0 bytes")
+        raise HttpError(400, "the image is empty: 0 bytes")
     kind = kind_of(content)
     if kind not in formats:
         what = "this is not an image" if kind is None else f"{kind} images are not taken here"
-        raise Refusal(415, f"{what}; send one of {', '.join(formats)}")
+        raise HttpError(415, f"{what}; send one of {', '.join(formats)}")
     try:
         found = outline(content)
     except DataError as error:
-        raise Refusal(422, f"the image cannot be used: {error}") from None
+        raise HttpError(422, f"the image cannot be used: {error}") from None
     if found is not None:
         _check_size(found, most_pixels)
     return found
 
 
 def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[str], most_pixels: int) -> Pixels:
-    """Make of a file what an engine takes, (height, width, channels); whatever is wrong with it is a `Refusal`."""
+    """Make of a file what an engine takes, (height, width, channels); whatever is wrong with it is a `HttpError`."""
     check_upload(content, formats, most_pixels)
     try:
         header = open_image(content)
@@ -61,21 +61,21 @@ def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[st
         _check_shape(header, preprocess, most_pixels)
         return preprocess.fit(header.pixels(preprocess.channels))
     except TooManyPixels:
-        raise Refusal(413, f"an image of far more than the {most_pixels:,} pixels that are taken") from None
+        raise HttpError(413, f"an image of far more than the {most_pixels:,} pixels that are taken") from None
     except (DataError, InputError) as error:
-        raise Refusal(422, f"the image cannot be used: {error}") from None
+        raise HttpError(422, f"the image cannot be used: {error}") from None
     except MemoryError:
-        raise Refusal(413, "the image is too large for this machine's memory; make it smaller") from None
-    except Refusal:
+        raise HttpError(413, "the image is too large for this machine's memory; make it smaller") from None
+    except HttpError:
         raise
     except Exception as error:  # Pillow's readers of rare formats fail on damaged files in any way
         why = f"{type(error).__name__}: {str(error)[:200]}"
-        raise Refusal(422, f"the image cannot be used: it cannot be decoded: {why}") from None
+        raise HttpError(422, f"the image cannot be used: it cannot be decoded: {why}") from None
 
 
 def _check_size(image: LazyImage | Outline, most_pixels: int) -> None:
     if image.width * image.height > most_pixels:
-        raise Refusal(
+        raise HttpError(
             413,
             f"an image of {image.width:,}×{image.height:,} pixels; at most {most_pixels:,} are taken, so make it "
             f"smaller",
@@ -89,7 +89,7 @@ def _check_shape(image: LazyImage, preprocess: Preprocess, most_pixels: int) -> 
     box = preprocess.resize_to or preprocess.size
     wide, tall = resized_size((image.width, image.height), box, preprocess.resize)
     if wide * tall > max(most_pixels, NARROWEST * box[0] * box[1]):
-        raise Refusal(
+        raise HttpError(
             413,
             f"an image of {image.width:,}×{image.height:,} pixels would be {wide:,}×{tall:,} when it is resized "
             f"for the model, which is too much; make it less narrow",

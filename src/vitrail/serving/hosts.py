@@ -9,7 +9,7 @@ import re
 import socket
 from collections.abc import Iterable
 
-from vitrail.serving.refusal import Refusal
+from vitrail.serving.http_errors import HttpError
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ANY = "*"
@@ -36,7 +36,7 @@ class Hosts:
         name = "" if found is None else found[1].strip("[]").lower().rstrip(".")
         if name in self._named or (self._every_address and _is_address(name)):
             return
-        raise Refusal(
+        raise HttpError(
             403, f"this service does not answer for the host {host[:80]!r}; --allow-host allows it", reason="host"
         )
 

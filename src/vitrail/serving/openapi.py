@@ -3,7 +3,7 @@
 from typing import Any
 
 from vitrail._version import __version__
-from vitrail.explanations.wanted import METHODS
+from vitrail.explanations.request import METHODS
 from vitrail.serving.settings import Settings
 
 Json = dict[str, Any]

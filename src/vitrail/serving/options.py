@@ -6,11 +6,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, Valida
 from pydantic_core import PydanticCustomError
 
 from vitrail.errors import ConfigError
-from vitrail.explanations.wanted import Method
-from vitrail.explanations.wanted import Wanted as WantedMap
-from vitrail.inference.features import Wanted as WantedFeatures
+from vitrail.explanations.request import ExplanationRequest, Method
+from vitrail.inference.features import FeatureRequest
 from vitrail.schema import Frozen
-from vitrail.serving.questions import Embed, Explain, Predict
+from vitrail.serving.operations import Embed, Explain, Predict
 
 Fuse = Literal["mean", "max", "min"]
 EVERY_TOKEN = "all"
@@ -67,7 +66,7 @@ class PredictOptions(_Options):
 
     top: Top = 5
 
-    def question(self) -> Predict:
+    def work_item(self) -> Predict:
         """Return what is asked."""
         return Predict(self.top)
 
@@ -78,9 +77,9 @@ class EmbedOptions(_Options):
     normalise: Switch = False
     layer: Whole = None
 
-    def question(self) -> Embed:
+    def work_item(self) -> Embed:
         """Return what is asked."""
-        return Embed(WantedFeatures("pooled", None if self.layer in (None, -1) else self.layer, self.normalise))
+        return Embed(FeatureRequest("pooled", None if self.layer in (None, -1) else self.layer, self.normalise))
 
 
 class ExplainOptions(_Options):
@@ -93,10 +92,10 @@ class ExplainOptions(_Options):
     target: Annotated[Text, BeforeValidator(_as_text)] = None
     fuse: Text = None
 
-    def question(self) -> Explain:
+    def work_item(self) -> Explain:
         """Return what is asked."""
         every_token = self.query == EVERY_TOKEN
-        wanted = WantedMap(
+        wanted = ExplanationRequest(
             _one_of("method", self.method or "relevance", get_args(Method)),
             self.layer,
             self.head,

@@ -19,9 +19,9 @@ import uvicorn
 
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.serving.app import Service
-from vitrail.serving.connections import Connections, NotTooOften, room_for, told
+from vitrail.serving.connections import Connections, RateLimitFilter, room_for, told
+from vitrail.serving.http_errors import HttpError
 from vitrail.serving.protocol import BoundedProtocol, Bounds
-from vitrail.serving.refusal import Refusal
 from vitrail.serving.settings import Settings
 
 LINGER = 0.5
@@ -95,10 +95,10 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn calls it
         """Ask for an end, on SIGTERM and Ctrl-C; asked again by Ctrl-C, end at once."""
-        if self._service.life.stage == "stopping" and sig == signal.SIGINT:
+        if self._service.lifecycle.stage == "stopping" and sig == signal.SIGINT:
             self.should_exit = self.force_exit = True
-        elif self._loop is not None and self._service.life.stage != "stopping":
-            self._service.life.stage = "stopping"
+        elif self._loop is not None and self._service.lifecycle.stage != "stopping":
+            self._service.lifecycle.stage = "stopping"
             self._loop.call_soon_threadsafe(lambda: self._begin(self._wind_down()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -115,14 +115,14 @@ class _Server(uvicorn.Server):
 
     async def _wind_down(self) -> None:
         """Finish what was accepted, refuse what comes, then close."""
-        life = self._service.life
+        lifecycle = self._service.lifecycle
         self._service.counters.ready.set(0)
-        _log.info("stopping", extra={"fields": {"accepted": life.accepted}})
-        life.refuse_arriving()
-        _, in_time = await asyncio.gather(asyncio.sleep(LINGER), life.idle(self._service.settings.grace))
+        _log.info("stopping", extra={"fields": {"accepted": lifecycle.accepted}})
+        lifecycle.refuse_arriving()
+        _, in_time = await asyncio.gather(asyncio.sleep(LINGER), lifecycle.idle(self._service.settings.grace))
         if not in_time:
-            _log.warning("the grace is over", extra={"fields": {"unanswered": life.accepted}})
-            life.refuse_unanswered()
+            _log.warning("the grace is over", extra={"fields": {"unanswered": lifecycle.accepted}})
+            lifecycle.refuse_unanswered()
         for listening in self.servers:  # nobody new; those who are connected still hear that it is over
             listening.close()
         await asyncio.sleep(LAST_WORDS)
@@ -131,7 +131,7 @@ class _Server(uvicorn.Server):
     async def _warm_up(self) -> None:
         try:
             await asyncio.gather(self._service.start_decoders(), self._service.start())
-        except Refusal:  # told already; nothing could be answered
+        except HttpError:  # told already; nothing could be answered
             self._fault = ConfigError("no process that decodes images can be started; is there enough memory?")
             self.should_exit = True
             return
@@ -142,7 +142,7 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(0.005)
         with contextlib.suppress(OSError):  # closed meanwhile
             self._place.listen(QUEUED)
-        if self._service.life.stage != "ready":  # it has been told to stop meanwhile
+        if self._service.lifecycle.stage != "ready":  # it has been told to stop meanwhile
             return
         host, port = self._place.getsockname()[:2]
         address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
@@ -155,7 +155,7 @@ class _Server(uvicorn.Server):
 
     async def _reload(self) -> None:
         try:
-            _log.info("reloaded", extra={"fields": {"models": await self._service.shelf.reload()}})
+            _log.info("reloaded", extra={"fields": {"models": await self._service.registry.reload()}})
         except VitrailError as error:
             _log.error("reload: %s", error)
 
@@ -230,7 +230,7 @@ class _Lines(logging.Formatter):
 def _write_log() -> None:
     """Write the service's log, and the complaints of uvicorn, to stderr."""
     ours, others = logging.StreamHandler(sys.stderr), logging.StreamHandler(sys.stderr)
-    others.addFilter(NotTooOften())  # "Invalid HTTP request received." can be had ten thousand times a second
+    others.addFilter(RateLimitFilter())  # "Invalid HTTP request received." can be had ten thousand times a second
     for name, level, handler in (
         ("vitrail.serving", logging.INFO, ours),
         ("uvicorn", logging.WARNING, others),

@@ -1,13 +1,13 @@
 """What is said before a run that is likely to disappoint."""
 
 from vitrail.metrics.baselines import PRETRAINED
-from vitrail.training.choices import SMALL_SIDE, Facts
+from vitrail.training.defaults import SMALL_SIDE, DataFacts
 
 FEW = 5_000
 """Fewer photographs than this do not teach a fresh Vision Transformer much."""
 
 
-def before_training(facts: Facts, *, fresh: bool) -> list[str]:
+def before_training(facts: DataFacts, *, fresh: bool) -> list[str]:
     """Say what to expect of training from scratch on few photographs, and what to do instead; else nothing."""
     if not fresh or facts.images >= FEW or facts.side <= SMALL_SIDE:
         return []

@@ -17,8 +17,8 @@ from vitrail.checkpoints.writing import whole_folder
 from vitrail.data.sources.contents import carry_contents
 from vitrail.errors import CheckpointError
 from vitrail.io import file_digest
+from vitrail.training.distributed import Ranks
 from vitrail.training.state import Progress, State, weights_at
-from vitrail.training.team import Team
 
 BEST, ASIDE, STATES = "best", "damaged-best", "state"
 Found = Literal["whole", "recovered", "lost"]
@@ -30,7 +30,7 @@ class Best:
 
     run: Path
     state: State
-    team: Team
+    ranks: Ranks
     note: Callable[[str], None]
     bundle_of: Callable[[nn.Module, int], Bundle]
     """Makes a bundle of a model and its step."""
@@ -52,13 +52,13 @@ class Best:
 
     def load(self) -> Bundle:
         """Return the best model, in every process."""
-        with self.team.together():
+        with self.ranks.together():
             best = (
-                load(self.folder) if self.team.is_main else self.bundle_of(self.state.model, self.state.progress.step)
+                load(self.folder) if self.ranks.is_main else self.bundle_of(self.state.model, self.state.progress.step)
             )
-        weights = self.team.tensors_from_main(best.model.state_dict() if self.team.is_main else None)
-        provenance = self.team.from_main(best.provenance)
-        if not self.team.is_main:
+        weights = self.ranks.tensors_from_main(best.model.state_dict() if self.ranks.is_main else None)
+        provenance = self.ranks.from_main(best.provenance)
+        if not self.ranks.is_main:
             best.model.load_state_dict(weights)
             best = Bundle(best.model.eval(), best.preprocess, best.classes, provenance)
         return best
@@ -72,9 +72,9 @@ class Best:
         progress = self.state.progress
         if not progress.best_step:
             return "whole"
-        with self.team.together():
-            said = self._recovered() if self.team.is_main else None
-        found, what = self.team.from_main(said) or ("whole", "")
+        with self.ranks.together():
+            said = self._recovered() if self.ranks.is_main else None
+        found, what = self.ranks.from_main(said) or ("whole", "")
         if what:
             self.note(what)
         if found == "lost":

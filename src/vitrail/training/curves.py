@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.training.folder import whole
+from vitrail.training.run_folder import whole
 
 # Okabe and Ito's colours, which everyone can tell apart; ink and lines are quieter than black.
 TRAIN, VAL, RATE, GRADIENT = "#0072B2", "#D55E00", "#009E73", "#CC79A7"

@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.training.choices import Choice
-from vitrail.training.pace import Pace
+from vitrail.training.defaults import Choice
+from vitrail.training.throughput import Throughput
 
 SMOOTH = 0.9
 """How much of a shown number is the one before."""
@@ -44,12 +44,12 @@ class Status:
     def __init__(self, *, compiled: bool = False) -> None:
         self.row: dict[str, Any] = {}
         self.loss, self.accuracy = 0.0, 0.0
-        self.pace = Pace(compiled=compiled)
+        self.throughput = Throughput(compiled=compiled)
 
     def update(self, row: dict[str, Any]) -> None:
         """Take in a step."""
         keep = SMOOTH if self.row else 0.0
-        self.pace.add(images=row["images"], seconds=row["seconds"], waited=row["waited"])
+        self.throughput.add(images=row["images"], seconds=row["seconds"], waited=row["waited"])
         self.row = row
         self.loss = keep * self.loss + (1 - keep) * row["loss"]
         self.accuracy = keep * self.accuracy + (1 - keep) * row["accuracy"]
@@ -57,7 +57,7 @@ class Status:
     @property
     def waited_share(self) -> float:
         """The share of the time since the first step that was spent waiting for data."""
-        return self.pace.whole_waiting_share
+        return self.throughput.whole_waiting_share
 
     @property
     def step(self) -> str:
@@ -67,14 +67,14 @@ class Status:
     @property
     def left(self) -> str:
         """How long the steps will still take, at the present pace."""
-        images, rate = (self.row["steps"] - self.row["step"]) * self.row["images"], self.pace.rate
+        images, rate = (self.row["steps"] - self.row["step"]) * self.row["images"], self.throughput.rate
         if rate is None:
             return UNKNOWN if images else _clock(0)
         return _clock(images / max(rate, 1e-9))
 
     def numbers(self) -> list[Shown]:
         """Return what is shown beside the step and the time left."""
-        rate = self.pace.rate
+        rate = self.throughput.rate
         return [
             Shown("epoch ", f"{self.row['epoch']:.1f}", "", "epoch ", 1),
             Shown("loss ", f"{self.loss:.3f}", "", "loss ", 5),
@@ -106,15 +106,15 @@ def _progress_line(status: Status, width: int) -> RenderableType:
         Text.assemble(("step ", "dim"), (status.step, "bold")),
         Text.assemble((status.left, "bold"), (" left", "dim")),
     ]
-    room = width - sum(len(word) + len(GAP) for word in words)
-    if room < SHORTEST_BAR:
+    memory_limit = width - sum(len(word) + len(GAP) for word in words)
+    if memory_limit < SHORTEST_BAR:
         alone = Text(GAP).join(words)
         alone.truncate(width)
         return alone
     line = Table.grid(padding=(0, len(GAP), 0, 0))
     for _ in range(4):
         line.add_column(no_wrap=True)
-    line.add_row(ProgressBar(total=steps, completed=step, width=min(LONGEST_BAR, room)), *words)
+    line.add_row(ProgressBar(total=steps, completed=step, width=min(LONGEST_BAR, memory_limit)), *words)
     return line
 
 

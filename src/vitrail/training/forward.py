@@ -6,25 +6,29 @@ import threading
 import torch
 from torch import nn
 
-from vitrail.acceleration.training_pass import TrainingPass, can_forget, can_hasten
+from vitrail.acceleration.fused_training import TrainingPass, can_forget, can_hasten
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, faster_in_bf16
+from vitrail.training.distributed import Ranks
 from vitrail.training.recipe import Recipe
-from vitrail.training.team import Team
 
 
-def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, team: Team) -> nn.Module:
+def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, ranks: Ranks) -> nn.Module:
     """Return what maps images to logits in a step; it has no parameters but the model's own."""
     if not recipe.compile:
-        return team.wrapped(model)
-    if not (isinstance(model, ViT) and goes_shorter(model.config, recipe, precision, team.device, alone=team.alone)):
-        return torch.compile(team.wrapped(model))  # type: ignore[return-value]
-    mode = "reduce-overhead" if is_recorded(recipe) else None
+        return ranks.wrapped(model)
+    if not (
+        isinstance(model, ViT) and uses_fused_pass(model.config, recipe, precision, ranks.device, alone=ranks.alone)
+    ):
+        return torch.compile(ranks.wrapped(model))  # type: ignore[return-value]
+    mode = "reduce-overhead" if uses_cuda_graph(recipe) else None
     return torch.compile(TrainingPass(model), mode=mode)  # type: ignore[return-value]
 
 
-def goes_shorter(config: ViTConfig, recipe: Recipe, precision: Precision, device: torch.device, *, alone: bool) -> bool:
+def uses_fused_pass(
+    config: ViTConfig, recipe: Recipe, precision: Precision, device: torch.device, *, alone: bool
+) -> bool:
     """Say whether a run takes the shorter way of a GPU."""
     # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
     asked = recipe.compile and precision == "bf16" and not recipe.deterministic and alone
@@ -32,7 +36,7 @@ def goes_shorter(config: ViTConfig, recipe: Recipe, precision: Precision, device
     return asked and spares and device.type == "cuda" and faster_in_bf16(device) and can_hasten(config)
 
 
-def is_recorded(recipe: Recipe) -> bool:
+def uses_cuda_graph(recipe: Recipe) -> bool:
     """Say whether the kernels of the shorter way are recorded and replayed.
 
     A small model's kernels take less time than Python needs to launch them. But what a recording leaves behind must be

@@ -17,7 +17,7 @@ from vitrail.data.sources.splits import Parts
 from vitrail.data.stream import Stream
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
-from vitrail.training.choices import Facts, Plan, choose, look_at
+from vitrail.training.defaults import DataFacts, Plan, choose, describe_data
 from vitrail.training.optimizers import freeze, parameter_groups
 from vitrail.training.recipe import Recipe, read_value
 
@@ -131,14 +131,14 @@ def plan_trials(
     recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, bundle: Bundle | None, device: str
 ) -> list[Trial]:
     """Settle and check every candidate before the first is trained; of equal ones keep one."""
-    known: dict[int, tuple[Parts, Facts]] = {}
+    known: dict[int, tuple[Parts, DataFacts]] = {}
     trials: dict[str, Trial] = {}
     for values, recipe in recipes:
         if recipe.seed not in known:  # the seed draws the parts, where the data names none
             parts = open_data(data, seed=recipe.seed, val=recipe.data.val, test=recipe.data.test)
             if parts.val is None:
                 raise ConfigError("the data has no val part, which a sweep chooses by; give it one with data.val=0.1")
-            known[recipe.seed] = parts, look_at(parts.train, device)
+            known[recipe.seed] = parts, describe_data(parts.train, device)
         parts, facts = known[recipe.seed]
         plan = choose(recipe, facts, bundle)
         _check(plan, parts)

@@ -21,28 +21,28 @@ from vitrail.evaluation import Evaluation as Measured
 from vitrail.evaluation import measure
 from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
+from vitrail.training.auto_batch import within_memory
 from vitrail.training.averaging import Average
 from vitrail.training.best import BEST, STATES, Best, save_in_run
-from vitrail.training.choices import Plan
 from vitrail.training.criterion import as_good, score, validated
-from vitrail.training.fitting import within_memory
-from vitrail.training.folder import VERDICT, Journal, write_json
+from vitrail.training.defaults import Plan
+from vitrail.training.distributed import Where
+from vitrail.training.finetune_init import Start, fitted
 from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.memory import Job, resident_images
 from vitrail.training.objectives import class_weights, loss_note
 from vitrail.training.optimizers import freeze, make_optimizer
+from vitrail.training.pipelined_step import PipelinedStep
 from vitrail.training.predictions import predictor
-from vitrail.training.records import Records, card_metrics, gap_warning
+from vitrail.training.run_folder import VERDICT, MetricsFile, write_json
+from vitrail.training.run_logger import RunLogger, card_metrics, gap_warning
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
-from vitrail.training.starting import Start, fitted
 from vitrail.training.state import Progress, Setting, State, load_state, save_state
-from vitrail.training.step import Stepped, Stepper, Taken, first_not_finite
-from vitrail.training.team import Where
-from vitrail.training.underway import Underway
+from vitrail.training.step import PendingStep, Stepper, StepResult, first_not_finite
 
 
-class Watcher(Protocol):
+class RunObserver(Protocol):
     """Who is told how a run goes."""
 
     def note(self, text: str) -> None:
@@ -56,19 +56,19 @@ class Watcher(Protocol):
 
 
 def train_run(
-    plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, watcher: Watcher, *, final: bool
+    plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, observer: RunObserver, *, final: bool
 ) -> tuple[Bundle, Measured, list[str]]:
     """Train, or go on training; return the best model, what it is worth, and the files that could not be read.
 
     `final`: the verdict is the run's last word, and is kept in its folder.
     """
-    run = _Run(plan, parts, start, folder, where, watcher)
+    run = _Run(plan, parts, start, folder, where, observer)
     with nullcontext() if run.records is None else closing(run.records):
         if not run.state.progress.finished:
             run.check_best()
             there = resident_images(plan, parts)
-            job = Job(plan, where.device, where.precision, where.team.processes.size, where.workers, there)
-            with within_memory(job, folder, watcher.note):
+            job = Job(plan, where.device, where.precision, where.ranks.processes.size, where.workers, there)
+            with within_memory(job, folder, observer.note):
                 run.go()
         return (*run.verdict(final=final), run.state.progress.bad_files or [])
 
@@ -77,36 +77,36 @@ class _Run:
     """A run while it runs."""
 
     def __init__(
-        self, plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, watcher: Watcher
+        self, plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, observer: RunObserver
     ) -> None:
-        self.plan, self.parts, self.folder, self.where, self.watcher = plan, parts, folder, where, watcher
-        team = self.team = where.team
-        with team.together():
+        self.plan, self.parts, self.folder, self.where, self.observer = plan, parts, folder, where, observer
+        ranks = self.ranks = where.ranks
+        with ranks.together():
             self.bundle = _first_bundle(plan, parts.train.classes, start)
             self.state = self._first_state()
             self.training = self._training()
             self.stepper = self._stepper()
-        self.setting = Setting(torch.get_num_threads(), team.processes.size, where.precision)
-        if team.is_main:
+        self.setting = Setting(torch.get_num_threads(), ranks.processes.size, where.precision)
+        if ranks.is_main:
             for name in (BEST, "last"):
                 recover(folder / name)
-        for note in load_state(folder / STATES, self.state, self.setting, team):
-            watcher.note(note)
+        for note in load_state(folder / STATES, self.state, self.setting, ranks):
+            observer.note(note)
         if self.state.progress.finished:
-            watcher.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
+            observer.note(f"the run was finished after {self.state.progress.step:,} steps, so nothing is trained")
         elif self.state.progress.step:
-            watcher.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
-        self.records = self._records() if team.is_main else None
+            observer.note(f"going on from step {self.state.progress.step:,} of {plan.steps:,}")
+        self.records = self._records() if ranks.is_main else None
         self.replaced = False
         self.bad: set[str] = set(self.state.progress.bad_files or [])
         self.measured_by = parts.val or parts.train
         self.predictions = predictor(plan, where, self.measured_by)
-        self.best = Best(folder, self.state, team, watcher.note, self._bundle_of)
+        self.best = Best(folder, self.state, ranks, observer.note, self._bundle_of)
 
-    def _records(self) -> Records:
+    def _records(self) -> RunLogger:
         recipe, step = self.plan.recipe, self.state.progress.step
         losses = loss_note(recipe.model_dump())
-        return Records(self.folder, step, self.watcher.note, compiled=recipe.compile, losses=losses)
+        return RunLogger(self.folder, step, self.observer.note, compiled=recipe.compile, losses=losses)
 
     def _first_state(self) -> State:
         recipe, device = self.plan.recipe, self.where.device
@@ -120,14 +120,14 @@ class _Run:
     def _training(self) -> Training:
         plan, train, data = self.plan, self.parts.train, self.plan.recipe.data
         stream = Stream(len(train), plan.batch, plan.recipe.seed, data.repeats, train.labels if data.balance else None)
-        parts = self.team.processes.size * plan.recipe.micro_batches
+        parts = self.ranks.processes.size * plan.recipe.micro_batches
         if plan.batch % (2 * parts if plan.mixing.on else parts):
             pairs = " of whole pairs, which mixing needs" if plan.mixing.on else ""
             raise ConfigError(
                 f"a batch of {plan.batch} cannot be cut into {parts} equal parts{pairs} (processes × micro_batches); "
                 f"use a batch that is a multiple of {2 * parts if plan.mixing.on else parts}"
             )
-        share = Share(self.team.processes.rank, self.team.processes.size)
+        share = Share(self.ranks.processes.rank, self.ranks.processes.size)
         return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, share, data.bad_files)
 
     def _stepper(self) -> Stepper:
@@ -135,72 +135,72 @@ class _Run:
         labels = torch.from_numpy(self.parts.train.labels)
         weights = class_weights(labels, plan.model.classes, plan.recipe.objective)
         weights = None if weights is None else weights.to(where.device)
-        return Stepper(plan.recipe, plan.preprocess, where.device, where.precision, weights, where.team)
+        return Stepper(plan.recipe, plan.preprocess, where.device, where.precision, weights, where.ranks)
 
     def go(self) -> None:
         """Take step after step to the end."""
         if not self._tired():  # a run may have been stopped just as it was about to end early
             self._train()
         self.state.progress.finished = True
-        if self.team.is_main:
+        if self.ranks.is_main:
             save_in_run(self._bundle_now(), self.folder / "last")
         self._save()
 
     def _train(self) -> None:
         recipe = self.plan.recipe
         try:
-            self._take_steps(forward_of(self.state.model, recipe, self.where.precision, self.team))
+            self._take_steps(forward_of(self.state.model, recipe, self.where.precision, self.ranks))
         finally:
             if recipe.compile:
                 self.state.optimizer.zero_grad(set_to_none=True)  # gradients that lie in what was recorded
-                forget_compiled(self.team.device)
+                forget_compiled(self.ranks.device)
 
     def _take_steps(self, forward: nn.Module) -> None:
         plan, progress = self.plan, self.state.progress
         evaluate_at = _evenly(plan.steps, plan.recipe.evaluations)
         saved = time.monotonic()
-        underway = Underway()
+        pipelined = PipelinedStep()
         with requests_to_stop() as asked, closing(self._batches(progress.step)) as batches:
             for batch, seconds in _timed(batches):
-                waited = underway.waited(seconds)
+                waited = pipelined.waited(seconds)
                 self._note_bad(batch.bad)
                 rate = self._rate(progress.step)
                 taken = self._taken(forward, batch, rate)
                 # The step before is asked for its numbers when this one is on its way, so that the device never waits.
-                self._settle(underway)
-                underway.put(taken, batch, rate, waited)
+                self._settle(pipelined)
+                pipelined.put(taken, batch, rate, waited)
                 # Of one mind, also about the time: a process that reads its numbers sooner would diverge sooner.
-                stop, late = self.team.largest(asked(), time.monotonic() - saved > 60 * plan.recipe.save_minutes)
+                stop, late = self.ranks.largest(asked(), time.monotonic() - saved > 60 * plan.recipe.save_minutes)
                 if taken.ready is not None and not (late or stop or progress.step in evaluate_at):
                     continue
-                self._settle(underway)
+                self._settle(pipelined)
                 ended = progress.step in evaluate_at and self._measure()
                 if stop or progress.step in evaluate_at:  # where all processes are at the same place
                     self._share_bad()
                 if late or stop or progress.step in evaluate_at:
                     self._save()
                     saved = time.monotonic()
-                    underway.begin()
+                    pipelined.begin()
                 if ended:
                     break
                 if stop:
                     raise Stopped(stop)
 
-    def _taken(self, forward: nn.Module, batch: Batch, rate: float) -> Taken:
+    def _taken(self, forward: nn.Module, batch: Batch, rate: float) -> PendingStep:
         try:
             return self.stepper.take(self.state, forward, batch, rate)
         except Diverged as error:
             raise self._explained(error, batch) from None
 
-    def _settle(self, underway: Underway) -> None:
+    def _settle(self, pipelined: PipelinedStep) -> None:
         """Ask the step that is under way for its numbers, and report them."""
-        if underway.taken is None or underway.batch is None:
+        if pipelined.taken is None or pipelined.batch is None:
             return
         try:
-            stepped = underway.taken.read()
+            stepped = pipelined.taken.read()
         except Diverged as error:
-            raise self._explained(error, underway.batch) from None
-        self._report(underway.taken.number + 1, stepped, underway.rate, underway.waited_for, underway.done())
+            raise self._explained(error, pipelined.batch) from None
+        self._report(pipelined.taken.number + 1, stepped, pipelined.rate, pipelined.waited_for, pipelined.done())
 
     def _batches(self, first: int) -> Generator[Batch, None, None]:
         """Give the batches from a step on."""
@@ -222,7 +222,7 @@ class _Run:
         kind = "training images" if source is self.parts.train else "held-out images"
         measured = measure(answers, source, kind=kind)
         if self.records is not None and self.parts.val is not None:
-            gap = gap_warning(Journal.read(self.folder), len(self.parts.val))
+            gap = gap_warning(MetricsFile.read(self.folder), len(self.parts.val))
             measured = replace(measured, warnings=(*measured.warnings, *gap))
         if final:
             best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
@@ -260,12 +260,12 @@ class _Run:
                 progress.since_highest += 1
             if first or as_good(reached, highest, criterion, len(answers.labels)):
                 progress.best_step = progress.step
-                if self.team.is_main:
+                if self.ranks.is_main:
                     self.best.save(self._bundle_now())
         row = {"step": progress.step, **found, "best": progress.best_step}
         if self.records is not None:
             self.records.measured(row)
-        self.watcher.measured({**row, "criterion": criterion})
+        self.observer.measured({**row, "criterion": criterion})
         return self._tired()
 
     def _save(self) -> None:
@@ -275,7 +275,7 @@ class _Run:
 
     def _share_bad(self) -> None:
         """Let every process know the files that any of them could not read."""
-        self.bad = set().union(*self.team.gathered(self.bad))
+        self.bad = set().union(*self.ranks.gathered(self.bad))
         self.state.progress.bad_files = sorted(self.bad)
 
     @contextmanager
@@ -293,7 +293,7 @@ class _Run:
         provenance = {**self.bundle.provenance, "trained": {"step": step, "of": self.plan.steps}}
         return Bundle(model, self.plan.preprocess, self.bundle.classes, provenance)  # type: ignore[arg-type]
 
-    def _report(self, step: int, stepped: Stepped, rate: float, waited: float, took: float) -> None:
+    def _report(self, step: int, stepped: StepResult, rate: float, waited: float, took: float) -> None:
         images = self.plan.batch
         row = {
             "step": step,
@@ -305,17 +305,17 @@ class _Run:
         }
         if self.records is not None:
             self.records.step(row, seconds=took, waited=waited, images=images)
-        self.watcher.step({**row, "steps": self.plan.steps, "seconds": took, "waited": waited, "images": images})
+        self.observer.step({**row, "steps": self.plan.steps, "seconds": took, "waited": waited, "images": images})
 
     def _note_bad(self, bad: tuple[Any, ...]) -> None:
         for name, reason in bad:
             if name not in self.bad:
                 self.bad.add(name)
-                self.watcher.note(f"{name} cannot be read and was left out: {reason}")
+                self.observer.note(f"{name} cannot be read and was left out: {reason}")
         self.state.progress.bad_files = sorted(self.bad)
 
     def _explained(self, error: Diverged, batch: Any) -> Diverged:
-        losses = [row["loss"] for row in Journal.read(self.folder) if "loss" in row][-5:]
+        losses = [row["loss"] for row in MetricsFile.read(self.folder) if "loss" in row][-5:]
         layer = first_not_finite(self.state.model, self.stepper, batch)
         recent = ", ".join(f"{loss:.3g}" for loss in losses)
         explained = Diverged(

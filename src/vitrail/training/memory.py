@@ -28,8 +28,8 @@ from vitrail.data.sources.splits import Parts
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 from vitrail.training import objectives
-from vitrail.training.choices import Plan
-from vitrail.training.forward import goes_shorter, is_recorded
+from vitrail.training.defaults import Plan
+from vitrail.training.forward import uses_cuda_graph, uses_fused_pass
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
 
@@ -129,7 +129,7 @@ def forecast(job: Job) -> Forecast:
 def _recorded(job: Job) -> bool:
     """Say whether a step's memory is kept for its next replay, so that measuring needs its own."""
     recipe, alone = job.plan.recipe, job.processes == 1
-    return goes_shorter(job.plan.model, recipe, job.precision, job.device, alone=alone) and is_recorded(recipe)
+    return uses_fused_pass(job.plan.model, recipe, job.precision, job.device, alone=alone) and uses_cuda_graph(recipe)
 
 
 def fits_really(job: Job, known: Forecast) -> bool:

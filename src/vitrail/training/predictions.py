@@ -12,9 +12,9 @@ from vitrail.data.sources.source import Source
 from vitrail.data.stream import Share
 from vitrail.errors import DataError
 from vitrail.evaluation import Predictions, predict_all
-from vitrail.training.choices import Plan
+from vitrail.training.defaults import Plan
+from vitrail.training.distributed import Where
 from vitrail.training.memory import evaluation_batch
-from vitrail.training.team import Where
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,7 @@ class Predictor:
         own = predict_all(
             model, self._batches(source), self.plan.preprocess, where.device, where.precision, name=source.name
         )
-        shares = where.team.gathered(own)
+        shares = where.ranks.gathered(own)
         bad = tuple(row for share in shares for row in share.bad)
         answered = [share for share in shares if len(share.labels)]
         if not answered:
@@ -63,7 +63,7 @@ def predictor(plan: Plan, where: Where, often: Source) -> Predictor:
 
 def share_of(source: Source, plan: Plan, where: Where) -> Evaluation:
     """Return the share of a split that is this process's to evaluate."""
-    processes = where.team.processes
+    processes = where.ranks.processes
     images = plan.batch // (processes.size * plan.recipe.micro_batches)
     share = Share(processes.rank, processes.size)
     return Evaluation(source, plan.preprocess, evaluation_batch(images), share, bad_files="skip")

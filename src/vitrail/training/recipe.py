@@ -27,10 +27,10 @@ from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
 from vitrail.training.averaging import Averaging
 from vitrail.training.criterion import Criterion, default_criterion
+from vitrail.training.finetune_init import Start
 from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.schedules import Schedule
-from vitrail.training.starting import Start
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 _MODEL_HAS = {"size": "image_size", "channels": "channels"}

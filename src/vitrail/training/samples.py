@@ -15,7 +15,7 @@ from vitrail.data.decode import open_image
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.io import read_json
-from vitrail.training.folder import write_json
+from vitrail.training.run_folder import write_json
 
 SAMPLES, INDEX = "samples", "samples.json"
 SIDE = 192

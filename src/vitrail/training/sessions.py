@@ -13,7 +13,7 @@ import torch
 from vitrail._version import __version__
 from vitrail.errors import CheckpointError
 from vitrail.io import read_json
-from vitrail.training.folder import Journal, write_json
+from vitrail.training.run_folder import MetricsFile, write_json
 
 SESSIONS = "sessions.json"
 
@@ -74,4 +74,4 @@ def _cpu_name() -> str:
 
 
 def _steps(folder: Path) -> int:
-    return max((row["step"] for row in Journal.read(folder) if isinstance(row.get("step"), int)), default=0)
+    return max((row["step"] for row in MetricsFile.read(folder) if isinstance(row.get("step"), int)), default=0)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.listing import load_index, save_index
+from vitrail.data.sources.index_files import load_index, save_index
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts
 from vitrail.errors import DataError

@@ -25,7 +25,7 @@ from torch.amp import GradScaler
 from vitrail.errors import CheckpointError
 from vitrail.io import file_digest, flush, follow_umask, read_json
 from vitrail.training.averaging import Average
-from vitrail.training.team import Team
+from vitrail.training.distributed import Ranks
 
 KEPT = 2
 
@@ -100,17 +100,17 @@ def save_state(folder: Path, state: State, setting: Setting) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(folder: Path, state: State, setting: Setting, team: Team) -> list[str]:
+def load_state(folder: Path, state: State, setting: Setting, ranks: Ranks) -> list[str]:
     """Put the newest whole state into `state`, if there is any; return what a person should know of it.
 
     The main process reads it and the others get it from there, so that only one of them need see the folder.
     """
     notes: list[str] = []
-    with team.together():
-        tensors, content = _newest(folder, setting, notes) if team.is_main else (None, None)
-    content = team.from_main(content)
+    with ranks.together():
+        tensors, content = _newest(folder, setting, notes) if ranks.is_main else (None, None)
+    content = ranks.from_main(content)
     if content is not None:
-        _restore(folder, state, team.tensors_from_main(tensors), content)
+        _restore(folder, state, ranks.tensors_from_main(tensors), content)
     return notes
 
 

@@ -13,10 +13,10 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged
 from vitrail.runtime import Precision, autocast, derive_seed, seed_torch
 from vitrail.training import objectives
+from vitrail.training.distributed import Ranks
 from vitrail.training.optimizers import can_leave_out, clip_gradients, set_learning_rate, step_unless
 from vitrail.training.recipe import Recipe
 from vitrail.training.state import State
-from vitrail.training.team import Team
 
 TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All of torch's kernels but cuDNN's, of which NaN gradients in bf16 are reported on Hopper GPUs for 64, 192, … tokens
@@ -26,7 +26,7 @@ REPEATABLE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 """Those whose backward pass adds up in the same order every time, where that is asked for."""
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """What a step came to."""
 
     loss: float
@@ -35,7 +35,7 @@ class Stepped(NamedTuple):
     gradient_norm: float
 
 
-class Taken(NamedTuple):
+class PendingStep(NamedTuple):
     """A step that the device may still be busy with: its numbers are there once they are asked for."""
 
     number: int
@@ -55,7 +55,7 @@ class Taken(NamedTuple):
         """Say whether the device has not come to the end of this step."""
         return self.done is not None and not self.done.query()
 
-    def read(self) -> Stepped:
+    def read(self) -> StepResult:
         """Wait for this step, and say what it came to; no other process is asked."""
         if self.ready is not None:
             self.ready.synchronize()
@@ -64,7 +64,7 @@ class Taken(NamedTuple):
         loss, correct = sum(parts[:micros]) / micros / self.processes, round(sum(parts[micros:]))
         if not (math.isfinite(loss) and (math.isfinite(norm) or self.left_out)):
             raise Diverged(f"step {self.number}: the loss is {loss}, the norm of the gradient {norm}")
-        return Stepped(loss, correct, norm)
+        return StepResult(loss, correct, norm)
 
 
 class Stepper(NamedTuple):
@@ -76,13 +76,13 @@ class Stepper(NamedTuple):
     precision: Precision
     weights: Tensor | None
     """How much each class counts."""
-    team: Team
+    ranks: Ranks
 
-    def step(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> Stepped:
+    def step(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> StepResult:
         """Change the state by one batch, and wait for it. `forward` is the model, or what wraps it."""
         return self.take(state, forward, batch, rate).read()
 
-    def take(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> Taken:
+    def take(self, state: State, forward: nn.Module, batch: Batch, rate: float) -> PendingStep:
         """Change the state by one batch, as far as the device has come; a step that diverged changes no weight.
 
         On a GPU nothing here waits for it, so that the next step can be on its way before this one is done. Where that
@@ -93,16 +93,16 @@ class Stepper(NamedTuple):
         set_learning_rate(state.optimizer, rate)
         if self.runs_ahead and can_leave_out(state.optimizer) and not state.scaler.is_enabled():
             # Sent before the update, so that it is here as soon as it is known.
-            taken = Taken(number, *_on_its_way(numbers), self.team.processes.size, left_out=False)
+            taken = PendingStep(number, *_on_its_way(numbers), self.ranks.processes.size, left_out=False)
             step_unless(~numbers.isfinite().all(), state.optimizer)
         else:
             # In fp16 a too large gradient is no accident: the step is left out, and the next one scaled by less.
             left_out = state.scaler.is_enabled() and state.scaler.get_scale() > 1
-            taken = Taken(number, numbers.cpu(), None, self.team.processes.size, left_out)
+            taken = PendingStep(number, numbers.cpu(), None, self.ranks.processes.size, left_out)
             taken.read()
             state.scaler.step(state.optimizer)
             state.scaler.update()
-        self.team.average_buffers(state.model)
+        self.ranks.average_buffers(state.model)
         state.progress.step += 1
         if state.average is not None:
             state.average.update(state.model, state.progress.step)
@@ -117,10 +117,10 @@ class Stepper(NamedTuple):
         corrects: list[Tensor] = []
         for micro in range(micros):
             # Dropout is drawn from the place in the run, so nothing random has to be saved.
-            seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.team.processes.rank))
+            seed_torch(derive_seed(self.recipe.seed, "dropout", number, micro, self.ranks.processes.rank))
             part = batch.micro(micro, micros).to(self.device)
             # Around the backward pass, too: gradient checkpointing computes attention again there.
-            with self.team.accumulating(forward, last=micro == micros - 1), sdpa_kernel(attention):
+            with self.ranks.accumulating(forward, last=micro == micros - 1), sdpa_kernel(attention):
                 loss, correct = self._forward(forward, part)
                 state.scaler.scale(loss / micros).backward()
             losses.append(loss.detach())
@@ -131,7 +131,7 @@ class Stepper(NamedTuple):
         norm = clip_gradients(trained, self.recipe.optimizer.clip)
         wide = torch.promote_types(norm.dtype, torch.float32)
         numbers = torch.stack([number.to(wide) for number in (*losses, *corrects, norm)])
-        self.team.add_up(numbers[:-1])  # the norm is that of all processes already
+        self.ranks.add_up(numbers[:-1])  # the norm is that of all processes already
         return numbers
 
     @property

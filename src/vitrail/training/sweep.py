@@ -23,11 +23,14 @@ from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
 from vitrail.terminal import printable
 from vitrail.training.criterion import COLUMNS, TITLES, Criterion, score, shared_criterion
-from vitrail.training.folder import (
+from vitrail.training.finetune_init import opened_start
+from vitrail.training.grid import Trial, combine, plan_trials
+from vitrail.training.recipe import Recipe, default_recipe, read_recipe, unknown_setting
+from vitrail.training.run_folder import (
     METRICS,
     RECIPE,
     SWEEP,
-    Journal,
+    MetricsFile,
     best_row,
     claimed,
     default_folder,
@@ -35,10 +38,7 @@ from vitrail.training.folder import (
     origin_of,
     write_json,
 )
-from vitrail.training.grid import Trial, combine, plan_trials
-from vitrail.training.recipe import Recipe, default_recipe, read_recipe, unknown_setting
 from vitrail.training.signals import Stopped
-from vitrail.training.starting import opened_start
 from vitrail.training.train import Run, train
 
 CANDIDATE = "candidate.json"
@@ -235,7 +235,7 @@ def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
 
 def _best_row(folder: Path) -> dict[str, Any]:
     """Return what the journal of a finished candidate says of its best moment."""
-    best = best_row(Journal.read(folder))
+    best = best_row(MetricsFile.read(folder))
     if best is None or not best.keys() >= set(COLUMNS.values()):
         raise CheckpointError(f"{folder / METRICS} is damaged; delete {folder}, and the same command trains it again")
     return best

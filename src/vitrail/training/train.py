@@ -21,9 +21,16 @@ from vitrail.evaluation import Evaluation
 from vitrail.io import read_json
 from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_group, repeatable
 from vitrail.training.advice import before_training
-from vitrail.training.choices import Choice, Plan, choose, look_at
-from vitrail.training.fitting import settle_batch
-from vitrail.training.folder import (
+from vitrail.training.auto_batch import fit_batch_to_memory
+from vitrail.training.console import RunConsole, SilentConsole
+from vitrail.training.defaults import Choice, Plan, choose, describe_data
+from vitrail.training.distributed import Ranks, Where
+from vitrail.training.finetune_init import opened_start
+from vitrail.training.loop import train_run
+from vitrail.training.memory import Job, resident_images
+from vitrail.training.memory_limits import memory_limit
+from vitrail.training.recipe import Recipe, default_recipe, read_recipe
+from vitrail.training.run_folder import (
     CHECK,
     SPLIT,
     Origin,
@@ -36,16 +43,9 @@ from vitrail.training.folder import (
     read_in_run,
     write_json,
 )
-from vitrail.training.loop import train_run
-from vitrail.training.memory import Job, resident_images
-from vitrail.training.recipe import Recipe, default_recipe, read_recipe
-from vitrail.training.room import room
 from vitrail.training.samples import keep_samples
 from vitrail.training.sessions import timed_session
 from vitrail.training.stamps import check_stamps
-from vitrail.training.starting import opened_start
-from vitrail.training.team import Team, Where
-from vitrail.training.watch import Screen, Silence
 
 
 @dataclass(frozen=True)
@@ -86,29 +86,29 @@ def train(
     have shown of the data, which is not shown again; this run adds to it.
     """
     data, chosen = place_of(data), choose_device(device)
-    with process_group(chosen) as processes, Team(processes, chosen).noticing_losses() as team:
-        with team.together(), team.main_first():
+    with process_group(chosen) as processes, Ranks(processes, chosen).noticing_losses() as ranks:
+        with ranks.together(), ranks.main_first():
             first = _recipe(recipe, changes, start)
             first.check_start(start)
             bundle = opened_start(start, overrides, keys)
             parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
-            facts = look_at(parts.train, chosen.type)
+            facts = describe_data(parts.train, chosen.type)
             plan = choose(first, facts, bundle)
             advice = before_training(facts, fresh=bundle is None)
             origin = origin_of(data, bundle)
             place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
             check_apart(place, origin)
-        _check_alike(team, plan, parts)
-        where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, team), team)
+        _check_alike(ranks, plan, parts)
+        where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, ranks), ranks)
         job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_images(plan, parts))
-        plan = settle_batch(job, place, len(parts.train), room(chosen))
-        opened = _opened(team, place, plan, parts, origin, advice, quiet=quiet, said=said)
+        plan = fit_batch_to_memory(job, place, len(parts.train), memory_limit(chosen))
+        opened = _opened(ranks, place, plan, parts, origin, advice, quiet=quiet, said=said)
         with opened as screen, repeatable(plan.recipe.deterministic):
             if bundle is not None:
                 bundle.announce()
-            with team.together(), team.main_first():
+            with ranks.together(), ranks.main_first():
                 shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
-            with timed_session(place, chosen, processes.size, where.precision) if team.is_main else nullcontext():
+            with timed_session(place, chosen, processes.size, where.precision) if ranks.is_main else nullcontext():
                 best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
             verdict = _verdict(measured, shown, bad, screen.waited_share)
             screen.note(f"the best model is {place / 'best'}")
@@ -118,10 +118,10 @@ def train(
     return Run(place, best, measured, plan.choices, verdict)
 
 
-def _check_alike(team: Team, plan: Plan, parts: Parts) -> None:
+def _check_alike(ranks: Ranks, plan: Plan, parts: Parts) -> None:
     """All processes must have worked out the same plan, or they would wait for each other for ever."""
     words = json.dumps(parts.split, sort_keys=True)
-    found = team.gathered((plan.recipe.fingerprint(), len(parts.train), words))
+    found = ranks.gathered((plan.recipe.fingerprint(), len(parts.train), words))
     if len(set(found)) > 1:
         counts = sorted({images for _, images, _ in found})
         seen = f"{counts[0]:,} and {counts[-1]:,} images" if len(counts) > 1 else "other names or settings"
@@ -132,7 +132,7 @@ def _check_alike(team: Team, plan: Plan, parts: Parts) -> None:
 
 @contextmanager
 def _opened(
-    team: Team,
+    ranks: Ranks,
     place: Path,
     plan: Plan,
     parts: Parts,
@@ -141,17 +141,17 @@ def _opened(
     *,
     quiet: bool,
     said: set[str] | None,
-) -> Iterator[Screen | Silence]:
+) -> Iterator[RunConsole | SilentConsole]:
     """Keep the run folder for this run, and show it; only the main process does either."""
     with ExitStack() as stack:
-        screen: Screen | Silence = Silence()
-        with team.together():
-            if team.is_main:
+        screen: RunConsole | SilentConsole = SilentConsole()
+        with ranks.together():
+            if ranks.is_main:
                 stack.enter_context(claimed(place))
                 keep_recipe(place, plan.recipe)
                 moved = keep_origin(place, origin)
-                screen = stack.enter_context(Screen(place, quiet=quiet, compiled=plan.recipe.compile, said=said))
-                _introduce(screen, place, plan, parts, advice, team.device)
+                screen = stack.enter_context(RunConsole(place, quiet=quiet, compiled=plan.recipe.compile, said=said))
+                _introduce(screen, place, plan, parts, advice, ranks.device)
                 for text in (moved, check_stamps(place, parts)):
                     if text is not None:
                         screen.note(text)
@@ -167,7 +167,7 @@ def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: o
 
 
 def _introduce(
-    screen: Screen, place: Path, plan: Plan, parts: Parts, advice: Sequence[str], device: torch.device
+    screen: RunConsole, place: Path, plan: Plan, parts: Parts, advice: Sequence[str], device: torch.device
 ) -> None:
     """Say what will be done, and keep what is known of the data."""
     if not (place / SPLIT).exists():
@@ -187,7 +187,7 @@ def _introduce(
     screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} images to train on")
 
 
-def _say_check(screen: Screen, place: Path, parts: Parts, size: int) -> None:
+def _say_check(screen: RunConsole, place: Path, parts: Parts, size: int) -> None:
     """Check the data in bounded time, keep what was found, and say what would make a result wrong."""
     report = quick_check(parts, size=size)
     write_json(place / CHECK, report.as_dict())
@@ -215,11 +215,11 @@ def _precision(recipe: Recipe, device: torch.device) -> Precision:
     return "bf16" if faster_in_bf16(device) else "float32"
 
 
-def _workers(asked: int | None, team: Team) -> int:
+def _workers(asked: int | None, ranks: Ranks) -> int:
     """On a CPU the model needs the cores itself."""
     if asked is not None:
         return asked
-    return default_workers() if team.device.type != "cpu" else max(1, default_workers() // 4)
+    return default_workers() if ranks.device.type != "cpu" else max(1, default_workers() // 4)
 
 
 def _verdict(measured: Evaluation, parts: Parts, bad: list[str], waited: float | None) -> str:

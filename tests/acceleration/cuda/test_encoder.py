@@ -11,12 +11,12 @@ from tests.peers import relative_error
 from torch import Tensor
 
 from vitrail.acceleration.cuda.calibration import MARGIN, calibrate
+from vitrail.acceleration.cuda.elementwise import FP8_MAX, to_fp8
 from vitrail.acceleration.cuda.encoder import LOW, PRODUCTS, FastBlock, Numbers, can_fold, can_quantise
 from vitrail.acceleration.cuda.folding import Affine
-from vitrail.acceleration.cuda.graphs import SIZES, Replayed
+from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
+from vitrail.acceleration.cuda.matmul import Fp8Matmul, Known, Matmul
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.passes import FP8_MAX, to_fp8
-from vitrail.acceleration.cuda.products import Fp8Product, Known, Product
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
@@ -183,7 +183,7 @@ def test_images_that_do_not_fit_are_refused_in_the_models_words() -> None:
 
 @pytest.mark.parametrize("sizes", [(), SIZES])
 def test_on_a_cpu_a_replayed_function_is_just_called(sizes: tuple[int, ...]) -> None:
-    replayed = Replayed(lambda x: x + 1, torch.device("cpu"), sizes=sizes)
+    replayed = CudaGraphs(lambda x: x + 1, torch.device("cpu"), sizes=sizes)
     for count in (0, 2, 65):
         assert torch.equal(replayed(torch.zeros(count)), torch.ones(count))
     assert not replayed.recorded
@@ -192,8 +192,8 @@ def test_on_a_cpu_a_replayed_function_is_just_called(sizes: tuple[int, ...]) -> 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (33, 64), (64, 64), (65, None), (0, None)])
 def test_few_images_are_filled_up_and_many_are_not_recorded(count: int, rows: int | None) -> None:
     cpu = torch.device("cpu")
-    assert Replayed(torch.relu, cpu, sizes=SIZES)._rows(count) == rows
-    assert Replayed(torch.relu, cpu)._rows(count) == (count or None)
+    assert CudaGraphs(torch.relu, cpu, sizes=SIZES)._rows(count) == rows
+    assert CudaGraphs(torch.relu, cpu)._rows(count) == (count or None)
 
 
 # ── fp8 ──
@@ -255,7 +255,7 @@ def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
 @pytest.mark.parametrize("together", [None, torch.eye(16)], ids=["nearest", "together"])
 def test_a_matrix_of_zeros_in_fp8(weight_scales: str, together: Tensor | None) -> None:
     folded = Affine(torch.zeros(16, 16, dtype=torch.float64), torch.arange(16, dtype=torch.float64))
-    product = Fp8Product(folded, torch.float32, Known(0.1, together), weight_scales)
+    product = Fp8Matmul(folded, torch.float32, Known(0.1, together), weight_scales)
     assert torch.equal(product(to_fp8(torch.ones(2, 16), 0.1)), torch.arange(16.0).expand(2, 16))
 
 
@@ -271,7 +271,7 @@ def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str, spar
     fast = FastModel(model, numbers)
     for index, block in enumerate(fast.encoder.blocks[:2]):
         kinds = {name: type(getattr(block, name)) for name in PRODUCTS}
-        assert kinds == {name: Fp8Product if name in low and index >= spared else Product for name in PRODUCTS}
+        assert kinds == {name: Fp8Matmul if name in low and index >= spared else Matmul for name in PRODUCTS}
     error = relative_error(answers(fast, images), answers(model, images))
     assert 1e-5 < error < 0.1
 
@@ -293,9 +293,9 @@ def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
     fast = FastModel(model, Numbers(inputs=calibrate(model, images), low=frozenset(PRODUCTS)))
     last = fast.encoder.blocks[-1]
     assert isinstance(last, FastBlock)
-    assert isinstance(last.q, Fp8Product)
-    assert isinstance(last.kv, Fp8Product)
-    assert [type(part) for part in (last.proj, last.fc1, last.fc2)] == [Product] * 3
+    assert isinstance(last.q, Fp8Matmul)
+    assert isinstance(last.kv, Fp8Matmul)
+    assert [type(part) for part in (last.proj, last.fc1, last.fc2)] == [Matmul] * 3
 
 
 @pytest.mark.parametrize("low", [False, True])
@@ -309,7 +309,7 @@ def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
     """What is asked of the products is seen here; on a CPU it changes nothing."""
     model, images = low_model()
     asked: list[tuple[str, bool]] = []
-    for product in (Product, Fp8Product):
+    for product in (Matmul, Fp8Matmul):
         plain = product.activated
 
         def noted(self: Any, *given: Any, fused: bool = False, plain: Any = plain) -> Any:
@@ -320,9 +320,9 @@ def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
     inputs = calibrate(model, images) if low else None
     asked.clear()
     answers(FastModel(model, Numbers(torch.float32, exact=exact, inputs=inputs, fused=fused)), images)
-    high = ("Product", in_bf16 and exact)
+    high = ("Matmul", in_bf16 and exact)
     # The first block is spared, and behind the token that is read nothing is in fp8.
-    assert asked == [high, ("Fp8Product", in_fp8) if low else high, high]
+    assert asked == [high, ("Fp8Matmul", in_fp8) if low else high, high]
 
 
 def test_numbers_cannot_be_changed() -> None:

@@ -11,17 +11,17 @@ from torch import Tensor
 import vitrail
 from vitrail import Bundle, Preprocess, ViT, ViTConfig
 from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.elementwise import to_fp8
 from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers
-from vitrail.acceleration.cuda.gelu_product import can_multiply, gelu_product
+from vitrail.acceleration.cuda.gelu_matmul import can_multiply, gelu_matmul
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.passes import to_fp8
 from vitrail.acceleration.cuda.rounding import round_together, see
 from vitrail.acceleration.engine import made_ready
-from vitrail.acceleration.training_pass import TrainingPass
+from vitrail.acceleration.fused_training import TrainingPass
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import evaluate_bundle
-from vitrail.inference.features import Computing, Wanted, gather
+from vitrail.inference.features import Computing, FeatureRequest, gather
 
 pytestmark = [
     pytest.mark.gpu,
@@ -149,9 +149,17 @@ def test_evaluation() -> None:
     assert found.loss == pytest.approx(exact.loss, rel=0.02)
 
 
-@pytest.mark.parametrize("wanted", [Wanted(), Wanted("class"), Wanted("patches", layer=1), Wanted("patches", raw=True)])
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        FeatureRequest(),
+        FeatureRequest("class"),
+        FeatureRequest("patches", layer=1),
+        FeatureRequest("patches", raw=True),
+    ],
+)
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_features(wanted: Wanted, pool: str) -> None:
+def test_features(wanted: FeatureRequest, pool: str) -> None:
     exact = gather(named(pool=pool), noise(), wanted, Computing("cuda", workers=0)).features
     found = gather(named(pool=pool), noise(), wanted, Computing("cuda", precision="bf16", workers=0)).features
     assert found.shape == exact.shape
@@ -208,17 +216,17 @@ def test_graphs_give_the_same_bits_in_fp8(batch: int) -> None:
 def test_a_product_with_gelu(rows: int) -> None:
     x, weight, bias = (torch.randn(*size, device="cuda").bfloat16() for size in ((rows, 128), (256, 128), (256,)))
     assert can_multiply(x, weight, bias)
-    hidden, made = gelu_product(x, weight, bias)
+    hidden, made = gelu_matmul(x, weight, bias)
     wide = x.double() @ weight.double().t() + bias.double()
     assert error(made, wide.cpu()) < 2**-8
     tanh = torch.nn.functional.gelu(made.double(), approximate="tanh")
     assert error(hidden, tanh.cpu()) < 2**-8
-    assert all(map(torch.equal, gelu_product(x, weight, bias), (hidden, made)))
+    assert all(map(torch.equal, gelu_matmul(x, weight, bias), (hidden, made)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_with_gelu_that_cublaslt_does_not_make(dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((5, 12), (20, 12), (20,)))
     assert not can_multiply(x, weight, bias)
-    hidden, made = gelu_product(x, weight, bias)
+    hidden, made = gelu_matmul(x, weight, bias)
     assert torch.equal(hidden, torch.nn.functional.gelu(made))

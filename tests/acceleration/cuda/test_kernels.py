@@ -12,11 +12,11 @@ from tests.acceleration.tiny import KINDS, bundle, pixels
 from tests.peers import relative_error
 from torch import Tensor
 
-from vitrail.acceleration.cuda import encoder, gradients, model, passes, products, short_attention
+from vitrail.acceleration.cuda import elementwise, encoder, gradients, matmul, model, short_attention
 from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, Form
 from vitrail.acceleration.cuda.encoder import Numbers
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.passes import FP8, FP8_MAX, Form
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -60,7 +60,7 @@ def test_norm(size: tuple[int, int], dtype: torch.dtype, shifted: bool, branched
     x, shift = rows(*size, dtype), rows(1, size[1], seed=1)[0] if shifted else None
     branch = rows(*size, dtype, seed=2) if branched else None
     on_device = [None if given is None else given.clone().to(DEVICE) for given in (x, shift, branch)]
-    expected = passes.norm(x, 1e-6, shift=shift, branch=branch)
+    expected = elementwise.norm(x, 1e-6, shift=shift, branch=branch)
     found = kernels.norm(on_device[0], 1e-6, shift=on_device[1], branch=on_device[2])
     assert found.dtype == dtype
     assert relative_error(found.cpu().float(), expected.float()) < TOLERANCE[dtype]
@@ -71,9 +71,9 @@ def test_norm(size: tuple[int, int], dtype: torch.dtype, shifted: bool, branched
 @pytest.mark.parametrize("branched", [False, True])
 def test_norm_to_fp8(branched: bool) -> None:
     x, branch = rows(33, 192), rows(33, 192, seed=2) if branched else None
-    largest = float(passes.norm(x.clone(), 1e-6, branch=branch).abs().max())
+    largest = float(elementwise.norm(x.clone(), 1e-6, branch=branch).abs().max())
     for scale in (largest / FP8_MAX, largest / FP8_MAX / 4):  # with the second one, many are too large
-        expected = passes.norm(x.clone(), 1e-6, branch=branch, scale=scale)
+        expected = elementwise.norm(x.clone(), 1e-6, branch=branch, scale=scale)
         found = kernels.norm(
             x.clone().to(DEVICE), 1e-6, branch=None if branch is None else branch.to(DEVICE), scale=scale
         )
@@ -95,7 +95,7 @@ def test_activate(form: Form, dtype: torch.dtype) -> None:
     given = x.clone().to(DEVICE)
     found = kernels.activate(given, form)
     assert found.data_ptr() == given.data_ptr()
-    expected = passes.activate(x.double(), form)
+    expected = elementwise.activate(x.double(), form)
     assert torch.allclose(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
@@ -111,7 +111,7 @@ def test_the_fast_gelu_is_exact_where_it_is_small_too() -> None:
 def test_activate_to_fp8(form: Form) -> None:
     x = rows(9, 1000)
     found = kernels.activate(x.to(DEVICE), form, scale=0.05)
-    assert same_but_for_one_step(found, passes.activate(x, form, scale=0.05))
+    assert same_but_for_one_step(found, elementwise.activate(x, form, scale=0.05))
 
 
 def images_of(layout: str, channels: int, size: tuple[int, int]) -> Tensor:
@@ -136,7 +136,7 @@ def test_cut_patches(
     layout: str, patch: tuple[int, int], channels: int, size: tuple[int, int], before: int, after: int
 ) -> None:
     x = images_of(layout, channels, size)
-    expected = passes.cut_patches(x, patch, torch.float32, before=before, after=after)
+    expected = elementwise.cut_patches(x, patch, torch.float32, before=before, after=after)
     found = kernels.cut_patches(x.to(DEVICE), patch, torch.float32, before=before, after=after)
     assert torch.equal(found.cpu(), expected)
     assert not expected[:, :before].any()
@@ -146,7 +146,7 @@ def test_cut_patches(
 @pytest.mark.parametrize("wanted", TOLERANCE, ids=str)
 def test_patches_are_cast_as_they_are_cut(dtype: torch.dtype, wanted: torch.dtype) -> None:
     x = images_of("usual", 3, (16, 16)).to(dtype)
-    expected = passes.cut_patches(x, (8, 8), wanted, before=1)
+    expected = elementwise.cut_patches(x, (8, 8), wanted, before=1)
     found = kernels.cut_patches(x.to(DEVICE), (8, 8), wanted, before=1)
     assert found.dtype == expected.dtype == wanted
     assert relative_error(found.cpu().float(), expected.float()) <= TOLERANCE[wanted]
@@ -159,7 +159,7 @@ def test_add_table(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     given = tokens.clone().to(DEVICE)
     found = kernels.add_table(given, table.to(DEVICE))
     assert found.data_ptr() == given.data_ptr()
-    expected = passes.add_table(tokens, table)
+    expected = elementwise.add_table(tokens, table)
     assert relative_error(found.cpu().float(), expected.float()) < TOLERANCE[dtype]
 
 
@@ -171,15 +171,15 @@ def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
     x, weight, bias = rows(M, K, dtype), rows(N, K, dtype, 1) / K**0.5, rows(1, N, dtype, 2)[0]
     tiling = {"BM": 32, "BN": 32, "BK": 32, "GROUP": 2}
     found = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, tiling=tiling)
-    expected = passes.activate(x.double() @ weight.double().t() + bias.double(), form)
+    expected = elementwise.activate(x.double() @ weight.double().t() + bias.double(), form)
     assert relative_error(found.cpu().double(), expected) < TOLERANCE[dtype]
     low = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, scale=0.1, tiling=tiling)
-    assert same_but_for_one_step(low, passes.to_fp8(expected.float(), 0.1))
+    assert same_but_for_one_step(low, elementwise.to_fp8(expected.float(), 0.1))
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the fast encoder call the kernels, as it does on a GPU, for everything but the products."""
-    for module in (encoder, products):
+    for module in (encoder, matmul):
         monkeypatch.setattr(module, "activate", kernels.activate)
     monkeypatch.setattr(encoder, "norm", kernels.norm)
     monkeypatch.setattr(model, "cut_patches", kernels.cut_patches)
@@ -222,13 +222,13 @@ def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypat
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter cannot multiply fp8")
 def test_multiply_fp8() -> None:
-    x, weight = passes.to_fp8(rows(40, 64), 0.1), passes.to_fp8(rows(48, 64, seed=1), 0.1)
+    x, weight = elementwise.to_fp8(rows(40, 64), 0.1), elementwise.to_fp8(rows(48, 64, seed=1), 0.1)
     bias = rows(1, 48, torch.bfloat16, 2)[0]
     found = kernels.multiply(
         x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), "gelu", sum_scale=0.001,
         tiling={"BM": 32, "BN": 32, "BK": 32, "GROUP": 2},
     )  # fmt: skip
-    expected = passes.activate(x.double() @ weight.double().t() * 0.001 + bias.double(), "gelu")
+    expected = elementwise.activate(x.double() @ weight.double().t() * 0.001 + bias.double(), "gelu")
     assert relative_error(found.cpu().double(), expected) < TOLERANCE[torch.bfloat16]
 
 

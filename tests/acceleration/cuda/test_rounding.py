@@ -8,10 +8,10 @@ from torch import Tensor
 
 from vitrail.acceleration.cuda import calibration, rounding
 from vitrail.acceleration.cuda.calibration import calibrate
+from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, to_fp8
 from vitrail.acceleration.cuda.encoder import SPARED, Numbers
+from vitrail.acceleration.cuda.matmul import Known
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.passes import FP8, FP8_MAX, to_fp8
-from vitrail.acceleration.cuda.products import Known
 from vitrail.acceleration.cuda.rounding import round_together, see
 
 

@@ -284,7 +284,7 @@ def test_what_is_skipped_is_named_and_images_among_it_are_told(root: Path) -> No
 
 
 def test_what_is_skipped_in_shards_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.sources.listing.YOUNG_NS", -(10**12))
+    monkeypatch.setattr("vitrail.data.sources.index_files.YOUNG_NS", -(10**12))
     names = {}
     for label in ("cat", "dog"):
         for number in range(3):

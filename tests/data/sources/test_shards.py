@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.data.sources import listing, shards
+from vitrail.data.sources import index_files, shards
 from vitrail.data.sources.patterns import expand_pattern
 from vitrail.data.sources.shards import open_shards
 from vitrail.data.sources.tar import members
@@ -31,7 +31,7 @@ LONGER = "folder_of_images/" * 20 + "image" + "x" * 80
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("VITRAIL_CACHE", str(folder))
-    monkeypatch.setattr(listing, "YOUNG_NS", -(10**12))  # take new files for old ones, whose stamps can be trusted
+    monkeypatch.setattr(index_files, "YOUNG_NS", -(10**12))  # take new files for old ones, whose stamps can be trusted
     return folder
 
 
@@ -335,7 +335,7 @@ def test_the_index_is_used_until_a_shard_changes(tmp_path: Path, monkeypatch: py
     (index_file,) = cache.rglob("*.npz")
     index_file.write_bytes(b"damaged")
     assert open_shards([str(path)]).classes == ("new",)
-    monkeypatch.setattr(listing, "YOUNG_NS", 2_000_000_000)
+    monkeypatch.setattr(index_files, "YOUNG_NS", 2_000_000_000)
     index_file.unlink()
     open_shards([str(path)])
     assert not index_file.exists(), "a shard that just changed is not indexed"

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from vitrail.acceleration.cuda.elementwise import FP8_MAX
 from vitrail.acceleration.cuda.encoder import LOW, SPARED, Numbers
+from vitrail.acceleration.cuda.matmul import Known
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.passes import FP8_MAX
-from vitrail.acceleration.cuda.products import Known
 from vitrail.acceleration.cuda.rounding import Seen
 from vitrail.errors import InputError
 from vitrail.models.vit import ViT

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vitrail.acceleration.cuda.elementwise import FP8, Form, activate, norm, quantise
 from vitrail.acceleration.cuda.folding import Affine, fold
+from vitrail.acceleration.cuda.matmul import Fp8Matmul, Known, Matmul, WeightScales, can_take_fp8
 from vitrail.acceleration.cuda.merging import Merging, log_sizes, merge, read_merging
-from vitrail.acceleration.cuda.passes import FP8, Form, activate, norm, quantise
-from vitrail.acceleration.cuda.products import Fp8Product, Known, Product, WeightScales, can_take_fp8
 from vitrail.acceleration.cuda.rounding import Seen, see
-from vitrail.acceleration.packed import token_read
+from vitrail.acceleration.onednn import token_read
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block
 from vitrail.models.config import ViTConfig
@@ -162,9 +162,9 @@ class FastBlock(nn.Module):
 
         wide = _wide(numbers.dtype)
         self.register_buffer("shift1", shift.to(wide), persistent=False)
-        shift = shift + folded.proj.bias if isinstance(self.proj, Product) else shift
+        shift = shift + folded.proj.bias if isinstance(self.proj, Matmul) else shift
         self.register_buffer("shift2", shift.to(wide), persistent=False)
-        self.shift_behind = shift + folded.fc2.bias if isinstance(self.fc2, Product) else shift
+        self.shift_behind = shift + folded.fc2.bias if isinstance(self.fc2, Matmul) else shift
         """What is still to be added to the stream behind this block."""
 
     def forward(
@@ -209,22 +209,22 @@ class FastBlock(nn.Module):
 
     def _activated(self, h: Tensor) -> Tensor:
         scale = _scale(self.fc2)
-        if isinstance(self.fc1, Fp8Product):
+        if isinstance(self.fc1, Fp8Matmul):
             return self.fc1.activated(h, self.form, scale, fused=self.fused is not False)
         if scale is not None:
             return activate(self.fc1(h), self.form, scale=scale)
         tanh = self.form == "gelu" and not self.exact
         return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=self.fused is True and self.exact)
 
-    def _product(self, name: str, folded: Affine, numbers: Numbers) -> Product | Fp8Product:
+    def _product(self, name: str, folded: Affine, numbers: Numbers) -> Matmul | Fp8Matmul:
         """Make a product. Behind the one token that is read there are too few rows for fp8 to pay.
 
         That token's query is rounded by what was seen of all tokens, as keys and values are: by its own rows alone the
         answers hardly change.
         """
         if numbers.inputs is None or not self._takes_fp8(name, numbers.low, numbers.spared):
-            return Product(folded, numbers.dtype)
-        return Fp8Product(folded, numbers.dtype, numbers.inputs[f"{self.index}.{name}"], numbers.weight_scales)
+            return Matmul(folded, numbers.dtype)
+        return Fp8Matmul(folded, numbers.dtype, numbers.inputs[f"{self.index}.{name}"], numbers.weight_scales)
 
     def _takes_fp8(self, name: str, low: frozenset[str], spared: int) -> bool:
         return name in low and self.index >= spared and (self.read is None or name == "qkv")
@@ -240,9 +240,9 @@ class FastBlock(nn.Module):
             self.record[key] = see(x, self.record.get(key), together=name in self.summed)
 
 
-def _joined(x: Tensor, product: Product | Fp8Product, h: Tensor) -> Tensor | None:
+def _joined(x: Tensor, product: Matmul | Fp8Matmul, h: Tensor) -> Tensor | None:
     """Add a product to the stream, or return it as a branch for the next norm to add."""
-    if isinstance(product, Product):
+    if isinstance(product, Matmul):
         product.add_to(x, h)
         return None
     return cast("Tensor", product(h if h.dtype == FP8 else quantise(h, product.scale)))
@@ -250,7 +250,7 @@ def _joined(x: Tensor, product: Product | Fp8Product, h: Tensor) -> Tensor | Non
 
 def _scale(product: nn.Module) -> float | None:
     """Return the scale in which a product takes its input; None where that is not fp8."""
-    return product.scale if isinstance(product, Fp8Product) else None
+    return product.scale if isinstance(product, Fp8Matmul) else None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ class _Key(NamedTuple):
     channels_last: bool
 
 
-class Replayed:
+class CudaGraphs:
     """A function of a tensor on a CUDA device, recorded for each shape that it is given.
 
     The function has to treat every row by itself, and must not wait for the device. With `sizes` fewer rows are filled

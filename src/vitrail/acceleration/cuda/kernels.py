@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitrail.acceleration.cuda.passes import FP8, Form
+from vitrail.acceleration.cuda.elementwise import FP8, Form
 
 _FORMS: dict[Form, int] = {"none": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu": 4}
 """What the kernels call the activations."""

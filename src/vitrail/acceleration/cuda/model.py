@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices
 from vitrail.acceleration.cuda.attention import preferred_attention
+from vitrail.acceleration.cuda.elementwise import add_table, cut_patches, kernels_run
 from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers, can_fold
 from vitrail.acceleration.cuda.folding import affine
 from vitrail.acceleration.cuda.merging import Merging, weighted_mean
-from vitrail.acceleration.cuda.passes import add_table, cut_patches, kernels_run
 from vitrail.models.checks import check_images
 from vitrail.models.vit import Features, ViT
 

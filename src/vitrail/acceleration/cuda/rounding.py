@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail.acceleration.cuda.passes import FP8, to_fp8
+from vitrail.acceleration.cuda.elementwise import FP8, to_fp8
 
 ROWS_AT_ONCE = 65_536
 """How many rows are in float32 at a time while they are seen."""

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.augmentation.augment import MIDDLE_GREY, Augmentation, Plan
-from vitrail.data.augmentation.orders import Blends, Maps, Moves, Orders, Warps, write_orders
-from vitrail.data.parcel import Parcel
+from vitrail.data.augmentation.device_operations import Blends, Maps, Moves, Orders, Warps, write_orders
+from vitrail.data.packing import PackedArrays
 from vitrail.errors import ConfigError
 
 LUMA = (19595, 38470, 7471)
@@ -37,9 +37,9 @@ def check_on_device(augmentation: Augmentation) -> None:
 
 def apply_all(plans: Sequence[Plan], pixels: Tensor) -> Tensor:
     """Do to each image of (B, C, H, W), uint8, what was planned for it."""
-    parcel = Parcel()
-    orders = write_orders(plans, (pixels.shape[2], pixels.shape[3]), parcel)
-    return carry_out(orders, parcel.memory().to(pixels.device), pixels)
+    packed = PackedArrays()
+    orders = write_orders(plans, (pixels.shape[2], pixels.shape[3]), packed)
+    return carry_out(orders, packed.memory().to(pixels.device), pixels)
 
 
 def carry_out(orders: Orders, memory: Tensor, pixels: Tensor) -> Tensor:

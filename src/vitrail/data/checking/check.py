@@ -33,7 +33,7 @@ from vitrail.data.checking.skipped import find_skipped, skipped_findings
 from vitrail.data.checking.survey import Seen, Survey, survey, survey_headers
 from vitrail.data.sources.contents import Contents
 from vitrail.data.sources.faults import Faults, settle
-from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Parts

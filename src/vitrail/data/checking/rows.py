@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.listing import load_index, save_index
+from vitrail.data.sources.index_files import load_index, save_index
 
 Rows = NDArray[Any]
 ROW = np.dtype(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from vitrail.data.checking.findings import Finding, them
-from vitrail.data.sniffing import ENDINGS, HEAD, sniff_file
+from vitrail.data.file_types import ENDINGS, HEAD, sniff_file
 from vitrail.data.sources.folders import Folder
 from vitrail.data.sources.shards import Shards
 from vitrail.data.sources.source import SkippedFile, Source

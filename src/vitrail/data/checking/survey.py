@@ -39,9 +39,9 @@ from vitrail.data.checking.rows import (
     remembered,
 )
 from vitrail.data.decode import open_image
-from vitrail.data.sniffing import HEAD, reads_heic, sniff
+from vitrail.data.file_types import HEAD, reads_heic, sniff
 from vitrail.data.sources.contents import content_hash
-from vitrail.data.sources.listing import index_file
+from vitrail.data.sources.index_files import index_file
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.errors import DataError
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.labels import check_classes, label_text, order_classes
-from vitrail.data.sources.listing import shown
 from vitrail.data.sources.source import SUFFIXES, Labels
 from vitrail.data.sources.splits import PARTS
 from vitrail.errors import DataError
@@ -29,7 +29,7 @@ class Columns(NamedTuple):
     split: str | None
 
 
-class Row(NamedTuple):
+class ManifestRow(NamedTuple):
     """What a manifest says of one image. Values of columns that are not there are None."""
 
     number: int
@@ -89,7 +89,7 @@ class LabelCollector:
         self._parts = array("b")
         self._names: dict[str, str] = {}
 
-    def read(self, row: Row) -> tuple[int, int | None]:
+    def read(self, row: ManifestRow) -> tuple[int, int | None]:
         """Return a number for the label of a row, which equal labels share, and one for its part."""
         where = f"{shown(self.place)}, {self.unit} {row.number}"
         code = -1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.listing import load_index, save_index
+from vitrail.data.sources.index_files import load_index, save_index
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.errors import DataError
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.sources.faults import Faults, settle
-from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.source import Labels, SkippedFile, read_file, stamp_file
 from vitrail.data.sources.tree import Listing, list_images
 

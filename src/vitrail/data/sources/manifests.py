@@ -12,9 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.columns import IMAGE_COLUMNS, LABEL_COLUMNS, Columns, LabelCollector, Row, choose_columns
+from vitrail.data.sources.columns import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    Columns,
+    LabelCollector,
+    ManifestRow,
+    choose_columns,
+)
 from vitrail.data.sources.faults import Faults, settle
-from vitrail.data.sources.listing import Names, NamesBuilder, Progress, shown
+from vitrail.data.sources.index_files import Names, NamesBuilder, Progress, shown
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
 from vitrail.errors import DataError
 from vitrail.io import open_text
@@ -79,7 +86,7 @@ def open_manifest(
     return manifest_of(place, columns, rows, unit="line", unlabelled=unlabelled, faults=faults, on_progress=on_progress)
 
 
-def _to_the_end(place: str, rows: Iterable[Row]) -> Iterator[Row]:
+def _to_the_end(place: str, rows: Iterable[ManifestRow]) -> Iterator[ManifestRow]:
     """Give rows; what ends them before their time is the fault of a last one, so that those before are not lost."""
     number = 0
     try:
@@ -91,8 +98,8 @@ def _to_the_end(place: str, rows: Iterable[Row]) -> Iterator[Row]:
         yield _faulty(number + 1, str(error))
 
 
-def _faulty(number: int, fault: str) -> Row:
-    return Row(number, None, None, None, None, fault)
+def _faulty(number: int, fault: str) -> ManifestRow:
+    return ManifestRow(number, None, None, None, None, fault)
 
 
 @contextmanager
@@ -111,7 +118,7 @@ def read_in_words(place: str) -> Iterator[None]:
 def manifest_of(
     place: str,
     columns: Columns,
-    rows: Iterable[Row],
+    rows: Iterable[ManifestRow],
     *,
     unit: str,
     names: Sequence[str] | None = None,
@@ -173,7 +180,7 @@ def _not_there(place: str, missing: _Several, each: bool) -> list[str]:
     return [f"{files} not where {shown(place)} says ({', '.join(missing.kept[:3])}{more}); {help}"]
 
 
-def path_of(row: Row, where: str) -> bytes:
+def path_of(row: ManifestRow, where: str) -> bytes:
     """Return the path that a row names; `where` is what messages call the row."""
     if row.fault is not None:
         raise DataError(row.fault)
@@ -202,7 +209,7 @@ def _is_file(path: bytes) -> bool:
         return False
 
 
-def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
+def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRow]]:
     """Return the columns and the rows of a CSV file, whose fields are divided by commas, semicolons or tabs."""
     delimiter, header = _header(place)
     columns = choose_columns(place, header, unlabelled=unlabelled)
@@ -225,7 +232,7 @@ def _header(place: str) -> tuple[str, list[str]]:
     return chosen, headers[chosen]
 
 
-def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -> Iterator[Row]:
+def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -> Iterator[ManifestRow]:
     places = [None if column is None else header.index(column) for column in columns]
     name = {",": "commas", ";": "semicolons", "\t": "tabs"}[delimiter]
     with open_text(place, newline="") as file:
@@ -243,7 +250,7 @@ def _csv_rows(place: str, delimiter: str, header: list[str], columns: Columns) -
                     f"with {name} in quotes",
                 )
                 continue
-            yield Row(reader.line_num, *(None if at is None else fields[at] for at in places))
+            yield ManifestRow(reader.line_num, *(None if at is None else fields[at] for at in places))
 
 
 def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
@@ -253,7 +260,7 @@ def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
         raise DataError(f"{shown(place)} is not a CSV file that can be read: {fault}") from None
 
 
-def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
+def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRow]]:
     """Return the columns and the rows of a file with a JSON object on every line."""
     lines = [fields for _, fields in itertools.islice(_json_lines(place), 1)]
     found = next((fields for _, fields in _json_lines(place) if isinstance(fields, dict)), None)
@@ -263,13 +270,13 @@ def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[Row]]:
     return columns, _json_rows(place, columns)
 
 
-def _json_rows(place: str, columns: Columns) -> Iterator[Row]:
+def _json_rows(place: str, columns: Columns) -> Iterator[ManifestRow]:
     for number, fields in _json_lines(place):
         if isinstance(fields, str):
             yield _faulty(number, fields)
         else:
             image, label, name, split = (None if column is None else fields.get(column) for column in columns)
-            yield Row(number, image, label, name, split)
+            yield ManifestRow(number, image, label, name, split)
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:

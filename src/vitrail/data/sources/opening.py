@@ -11,7 +11,7 @@ import numpy as np
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.folders import open_folder
-from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.manifests import open_manifest
 from vitrail.data.sources.parquet import open_parquet
 from vitrail.data.sources.patterns import expand_pattern, is_pattern

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, Row, choose_columns
+from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, ManifestRow, choose_columns
 from vitrail.data.sources.faults import Faults, settle
-from vitrail.data.sources.listing import Progress, shown
+from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
 from vitrail.data.sources.source import Labels, reason_of, stamp_file
 from vitrail.errors import DataError
@@ -154,7 +154,7 @@ def _open(
     return ParquetImages(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
 
 
-def read_parquet(place: str) -> Iterator[Row]:
+def read_parquet(place: str) -> Iterator[ManifestRow]:
     """Go through a file without holding its rows; `Row.image` is an image's bytes, its path, or both in a dict."""
     arrow = import_pyarrow(place)
     try:
@@ -217,17 +217,17 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
     return [str(name) for name in names] if isinstance(names, list) else None
 
 
-def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[Row]:
+def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[ManifestRow]:
     """Go through the rows, reading the columns asked for and of an image only its path."""
     wanted = [column for column in columns if column]
     numbers = itertools.count(1)
     if not wanted:
-        yield from (Row(next(numbers), None, None, None, None) for _ in range(file.metadata.num_rows))
+        yield from (ManifestRow(next(numbers), None, None, None, None) for _ in range(file.metadata.num_rows))
         return
     for batch in file.iter_batches(batch_size=at_once, columns=wanted, use_threads=False):
         cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
         for image, label, name, split in zip(*cells, strict=False):
-            yield Row(next(numbers), image, label, name, split)
+            yield ManifestRow(next(numbers), image, label, name, split)
 
 
 def _damage(arrow: Any) -> tuple[type[Exception], ...]:

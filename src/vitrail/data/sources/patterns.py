@@ -5,7 +5,7 @@ import os
 import re
 from itertools import product
 
-from vitrail.data.sources.listing import shown
+from vitrail.data.sources.index_files import shown
 from vitrail.errors import DataError
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.labels import check_classes, label_text, order_classes
-from vitrail.data.sources.listing import (
+from vitrail.data.sources.index_files import (
     Names,
     NamesBuilder,
     Progress,
@@ -23,6 +22,7 @@ from vitrail.data.sources.listing import (
     settled,
     shown,
 )
+from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.source import SUFFIXES, Labels, SkippedFile, reason_of, stamp_file
 from vitrail.data.sources.tar import Member, members
 from vitrail.errors import DataError

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.sources.faults import Faults
+from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.labels import order_classes
-from vitrail.data.sources.listing import Progress, shown
 from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.parquet import ParquetImages, open_parquet
 from vitrail.data.sources.source import Labels

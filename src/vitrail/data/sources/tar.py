@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vitrail.data.sources.listing import shown
+from vitrail.data.sources.index_files import shown
 from vitrail.errors import DataError
 
 BLOCK = 512

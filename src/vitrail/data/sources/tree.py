@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.listing import (
+from vitrail.data.sources.index_files import (
     Names,
     NamesBuilder,
     Progress,

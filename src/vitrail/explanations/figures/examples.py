@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.checking.sheet import drawable
-from vitrail.data.given import ImageInput
+from vitrail.data.checking.contact_sheet import drawable
+from vitrail.data.inputs import ImageInput
 from vitrail.errors import InputError
 from vitrail.explanations.explain import explain
 from vitrail.explanations.figures.colours import INK, PALE, PAPER

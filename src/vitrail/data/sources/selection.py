@@ -1,0 +1,264 @@
+"""Choosing the images that a model is measured on, and counting their classes as the model does."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitrail.data.sources.contents import Contents, digests_of
+from vitrail.data.sources.index_files import Progress, shown
+from vitrail.data.sources.manifests import Manifest
+from vitrail.data.sources.opening import Renumbered, open_data, open_source
+from vitrail.data.sources.parquet import ParquetImages
+from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
+from vitrail.data.sources.splits import Parts, keys_of, part_of
+from vitrail.data.sources.tables import Tables
+from vitrail.errors import ConfigError, DataError, suggest
+from vitrail.io import ContentError, read_json
+
+CHOICES = ("test", "val", "train", "all")
+CONTENT = "content"
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Several sources, one after the other, that have the same classes."""
+
+    sources: tuple[Source, ...]
+    labels: Labels
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes."""
+        return self.sources[0].classes
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.labels)
+
+    def name(self, index: int) -> str:
+        """Return what a person would call an image."""
+        source, inner = self._find(index)
+        return source.name(inner)
+
+    def read(self, index: int) -> bytes | Pixels:
+        """Return an image as it is stored."""
+        source, inner = self._find(index)
+        return source.read(inner)
+
+    def stamp(self, index: int) -> tuple[int, int]:
+        """Return two numbers that change when the stored image does."""
+        source, inner = self._find(index)
+        return source.stamp(inner)
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        for source in self.sources:
+            if index < len(source):
+                return source, index
+            index -= len(source)
+        raise IndexError(index)
+
+
+class Chosen(NamedTuple):
+    """The images to measure on."""
+
+    source: Source
+    part: str
+    """One of `CHOICES`."""
+    held_out: bool
+    """Whether somebody said, the data or the model's own run, that these are not for training."""
+
+
+def choose_images(
+    place: str | os.PathLike[str],
+    part: str | None = None,
+    *,
+    record: Mapping[str, Any] | None = None,
+    on_progress: Progress | None = None,
+) -> Chosen:
+    """Open the images that a model is measured on.
+
+    By default they are the test part that the data names, else its val part. Where it names neither they are the test
+    part of `record`, the split that the model was trained with, if this is the data of that split; else all of them.
+    Asked for a part that nobody has named, it takes the one that training would draw by default.
+    """
+    if part is not None and part not in CHOICES:
+        raise ConfigError(f"no part is called {part!r}; choose {', '.join(CHOICES)}")
+    place = place_of(place)
+    whole, own = _open(place, on_progress)
+    if part is None:
+        part = next((name for name in ("test", "val") if name in own), None)
+    if part is None:
+        return _recorded_test(place, record, on_progress) or Chosen(whole, "all", False)
+    if part == "all":
+        return Chosen(whole, "all", False)
+    # Where a run drew its val part from the train part, only the record knows what was trained on.
+    if part in own and not (part == "train" and record is not None):
+        return Chosen(own[part], part, part != "train")
+    if own and record is None:
+        raise DataError(f"{shown(os.fspath(place))} has no {part} part; it has {', '.join(own)}")
+    parts = open_data(place, record=record, on_progress=on_progress)
+    source = {"train": parts.train, "val": parts.val, "test": parts.test}[part]
+    if source is None:
+        raise DataError(f"the split that the model was trained with has no {part} part")
+    return Chosen(source, part, record is not None and part != "train")
+
+
+class Seen(NamedTuple):
+    """What the run that a model comes from did with the images it is evaluated on."""
+
+    selected_on: int = 0
+    """How many of them are in the run's validation split, which picked the best checkpoint."""
+    trained_on: int = 0
+    compared_by: str | None = None
+    """How they were compared with the images of the run: by "content", by "name", or by what is known of both; None
+    where nothing is known."""
+
+    def said(self, images: int) -> str:
+        """Say it as a caveat; nothing where all is known and the model has never met them."""
+        said = ""
+        if self.selected_on:
+            said += (
+                f"; selected on {'these' if self.selected_on == images else f'{self.selected_on:,} of these'} images"
+            )
+        if self.trained_on:
+            said += f"; trained on {'these' if self.trained_on == images else f'{self.trained_on:,} of these'} images"
+        if self.compared_by not in (None, CONTENT):
+            said += f"; compared with the images of its run by {self.compared_by} only"
+        return said
+
+
+def seen_by_run(source: Source, record: Mapping[str, Any] | None, contents: Contents | None = None) -> Seen:
+    """Find images among those of a run: by content where the digests of all are known, else by name as well."""
+    by_name = Seen() if record is None else _seen_by_name(source, record)
+    if contents is None:
+        return by_name
+    digests = digests_of(source)
+    selected, trained = (int(np.isin(digests, part).sum()) for part in (contents.val, contents.train))
+    if contents.complete:
+        return Seen(selected, trained, CONTENT)
+    known, of = len(contents.train) + len(contents.val), sum(contents.images)
+    part = f"the content of {known:,} of {of:,}"
+    compared = part if record is None else f"name and {part}"
+    return Seen(max(selected, by_name.selected_on), max(trained, by_name.trained_on), compared)
+
+
+def _seen_by_name(source: Source, record: Mapping[str, Any]) -> Seen:
+    """Find images among those that a run's record of its split names."""
+    names = record["names"] if isinstance(record["names"], Mapping) else {}
+    val, test = (set(names.get(part) or ()) for part in ("val", "test"))
+    keys = set(_keys_of(source))
+    if keys <= test:  # folders of val and test may hold files of the same names
+        return Seen(compared_by="name")
+    # The names of the training images are not recorded; where all others are there, the rest are those.
+    whole = bool(val | test) and (val | test) <= keys
+    trained = min(len(keys - val - test), _trained_on(record)) if whole else 0
+    return Seen(len(keys & val), trained, "name")
+
+
+def _trained_on(record: Mapping[str, Any]) -> int:
+    counts = record["counts"].get("train") if isinstance(record["counts"], Mapping) else None
+    return sum(counts.values()) if isinstance(counts, Mapping) else 0
+
+
+def _keys_of(source: Source) -> list[str]:
+    if isinstance(source, Joined):
+        return [key for inner in source.sources for key in _keys_of(inner)]
+    return keys_of(source)
+
+
+def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
+    """Return the split of the run that a bundle lies in, so that no image it was trained on is taken for a test."""
+    if bundle is None:
+        return None
+    place = bundle.absolute().parent / "split.json"
+    try:
+        record = read_json(place)
+    except OSError:
+        return None
+    except ContentError as error:
+        raise DataError(
+            f"{place} {error}, so nobody knows which images the model was trained on; restore the file, or copy "
+            f"{bundle.name} out of its run"
+        ) from None
+    return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
+
+
+def _recorded_test(
+    place: str | os.PathLike[str], record: Mapping[str, Any] | None, on_progress: Progress | None
+) -> Chosen | None:
+    """Return the test part of a recorded split, or its val part; None if these are not the images that were split."""
+    if record is None:
+        return None
+    try:
+        parts = open_data(place, record=record, on_progress=on_progress)
+    except DataError:
+        return None
+    if parts.test is not None:
+        return Chosen(parts.test, "test", True)
+    return None if parts.val is None else Chosen(parts.val, "val", True)
+
+
+def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
+    """Return all images, and those of each part where the data names parts."""
+    try:
+        source = open_source(place, on_progress=on_progress)
+    except DataError:  # several parts are no single source; what cannot be opened at all fails again
+        return _whole_and_parts(open_data(place, val=0, test=0, on_progress=on_progress))
+    if not isinstance(source, Manifest | ParquetImages | Tables) or source.part_of is None:
+        return source, {}
+    rows = {name: np.flatnonzero(source.part_of == number) for number, name in enumerate(("train", "val", "test"))}
+    return source, {name: part_of(source, indices) for name, indices in rows.items() if len(indices)}
+
+
+def _whole_and_parts(parts: Parts) -> tuple[Source, dict[str, Source]]:
+    sources = {"train": parts.train, "val": parts.val, "test": parts.test}
+    own = {name: source for name, source in sources.items() if source is not None}
+    if len(own) == 1:
+        return parts.train, {}
+    return Joined(tuple(own.values()), np.concatenate([source.labels for source in own.values()])), own
+
+
+def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool = False) -> Source:
+    """Return a source with its classes counted as a model counts its outputs, which are called `names` if anything.
+
+    They are matched by name where the model has names, else by number, for which both must have as many.
+    """
+    check_source(source)
+    unknown = np.flatnonzero(source.labels < 0)
+    if len(unknown):
+        more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"
+        raise DataError(
+            f"{source.name(int(unknown[0]))}{more} no class, so a prediction cannot be called right or "
+            "wrong; put images into class folders or name labels in a manifest, or use vitrail predict"
+        )
+    if names is None or by_number:
+        if len(source.classes) != outputs:
+            raise DataError(
+                f"the data has {len(source.classes):,} classes and the model {outputs:,}, so that they cannot be "
+                "matched by number; give data of the model's classes"
+            )
+        return source if names is None else Renumbered(source, names, source.labels)
+    if tuple(source.classes) == names:
+        return source
+    numbers = {name: number for number, name in enumerate(names)}
+    present = [source.classes[label] for label in np.unique(source.labels).tolist()]
+    _check_names(present, names)
+    lookup = np.array([numbers.get(name, -1) for name in source.classes], np.int64)
+    return Renumbered(source, names, lookup[source.labels])
+
+
+def _check_names(present: list[str], names: tuple[str, ...]) -> None:
+    """See to it that the model has one class of each name."""
+    if strange := [name for name in present if name not in names]:
+        more = f" (and {len(strange) - 1:,} more)" if len(strange) > 1 else ""
+        known = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+        raise DataError(
+            f"the data has the class {strange[0]!r}{more}, which the model does not have; its {len(names):,} classes "
+            f"are {known}{suggest(strange[0], names)}"
+        )
+    if twice := [name for name in present if names.count(name) > 1]:
+        raise DataError(f"the model has several classes called {twice[0]!r}; match the classes by number")

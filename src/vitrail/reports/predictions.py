@@ -1,0 +1,111 @@
+"""The answers to every held-out image, as held_out.parquet holds them, and those of two runs side by side."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.metrics.pairs import Paired, paired
+from vitrail.reports.run_record import Record
+from vitrail.training.run_folder import HELD_OUT
+
+COLUMNS = ["index", "name", "true", "predicted", "confidence", "correct", "digest"]
+
+
+class Answers(NamedTuple):
+    """A row for each held-out image that could be read, in the order of the data."""
+
+    places: NDArray[np.int64]
+    """Which images of the source these are."""
+    names: list[str]
+    true: list[str]
+    predicted: list[str]
+    confidence: NDArray[np.float32]
+    right: NDArray[np.bool_]
+    digests: list[str]
+
+
+class Both(NamedTuple):
+    """What two runs answered to the same images."""
+
+    one: Answers
+    other: Answers
+    paired: Paired
+
+
+def answers_of_both(one: Record, other: Record) -> tuple[Both | None, str]:
+    """Return the answers of two runs that were judged by the same images; or the reason why there are none."""
+    first, why = _read(one)
+    second, why_not = _read(other) if first is not None else (None, "")
+    if first is None or second is None:
+        return None, why or why_not
+    if _images(first) != _images(second):
+        return None, (
+            "The two runs were evaluated on different images, so they cannot be compared image by image. Runs with the "
+            "same data and seed have the same held-out images."
+        )
+    return Both(first, second, paired(first.right, second.right)), ""
+
+
+def unreadable_answers(run: Record) -> tuple[str, ...]:
+    """Say that a run's file of predictions is there and cannot be read, where that is so."""
+    there = (run.folder / HELD_OUT).exists() and run.verdict is not None
+    found, why = _read(run) if there else (None, "")
+    return (why.rstrip("."),) if there and found is None else ()
+
+
+def evaluated_on_the_same(one: Record, other: Record) -> bool:
+    """Say whether two runs were evaluated on the same images: by their digests, without these by the recorded names."""
+    first, second = _read(one)[0], _read(other)[0]
+    if first is not None and second is not None:
+        return _images(first) == _images(second)
+    there, here = (_recorded_names(run) for run in (one, other))
+    return bool(there) and there == here and one.data == other.data
+
+
+def _recorded_names(run: Record) -> list[str]:
+    names = (run.split or {}).get("names", {})
+    return list(names.get("test") or names.get("val") or ()) if isinstance(names, dict) else []
+
+
+def _images(answers: Answers) -> list[tuple[str, str]]:
+    # By what is in them: the same data may lie elsewhere, and other data may have files of the same names.
+    return list(zip(answers.digests, answers.true, strict=True))
+
+
+def _read(run: Record) -> tuple[Answers | None, str]:
+    path = run.folder / HELD_OUT
+    if run.verdict is None:
+        return None, f"{run.name}: {run.why_no_verdict}"
+    if not path.is_file():
+        return None, (
+            f"{run.name} has no {HELD_OUT}, so the runs cannot be compared image by image; pip install "
+            "'vitrail[train]' and the same train command add it."
+        )
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        return None, (
+            f"{HELD_OUT} cannot be read without pyarrow, so the runs are not compared image by image; pip install "
+            "'vitrail[train]' brings it."
+        )
+    try:
+        table = pq.read_table(path, columns=COLUMNS)
+    except (OSError, pa.ArrowException) as error:
+        return None, f"{path} cannot be read: {str(error).splitlines()[0]}"
+    columns = table.to_pydict()
+    if missing := [name for name in COLUMNS if name not in columns]:
+        return None, f"{path} has no column {missing[0]!r}; rerun the same train command to write it again."
+    return (
+        Answers(
+            np.array(columns["index"], np.int64),
+            columns["name"],
+            columns["true"],
+            columns["predicted"],
+            np.array(columns["confidence"], np.float32),
+            np.array(columns["correct"], np.bool_),
+            columns["digest"],
+        ),
+        "",
+    )

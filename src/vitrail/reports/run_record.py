@@ -1,0 +1,273 @@
+"""Reading a run's folder: all that it holds, and a sentence for each thing that it does not."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError, model_validator
+
+from vitrail.checkpoints.bundle import CONFIG
+from vitrail.errors import CheckpointError, ConfigError
+from vitrail.io import ContentError, parse_toml, read_json, read_text
+from vitrail.training.run_folder import CHECK, LOCK, METRICS, ORIGIN, RECIPE, SPLIT, SWEEP, VERDICT, MetricsFile
+from vitrail.training.sessions import SESSIONS, read_sessions
+
+BEST = "best"
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Bin(BaseModel):
+    """Answers with a probability in (low, high]."""
+
+    low: float
+    high: float
+    images: int
+    confidence: float | None
+    accuracy: float | None
+
+
+class ClassScore(BaseModel):
+    """How one class fared."""
+
+    name: str
+    images: int
+    precision: float | None
+    recall: float | None
+    f1: float | None
+
+
+class Mistake(BaseModel):
+    """An image that was taken for another class."""
+
+    index: int
+    name: str
+    true: str
+    predicted: str
+    confidence: float
+
+
+class Baselines(BaseModel):
+    """What guessing gives."""
+
+    majority_class: str
+    majority: float
+    chance: float
+
+
+class Verdict(BaseModel):
+    """What the best model is worth, as verdict.json holds it."""
+
+    images: int
+    kind: str
+    classes: list[str]
+    top1: float
+    top1_interval: tuple[float, float]
+    top5: float | None
+    top5_interval: tuple[float, float] | None
+    loss: float
+    loss_interval: tuple[float, float]
+    balanced_accuracy: float
+    balanced_accuracy_interval: tuple[float, float]
+    macro_f1: float
+    macro_f1_interval: tuple[float, float]
+    baselines: Baselines
+    warnings: list[str]
+    per_class: list[ClassScore]
+    confusion: list[list[int]]
+    ece: float
+    reliability: list[Bin]
+    worst: list[Mistake]
+    bad: list[Any]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Verdict":
+        """Refuse a file that somebody has changed by hand, where one number no longer goes with another."""
+        count = len(self.classes)
+        square = len(self.confusion) == count and all(len(row) == count for row in self.confusion)
+        scored = all(row.recall is not None and row.f1 is not None for row in self.per_class if row.images)
+        if self.images < 1 or len(self.per_class) != count or not square or not scored:
+            raise ValueError("the parts of the verdict do not fit together")
+        return self
+
+    @property
+    def on_training(self) -> bool:
+        """Whether no image was held out, so that the model was measured by what it was taught."""
+        return self.kind == "training images"
+
+    @property
+    def weakest_first(self) -> list[ClassScore]:
+        """The classes that have images, by recall, then by F1."""
+        return sorted((row for row in self.per_class if row.images), key=lambda row: (row.recall, row.f1))
+
+
+class Finding(BaseModel):
+    """What a check of the data found."""
+
+    text: str
+    advice: str = ""
+    details: list[str] = []
+
+
+class Check(BaseModel):
+    """What is known of the data, as check.json holds it."""
+
+    verdict: str
+    images: int
+    looked_at: int
+    not_looked_for: list[str] = []
+    counts: dict[str, dict[str, int]]
+    findings: list[Finding]
+    formats: dict[str, int]
+    modes: dict[str, int]
+    short_sides: list[dict[str, int | None]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its folder tells it."""
+
+    folder: Path
+    recipe: dict[str, Any]
+    recipe_text: str
+    rows: list[dict[str, Any]]
+    """The journal."""
+    verdict: Verdict | None
+    why_no_verdict: str
+    check: Check | None
+    why_no_check: str
+    split: dict[str, Any] | None
+    origin: dict[str, Any]
+    provenance: dict[str, Any]
+    """What its best model says of itself."""
+    unreadable: tuple[str, ...] = ()
+    """A sentence for each of its files that is there and cannot be read: which, why, and what the report lacks."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls the run."""
+        return self.folder.resolve().name
+
+    @property
+    def data(self) -> str:
+        """Where its images are."""
+        return str(self.origin.get("data", ""))
+
+    @property
+    def steps(self) -> tuple[int, int | None]:
+        """How many steps it has taken, and of how many."""
+        trained = self.provenance.get("trained")
+        planned = trained.get("of") if isinstance(trained, dict) else None
+        return max((row["step"] for row in self.rows), default=0), planned
+
+    @property
+    def chosen_on_these(self) -> bool:
+        """Whether the images it was measured by also chose its best moment, because there is no test part."""
+        counts = (self.split or {}).get("counts", {})
+        return bool(counts) and not counts.get("test")
+
+
+def read_run(folder: str | Path) -> Record:
+    """Read a run; what is missing in it is said later, but a folder that is no run is refused."""
+    place = Path(folder)
+    _check_is_run(place)
+    try:
+        text = read_text(place / RECIPE)
+        recipe = parse_toml(text)
+    except ContentError as error:
+        raise ConfigError(f"{place / RECIPE} {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{place / RECIPE} cannot be read: {error.strerror or error}") from None
+    faults: list[str] = []
+    verdict, why_no_verdict = _read(place / VERDICT, Verdict, "the result", faults)
+    check, why_no_check = _read(place / CHECK, Check, "what the check of the data found", faults)
+    if verdict is None and not (place / VERDICT).exists():
+        why_no_verdict = _unmeasured(place)
+    split = _json(place / SPLIT, "the held-out images", faults)
+    origin = _json(place / ORIGIN, "where the images are", faults) or {}
+    config = _json(place / BEST / CONFIG, "what the best model says of itself", faults) or {}
+    rows = _journal(place, faults)
+    if (place / SESSIONS).exists() and not read_sessions(place):
+        faults.append(f"{place / SESSIONS} cannot be read, so the report lacks time and hardware")
+    return Record(
+        place, recipe, text, rows, verdict, why_no_verdict, check, why_no_check, split, origin, _provenance(config),
+        tuple(faults),
+    )  # fmt: skip
+
+
+def _journal(place: Path, faults: list[str]) -> list[dict[str, Any]]:
+    """Return the journal; its last line may be cut short by a crash, and is not missed."""
+    try:
+        rows = MetricsFile.read(place)
+        lines = read_text(place / METRICS).split("\n") if (place / METRICS).exists() else []
+    except (CheckpointError, ContentError, OSError) as error:
+        faults.append(f"{place / METRICS} cannot be read ({error}), so the report lacks curves")
+        return []
+    lost = sum(bool(line.strip()) for line in lines) - len(rows)
+    if lost > 1 or (lost and not rows):
+        faults.append(f"{place / METRICS} has {lost:,} lines that cannot be read, which the curves lack")
+    return rows
+
+
+def _check_is_run(place: Path) -> None:
+    if not place.exists():
+        raise ConfigError(f"there is no {place}; name the folder of a run")
+    if (place / RECIPE).is_file():
+        return
+    if (place / SWEEP).exists():
+        raise ConfigError(f"{place} holds a sweep, not a run; name one of the folders in it")
+    if (place.resolve().parent / RECIPE).is_file() and place.is_dir():
+        raise ConfigError(f"{place} is a part of a run; name the run itself, {place.resolve().parent}")
+    if (place / LOCK).exists():
+        raise ConfigError(f"{place} holds a run that has not begun, so there is nothing to report")
+    raise ConfigError(f"{place} is no run: it has no {RECIPE}; name a folder that vitrail train has made")
+
+
+def _unmeasured(place: Path) -> str:
+    if (place / "candidate.json").exists():
+        return "This run is a candidate of a sweep that another one won, so it never met the held-out images."
+    return "The run has not finished, so nothing has been measured on held-out images yet."
+
+
+def _read(path: Path, kind: type[Model], what: str, faults: list[str]) -> tuple[Model | None, str]:
+    content = _json(path, what, faults)
+    if content is None:
+        state = "cannot be read" if path.exists() else "is not there"
+        return None, f"{path.name} {state}, so this part is left out."
+    try:
+        return kind.model_validate(content), ""
+    except ValidationError:
+        strange = "is not as this version of vitrail writes it"
+        faults.append(f"{path} {strange}, so the report lacks {what}")
+        return None, f"{path.name} {strange}, so this part is left out."
+
+
+def _json(path: Path, what: str, faults: list[str]) -> dict[str, Any] | None:
+    """Return what a file of a run holds; where it is there and cannot be read, say what the report lacks."""
+    try:
+        content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ContentError as error:
+        why = str(error)
+    except OSError as error:
+        why = f"cannot be read: {error.strerror or error}"
+    else:
+        if isinstance(content, dict):
+            return content
+        why = "is not a JSON object"
+    faults.append(f"{path} {why}, so the report lacks {what}")
+    return None
+
+
+def _provenance(config: dict[str, Any]) -> dict[str, Any]:
+    ours = config.get("vitrail", {})
+    found = ours.get("provenance", {}) if isinstance(ours, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return every value of a recipe by its dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= settings(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}": value}
+    return found

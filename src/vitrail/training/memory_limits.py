@@ -1,0 +1,90 @@
+"""How much memory a run may take where it computes: on a GPU, or on a machine and within what limits it."""
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path("/")
+
+
+class MemoryLimit(NamedTuple):
+    """The memory there is."""
+
+    free: int
+    """Bytes that this process can still take, or has taken for tensors already."""
+    place: str
+    """"the GPU", "this machine"."""
+
+
+def memory_limit(device: torch.device, held: int = 0) -> MemoryLimit:
+    """Return the memory that a run may take on a device, on which it holds `held` bytes of tensors already."""
+    if device.type == "cuda":
+        # What torch holds back for later is this process's own, whether tensors lie in it or not.
+        return MemoryLimit(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device), "the GPU")
+    if device.type == "mps":
+        return MemoryLimit(torch.mps.recommended_max_memory(), "the GPU")
+    siblings = os.environ.get("LOCAL_WORLD_SIZE", "1")  # the processes that torchrun started here share the machine
+    return MemoryLimit(machine_memory() // (int(siblings) if siblings.isdecimal() else 1) + held, "this machine")
+
+
+def machine_memory(root: Path = ROOT) -> int:
+    """Return how many bytes this process can still take on this machine, by whatever limits it first.
+
+    `root` is where /proc and /sys lie.
+    """
+    found = [*_whole_machine(root), *_control_groups(root), *_process_limits(root)]
+    return max(0, min(found, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+
+
+def _whole_machine(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _process_limits(root: Path) -> Iterator[int]:
+    """What `ulimit -v` and `ulimit -d` leave."""
+    used = {line.split(":")[0]: line.split()[1] for line in _lines(root / "proc/self/status") if line.startswith("Vm")}
+    for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        allowed = resource.getrlimit(limit)[0]
+        if allowed != resource.RLIM_INFINITY and name in used:
+            yield allowed - int(used[name]) * 1024
+
+
+def _control_groups(root: Path) -> Iterator[int]:
+    """What a container's limits leave: those of its group and of every group around it, version 2 or 1."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            yield from _left_in(folder, *names)
+            if folder == top:
+                break
+
+
+def _left_in(group: Path, limit: str, usage: str, forgotten: str) -> Iterator[int]:
+    """Return what a group leaves: its limit less its use, in which files that were read long ago do not count."""
+    allowed, used = _lines(group / limit), _lines(group / usage)
+    if not allowed or not used or not allowed[0].isdecimal():  # "max": no limit
+        return
+    kept = [line.split()[1] for line in _lines(group / "memory.stat") if line.startswith(f"{forgotten} ")]
+    yield int(allowed[0]) - int(used[0]) + sum(map(int, kept))
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a file; none where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

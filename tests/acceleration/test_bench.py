@@ -1,0 +1,190 @@
+"""The bench measures what it says it measures."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.acceleration.tiny import CPU, bundle, run
+from torch import Tensor
+
+from vitrail.acceleration.bench import ROUNDS, measure
+from vitrail.errors import ConfigError
+from vitrail.models.vit import ViT
+
+
+def test_every_cell_gets_its_time_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bundle()
+    asked: list[int] = []
+    forward = ViT.forward
+
+    def remembering(self: ViT, x: Tensor) -> Tensor:
+        asked.append(len(x))
+        return forward(self, x)
+
+    monkeypatch.setattr(ViT, "forward", remembering)
+    told: list[tuple[int, int]] = []
+    found = measure(
+        made.model,
+        made.preprocess,
+        device=CPU,
+        engines=("torch",),
+        precisions=("float32",),
+        batches=(7, 1),  # fewer than are cut into lanes, so that each is asked as one
+        seconds=0.2,
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+    assert [(cell.engine, cell.precision, cell.batch) for cell in found.cells] == [
+        ("torch", "float32", 1),
+        ("torch", "float32", 7),
+    ]
+    for cell in found.cells:
+        spent = cell.calls * cell.batch / cell.images_per_second
+        assert 0.1 < spent < 2
+        assert 0 < cell.median <= cell.p95
+        assert cell.change == 0
+    # The two take turns: each round begins again with the batch of 1.
+    assert sum(before == 7 and after == 1 for before, after in itertools.pairwise(asked)) >= ROUNDS // 2
+    assert told[-1] == (2 * ROUNDS, 2 * ROUNDS)
+    assert not found.left_out
+
+
+def test_what_is_not_there_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    made = bundle()
+    found = measure(made.model, made.preprocess, device=CPU, precisions=("float32", "bf16"), batches=(1,), seconds=0.01)
+    assert [(cell.engine, cell.precision) for cell in found.cells] == [("torch", "float32"), ("torch", "bf16")]
+    assert found.cells[1].change > 0
+    assert [(left.engine, left.precision) for left in found.left_out] == [
+        ("onnx", "float32"),
+        ("onnx", "bf16"),
+        ("openvino", None),
+    ]
+    assert found.left_out[2].reason == "openvino is not installed; get it with pip install 'vitrail[openvino]'"
+
+
+def test_a_batch_beyond_memory_is_not_made() -> None:
+    made = bundle()
+    found = measure(
+        made.model,
+        made.preprocess,
+        device=CPU,
+        engines=("torch",),
+        precisions=("float32",),
+        batches=(10**12,),
+        seconds=0.1,
+    )
+    assert not found.cells
+    assert found.left_out[0].batch == 10**12
+    assert "a batch of 1,000,000,000,000 would take about" in found.left_out[0].reason
+
+
+def test_an_engine_whose_numbers_overflow_is_left_out() -> None:
+    made = bundle()
+    made.model.head.weight.data.mul_(1e6)
+    found = measure(
+        made.model,
+        made.preprocess,
+        device=CPU,
+        engines=("torch",),
+        precisions=("float32", "fp16"),
+        batches=(1,),
+        seconds=0.01,
+    )
+    assert [cell.precision for cell in found.cells] == ["float32"]
+    (left,) = found.left_out
+    assert (left.precision, left.batch, left.reason) == ("fp16", None, "its answers are not finite numbers")
+
+
+def test_what_would_take_too_long_is_left_out() -> None:
+    made = bundle()
+    found = measure(
+        made.model,
+        made.preprocess,
+        device=CPU,
+        engines=("torch",),
+        precisions=("float32",),
+        batches=(1, 4096),
+        seconds=0.001,
+    )
+    assert [cell.batch for cell in found.cells] == [1]
+    assert found.left_out[0].batch == 4096
+    assert found.left_out[0].reason.startswith("a batch of 4,096 would take about ")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    made = bundle()
+    before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    measure(made.model, made.preprocess, device=CPU, engines=("torch",), batches=(1,), seconds=0.01)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.model.state_dict().items())
+
+
+@pytest.mark.parametrize(("batches", "seconds"), [((), 1.0), ((0,), 1.0), ((1,), 0.0), ((1,), float("nan"))])
+def test_what_cannot_be_measured(batches: tuple[int, ...], seconds: float) -> None:
+    made = bundle()
+    with pytest.raises(ConfigError):
+        measure(made.model, made.preprocess, device=CPU, batches=batches, seconds=seconds)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = bundle().save(tmp_path / "bundle")
+    words = ("bench", folder, "--engine", "torch", "--batch", 1, "--batch", 2, "--seconds", 0.05, "--device", "cpu")
+    said = run(monkeypatch, capsys, *words)
+    assert (said.code, said.err) == (0, "")
+    assert "batch  engine  precision  images/s  median, ms  p95, ms  speed" in said.out
+    assert "1.00×" in said.out
+    assert "Most images/s: torch in " in said.out
+    said = run(monkeypatch, capsys, *words, "--precision", "float32", "--json")
+    found = json.loads(said.out)
+    assert [(cell["engine"], cell["batch"]) for cell in found["cells"]] == [("torch", 1), ("torch", 2)]
+    assert found["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere",), "nowhere"),
+        (("BUNDLE", "--engine", "tensorrt"), "no engine is called 'tensorrt'; there are torch, onnx, openvino"),
+        (("BUNDLE", "--precision", "bf61"), "no precision is called 'bf61'; there are float32, bf16, fp16; did you"),
+        (("BUNDLE", "--batch", "0"), "--batch"),
+        (("BUNDLE", "--seconds", "0"), "--seconds"),
+        (("BUNDLE", "--device", "tpu"), "no device is called 'tpu'"),
+    ],
+)
+def test_mistakes(
+    words: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = bundle().save(tmp_path / "bundle")
+    said = run(monkeypatch, capsys, "bench", *(str(folder) if word == "BUNDLE" else word for word in words))
+    assert (said.code, said.out) == (2, "")
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_nothing_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = bundle().save(tmp_path / "bundle")
+    words = ("bench", str(folder), "--engine", "torch", "--device", "cpu", "--batch", "100000000", "--seconds", "0.01")
+    said = run(monkeypatch, capsys, *words)
+    assert said.code == 2
+    assert "a batch of 100,000,000 would take about" in said.out
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    made = bundle()
+    found = measure(made.model, made.preprocess, device=torch.device("cuda"), batches=(1, 16), seconds=0.1)
+    assert {(cell.engine, cell.precision) for cell in found.cells} == {
+        ("torch", "float32"),
+        ("torch", "bf16"),
+        ("torch", "fp16"),
+    }
+    assert {left.engine for left in found.left_out} == {"onnx", "openvino"}, found.left_out

@@ -1,0 +1,135 @@
+"""Packed blocks, and batches computed in lanes, give the model's own answers."""
+
+import threading
+
+import pytest
+import torch
+from tests.acceleration.tiny import CPU, KINDS, bundle, eager, pixels
+from tests.peers import relative_error
+from torch import Tensor
+
+from vitrail import Bundle
+from vitrail.acceleration.cpu_threads import LARGEST, SMALLEST, CpuThreads
+from vitrail.acceleration.engine import made_ready, open_engine
+from vitrail.acceleration.onednn import PackedBlock, PackedStem, can_pack, pack
+from vitrail.runtime import autocast
+
+PACKED = [kind for kind in KINDS if can_pack(bundle(kind).model, torch.float32)]
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("changes", [{}, {"layer_scale": 0.5}, {"norm_order": "post"}], ids=["", "scaled", "post"])
+def test_packed_blocks_compute_the_same(kind: str, changes: dict[str, object]) -> None:
+    made, images = bundle(kind, **changes), pixels(3, bundle(kind).preprocess.channels)
+    before = {name: value.clone() for name, value in made.model.state_dict().items()}
+    packed = pack(made.model, torch.float32)
+    assert all(isinstance(block, PackedBlock) for block in packed.blocks)
+    assert relative_error(eager(Bundle(packed, made.preprocess), images), eager(made, images)) < 1e-5
+    assert all(torch.equal(before[name], value) for name, value in made.model.state_dict().items())
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"])
+def test_every_activation(activation: str) -> None:
+    """The two kinds of GELU differ by more than the tolerance, so a mix-up would be seen."""
+    made, images = bundle("plain", activation=activation), pixels(3)
+    packed = Bundle(pack(made.model, torch.float32), made.preprocess)
+    assert relative_error(eager(packed, images), eager(made, images)) < 1e-5
+
+
+@pytest.mark.parametrize("stem", ["conv", "linear"])
+@pytest.mark.parametrize("patch", [(4, 8), (8, 4), (1, 1), (16, 32)], ids=str)
+def test_patches_of_every_shape_are_one_product(stem: str, patch: tuple[int, int]) -> None:
+    made, images = bundle("plain", stem=stem, patch_size=patch, class_token="last", registers=2), pixels(3)
+    packed = pack(made.model, torch.float32)
+    assert isinstance(packed.patch_embed, PackedStem)
+    assert relative_error(eager(Bundle(packed, made.preprocess), images), eager(made, images)) < 1e-5
+
+
+def test_most_kinds_are_packed_and_the_others_are_not() -> None:
+    assert {"plain", "no_position", "every_token", "grey"} <= set(PACKED)
+    assert not {kind for kind in PACKED if bundle(kind).model.config.position in ("rope_2d", "relative")}
+    assert not can_pack(bundle("no_head").model, torch.float32)  # it has no projection that a residual could join
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_stays_near_float32(kind: str) -> None:
+    """Packed where this processor can, by autocast elsewhere."""
+    made, images = bundle(kind), pixels(12, bundle(kind).preprocess.channels)
+    engine = open_engine(made.model, made.preprocess, precision="bf16", device=CPU)
+    found = engine(images)
+    packed = any(isinstance(block, PackedBlock) for block in made_ready(made.model, "bf16").blocks)
+    assert packed == can_pack(made.model, torch.bfloat16)
+    assert found.dtype == torch.float32
+    assert 1e-6 < relative_error(found, eager(made, images)) < 0.1
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bf16")
+def test_packed_bf16_is_as_near_as_autocast_is() -> None:
+    made, images = bundle("plain", depth=6), pixels(8)
+    exact = eager(made, images)
+    with autocast(CPU, "bf16"):
+        usual = relative_error(eager(made, images).float(), exact)
+        packed = relative_error(eager(Bundle(made_ready(made.model, "bf16"), made.preprocess), images).float(), exact)
+    assert packed < 3 * usual
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("plain", 1), ("mean_of_all", 8)])
+def test_the_last_block_computes_what_the_head_reads(kind: str, shape: int) -> None:
+    made, images = bundle(kind), pixels(2)
+    packed = pack(made.model, torch.float32)
+    seen: list[int] = []
+    packed.blocks[-1].register_forward_hook(lambda _, __, tokens: seen.append(tokens.shape[1]))
+    found = eager(Bundle(packed, made.preprocess), images)
+    assert seen == [shape]
+    assert relative_error(found, eager(made, images)) < 1e-5
+
+
+# ── lanes ──
+
+
+@pytest.fixture
+def _four_threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_four_threads")
+@pytest.mark.parametrize("count", [1, 2 * SMALLEST - 1, 2 * SMALLEST, 17, 40, 100])
+def test_lanes_keep_the_order(count: int) -> None:
+    seen: list[tuple[int, str, int]] = []
+
+    def answer(images: Tensor) -> Tensor:
+        seen.append((len(images), threading.current_thread().name, torch.get_num_threads()))
+        return images[:, 0, 0, 0].float() * 2
+
+    images = torch.arange(count).view(-1, 1, 1, 1)
+    cpu_threads = CpuThreads()
+    assert torch.equal(cpu_threads(answer, images), torch.arange(count).float() * 2)
+    if count < 2 * SMALLEST:
+        assert seen == [(count, threading.current_thread().name, 4)]
+    else:
+        assert all(size <= LARGEST and name.startswith("lane") and share == 1 for size, name, share in seen)
+        assert len(seen) > 1
+    assert torch.get_num_threads() == 4
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [4]
+
+
+@pytest.mark.usefixtures("_four_threads")
+def test_an_error_in_a_lane_is_the_callers() -> None:
+    def answer(images: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        CpuThreads()(answer, torch.zeros(32, 1, 1, 1))
+
+
+@pytest.mark.usefixtures("_four_threads")
+def test_an_engine_in_lanes_answers_as_the_model() -> None:
+    made, images = bundle(), pixels(37)
+    assert relative_error(open_engine(made.model, made.preprocess, device=CPU)(images), eager(made, images)) < 1e-5

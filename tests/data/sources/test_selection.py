@@ -1,0 +1,142 @@
+"""Which images a model is measured on, and how their classes are counted."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data.sources.opening import open_data
+from vitrail.data.sources.selection import Joined, choose_images, match_classes
+from vitrail.data.sources.source import Arrays, Source
+from vitrail.errors import ConfigError, DataError
+
+
+def fill(folder: Path, count: int, classes: tuple[str, ...] = ("cat", "dog")) -> Path:
+    for label in classes:
+        (folder / label).mkdir(parents=True)
+        for number in range(count):
+            Image.new("L", (4, 4), number).save(folder / label / f"{number}.png")
+    return folder
+
+
+def names(source: Source, count: int) -> list[str]:
+    return [Path(source.name(index)).parts[-3] for index in range(count)]
+
+
+def test_a_plain_folder_is_measured_as_a_whole(tmp_path: Path) -> None:
+    found = choose_images(fill(tmp_path / "data", 1, ("cat",)))
+    assert (len(found.source), found.part, found.held_out) == (1, "all", False)
+    assert len(choose_images(fill(tmp_path / "more", 4), "all").source) == 8
+
+
+@pytest.mark.parametrize(("parts", "chosen"), [(("train", "val", "test"), "test"), (("train", "valid"), "val")])
+def test_the_part_for_the_verdict_comes_first(tmp_path: Path, parts: tuple[str, ...], chosen: str) -> None:
+    for count, part in enumerate(parts, 2):
+        fill(tmp_path / part, count)
+    found = choose_images(tmp_path)
+    assert (found.part, found.held_out, len(found.source)) == (chosen, True, 2 * (len(parts) + 1))
+    train = choose_images(tmp_path, "train")
+    assert (train.held_out, len(train.source)) == (False, 4)
+
+
+def test_all_parts_together(tmp_path: Path) -> None:
+    for count, part in enumerate(("train", "val", "test"), 2):
+        fill(tmp_path / part, count)
+    found = choose_images(tmp_path, "all").source
+    assert isinstance(found, Joined)
+    assert names(found, 18) == ["train"] * 4 + ["val"] * 6 + ["test"] * 8
+    assert found.labels.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert found.classes == ("cat", "dog")
+    last = tmp_path / "test" / "dog" / "3.png"
+    assert found.read(17) == last.read_bytes()
+    assert found.stamp(17) == found.sources[2].stamp(7)
+    with pytest.raises(IndexError):
+        found.name(18)
+
+
+def test_the_parts_of_a_manifest(tmp_path: Path) -> None:
+    fill(tmp_path / "p", 3)
+    rows = [f"p/{label}/{n}.png,{label},{part}" for label in ("cat", "dog") for n, part in enumerate(("test", "val"))]
+    (tmp_path / "list.csv").write_text("path,label,split\n" + "\n".join(rows) + "\n")
+    found = choose_images(tmp_path / "list.csv")
+    assert (found.part, len(found.source)) == ("test", 2)
+    assert len(choose_images(tmp_path / "list.csv", "all").source) == 4
+    with pytest.raises(DataError, match="has no train part; it has val, test"):
+        choose_images(tmp_path / "list.csv", "train")
+
+
+def test_a_train_folder_alone_names_no_part(tmp_path: Path) -> None:
+    fill(tmp_path / "train", 3)
+    assert len(choose_images(tmp_path).source) == 6
+    found = choose_images(tmp_path, "test")
+    assert (len(found.source), found.held_out) == (2, False)
+
+
+def test_the_split_of_the_run_is_kept_apart(tmp_path: Path) -> None:
+    parts = open_data(fill(tmp_path / "data", 10), seed=7, val=0.2, test=0.3)
+    for asked, part, own in ((None, "test", parts.test), ("val", "val", parts.val), ("train", "train", parts.train)):
+        found = choose_images(tmp_path / "data", asked, record=parts.split)
+        assert (found.part, found.held_out) == (part, part != "train")
+        assert [found.source.name(i) for i in range(len(found.source))] == [own.name(i) for i in range(len(own))]
+    assert len(choose_images(tmp_path / "data", "all", record=parts.split).source) == 20
+    only_val = open_data(tmp_path / "data", val=0.2, test=0).split
+    assert choose_images(tmp_path / "data", record=only_val).part == "val"
+    with pytest.raises(DataError, match="has no test part"):
+        choose_images(tmp_path / "data", "test", record=only_val)
+
+
+def test_other_data_than_the_run_had(tmp_path: Path) -> None:
+    record = open_data(fill(tmp_path / "data", 10)).split
+    found = choose_images(fill(tmp_path / "other", 3), record=record)
+    assert (found.part, found.held_out, len(found.source)) == ("all", False, 6)
+    with pytest.raises(DataError, match="recorded"):
+        choose_images(tmp_path / "other", "test", record=record)
+
+
+def test_what_a_run_drew_from_a_train_folder(tmp_path: Path) -> None:
+    fill(tmp_path / "train", 10)
+    fill(tmp_path / "test", 2)
+    record = open_data(tmp_path).split
+    assert len(choose_images(tmp_path, "train").source) == 20
+    assert len(choose_images(tmp_path, "train", record=record).source) == 18
+    assert len(choose_images(tmp_path, "val", record=record).source) == 2
+    with pytest.raises(DataError, match="has no val part; it has train, test"):
+        choose_images(tmp_path, "val")
+
+
+def test_what_cannot_be_chosen(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no part is called 'tset'; choose test, val, train, all"):
+        choose_images("digits", "tset")
+    with pytest.raises(DataError, match="there is no"):
+        choose_images(tmp_path / "nowhere")
+
+
+def source(classes: tuple[str, ...], labels: tuple[int, ...]) -> Arrays:
+    return Arrays(np.zeros((len(labels), 2, 2), np.uint8), np.array(labels), classes)
+
+
+def test_classes_are_matched_by_name() -> None:
+    data = source(("b", "empty", "a"), (0, 2, 2))
+    found = match_classes(data, ("a", "x", "b"), 3)
+    assert (found.labels.tolist(), found.classes) == ([2, 0, 0], ("a", "x", "b"))
+    assert match_classes(data, data.classes, 3) is data
+    assert match_classes(data, None, 3) is data
+    assert match_classes(data, ("p", "q", "r"), 3, by_number=True).classes == ("p", "q", "r")
+
+
+@pytest.mark.parametrize(
+    ("model", "outputs", "labels", "message"),
+    [
+        (("a", "kat", "b"), 3, (0,), r"class 'cat', which .* its 3 classes are 'a', 'kat', 'b'; did you mean 'kat'"),
+        (("x", "y"), 2, (0, 1), r"class 'cat' \(and 1 more\)"),
+        (("cat", "dog", "cat"), 3, (0, 1), "several classes called 'cat'"),
+        (None, 3, (0,), "the data has 2 classes and the model 3"),
+        (("cat", "dog"), 2, (-1, -1, 0), "image 0 and 1 more have no class"),
+    ],
+)
+def test_classes_that_do_not_match(
+    model: tuple[str, ...] | None, outputs: int, labels: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        match_classes(source(("cat", "dog"), labels), model, outputs)

@@ -1,0 +1,29 @@
+"""What is put into a parcel is found there again."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from vitrail.data.packing import PackedArrays
+
+KINDS = st.sampled_from([np.uint8, np.bool_, np.int32, np.int64, np.float32, np.float64])
+
+
+@given(st.lists(KINDS.flatmap(lambda kind: arrays(kind, array_shapes(min_side=0)))))
+def test_arrays_come_back_as_they_were(given: list[np.ndarray]) -> None:
+    packed = PackedArrays()
+    slots = [packed.put(array) for array in given]
+    memory = packed.memory()
+    assert memory.dtype == torch.uint8
+    for array, slot in zip(given, slots, strict=True):
+        np.testing.assert_array_equal(slot.of(memory).numpy(), array)
+        assert slot.of(memory).numpy().dtype == array.dtype
+
+
+def test_arrays_that_are_not_in_one_piece() -> None:
+    packed, whole = PackedArrays(), np.arange(24).reshape(4, 6)
+    slots = [packed.put(whole.T), packed.put(whole[:, ::2]), packed.put(np.broadcast_to(whole[0], (3, 6)))]
+    found = [slot.of(packed.memory()).tolist() for slot in slots]
+    assert found == [whole.T.tolist(), whole[:, ::2].tolist(), [whole[0].tolist()] * 3]

@@ -1,0 +1,334 @@
+"""From the start to the end of a server, under load: nothing that was accepted is lost."""
+
+import asyncio
+import contextlib
+import io
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.serving.server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
+
+import vitrail
+from vitrail.__main__ import main
+from vitrail.errors import CheckpointError, ConfigError, Diverged
+from vitrail.runtime import autocast
+from vitrail.serving.http_errors import HttpError
+from vitrail.serving.lifecycle import Lifecycle
+from vitrail.serving.run import serve
+from vitrail.serving.settings import Settings, name_models
+
+PNG = {"content-type": "image/png"}
+
+
+async def load(
+    url: str, clients: int, during: Callable[[], object], *, until_gone: bool
+) -> tuple[Counter[str], list[str]]:
+    """Keep some clients busy while something happens; return what became of every request, and who answered."""
+    outcomes: Counter[str] = Counter()
+    said: list[str] = []
+    over = asyncio.Event()
+
+    async def keep_asking(client: httpx.AsyncClient) -> None:
+        while not over.is_set():
+            try:
+                answer = await client.post("/v1/predict", content=image(), headers=PNG)
+            except httpx.ConnectError:
+                outcomes["gone"] += 1  # nobody listens any more: nothing was accepted
+                return
+            except httpx.HTTPError as error:
+                outcomes[f"lost: {error!r}"] += 1
+                return
+            outcomes[str(answer.status_code)] += 1
+            if answer.status_code == 503:
+                return  # it is told to come back later
+            if answer.status_code == 200:
+                said.append(answer.json()["results"][0]["classes"][0]["name"])
+
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=clients)) as client:
+        tasks = [asyncio.create_task(keep_asking(client)) for _ in range(clients)]
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(during)
+        if not until_gone:
+            await asyncio.sleep(0.2)
+            over.set()
+        await asyncio.gather(*tasks)
+    return outcomes, said
+
+
+def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
+    bundle = save_tiny(tmp_path / "m")
+    with server(str(bundle)) as running, httpx.Client(base_url=running.url, timeout=60) as client:
+        first = client.get("/v1/models").json()["models"][0]["digest"]
+
+        def swap() -> None:
+            save_tiny(bundle, seed=1)
+            assert client.post("/v1/models/reload").json() == {"reloaded": ["m"]}
+
+        outcomes, said = asyncio.run(load(running.url, 8, swap, until_gone=False))
+        assert set(outcomes) == {"200"}, outcomes
+        assert (said[0], said[-1]) == ("cat", "dog")  # the old model's answer, and the new one's
+        second = client.get("/v1/models").json()["models"][0]["digest"]
+        assert second != first
+        answer = sent(client, image()).text
+
+        damage(bundle)
+        refused = client.post("/v1/models/reload?model=m")
+        assert refused.status_code == 409
+        assert "keep serving" in refused.json()["error"]
+        assert str(tmp_path) not in refused.text
+        assert sent(client, image()).text == answer
+
+        save_tiny(bundle, seed=2)
+        running.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: client.get("/v1/models").json()["models"][0]["digest"] not in (first, second))
+        running.process.send_signal(signal.SIGHUP)
+
+        outcomes, _ = asyncio.run(load(running.url, 8, lambda: stop(running), until_gone=True))
+        assert set(outcomes) <= {"200", "503", "gone"}, outcomes
+        assert outcomes["200"] > 0
+        assert outcomes["503"] + outcomes["gone"] == 8
+        assert running.process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> None:
+    with server(str(save_tiny(tmp_path / "m")), "--precision", "auto") as running:
+        with httpx.Client(base_url=running.url, timeout=60) as client:
+            first = sent(client, image()).json()
+            for _ in range(65):  # bf16 is tried on 64, where the processor is faster with it
+                sent(client, image())
+            last, now = sent(client, image()).json(), client.get("/v1/models").json()["models"][0]["precision"]
+        stop(running)
+        running.process.wait(20)
+        told = [json.loads(line)["why"] for line in running.log if '"event": "precision"' in line]
+    assert [why.split(":")[0] for why in told] == [now]
+    names = [[known["name"] for known in said["results"][0]["classes"]] for said in (first, last)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.slow
+def test_embeddings_are_computed_in_the_precision_that_is_named(tmp_path: Path) -> None:
+    bundle, content = vitrail.load(save_tiny(tmp_path / "m")), image()
+    with server(str(tmp_path / "m"), "--precision", "bf16") as running:
+        with httpx.Client(base_url=running.url, timeout=60) as client:
+            answer = client.post("/v1/embed", files={"image": content}).json()
+        stop(running)
+    found = np.array(answer["results"][0]["embedding"])
+    pixels = bundle.preprocess(Image.open(io.BytesIO(content)))[None]
+    with torch.no_grad():
+        exact = bundle.model.features(pixels).pooled[0].numpy()
+        with autocast(torch.device("cpu"), "bf16"):
+            rounded = bundle.model.features(pixels).pooled[0].float().numpy()
+    # What a batch is, and how many threads there are, may change the order of sums.
+    assert np.abs(found - rounded).max() < 0.2 * np.abs(found - exact).max()
+
+
+HEAD = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_what_still_arrives_is_refused_before_what_is_whole() -> None:
+    async def run() -> list[str]:
+        lifecycle, said = Lifecycle(), list[str]()
+        lifecycle.stage = "ready"
+
+        async def request(name: str, *, arrives: bool) -> None:
+            try:
+                async with lifecycle.accepted_request():
+                    async with lifecycle.arriving_body():
+                        await asyncio.sleep(0 if arrives else 60)
+                    await asyncio.sleep(60)
+            except HttpError as refusal:
+                said.append(f"{name}: {refusal.status} {refusal.sentence}")
+
+        tasks = [asyncio.create_task(request(name, arrives=name == "whole")) for name in ("whole", "part")]
+        await asyncio.sleep(0.01)
+        lifecycle.stage = "stopping"
+        lifecycle.refuse_arriving()
+        assert not await lifecycle.idle(0.05)
+        said.append(f"{lifecycle.accepted} left")
+        lifecycle.refuse_unanswered()
+        assert await lifecycle.idle(5)
+        await asyncio.gather(*tasks)
+        await request("late", arrives=True)
+        return said
+
+    assert asyncio.run(run()) == [
+        "part: 503 the service is stopping and takes no new work",
+        "1 left",
+        "whole: 503 the service has stopped before there was a result",
+        "late: 503 the service is stopping and takes no new work",
+    ]
+
+
+@pytest.mark.slow
+def test_bodies_that_never_end_do_not_delay_the_end(tmp_path: Path) -> None:
+    with server(str(save_tiny(tmp_path / "m")), "--grace", "20") as running:
+        over = threading.Event()
+
+        def flood() -> None:
+            with connect(running, HEAD) as connection, contextlib.suppress(ConnectionError):
+                connection.settimeout(0.5)
+                while not over.is_set():
+                    with contextlib.suppress(TimeoutError):  # the server takes its time
+                        connection.send(b"1\r\nx\r\n" * 1000)
+
+        floods = [threading.Thread(target=flood) for _ in range(3)]
+        for thread in floods:
+            thread.start()
+        silent, half = connect(running, HEAD), connect(running, b"GET /healthz HTTP/1.1\r\nHost: HO")
+        wait_until(lambda: uploading(running) == 4)
+        begun = time.monotonic()
+        stop(running)
+        try:
+            assert running.process.wait(15) == 0
+            assert time.monotonic() - begun < 5  # the whole grace, and 5 s more
+        finally:
+            over.set()
+        answer = read_all(silent)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"the service is stopping" in answer
+        assert read_all(half) == b""
+        for thread in floods:
+            thread.join()
+    assert not [line for line in running.log if "Traceback" in line or '"level": "error"' in line]
+
+
+@pytest.mark.slow
+def test_the_grace_is_for_whole_requests_and_ends(tmp_path: Path) -> None:
+    # Images gather for 2.5 s: the grace is long enough for that, or not.
+    whole = HEAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(image())) + image()
+    for grace, status in ((20, b"200"), (0.5, b"503")):
+        with server(str(save_tiny(tmp_path / "m")), "--grace", str(grace), "--wait", "2500") as running:
+            connection = connect(running, whole)
+            wait_until(lambda running=running: 'vitrail_queue_images{model="m"} 1.0' in metrics(running))
+            stop(running)
+            assert running.process.wait(15) == 0
+            assert read_all(connection).split(b" ", 2)[1] == status
+        assert not [line for line in running.log if "Traceback" in line or '"level": "error"' in line]
+
+
+def metrics(running: Running) -> str:
+    return httpx.get(f"{running.url}/metrics").text
+
+
+def uploading(running: Running) -> int:
+    """Return how many requests are under way, beside the one that asks."""
+    (line,) = (line for line in metrics(running).splitlines() if line.startswith("vitrail_requests_in_flight "))
+    return int(float(line.split()[1])) - 1
+
+
+def damage(bundle: Path) -> None:
+    """Cut the weights short in place, as a copy that was interrupted does."""
+    weights = bundle / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+def stop(running: Running) -> None:
+    running.process.send_signal(signal.SIGTERM)
+
+
+# ── what keeps it from starting ──
+
+
+def test_a_port_in_use_and_a_missing_bundle_exit_2_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = save_tiny(tmp_path / "m")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, sentence in (
+            ([str(bundle), "--port", str(port)], f"port {port} of 127.0.0.1 cannot be used (address already in use)"),
+            ([str(tmp_path / "nothing"), "--port", "0"], "nothing"),
+            ([str(bundle), "--port", "0", "--batch", "0"], "batch is 0"),
+            ([str(bundle), "--port", "0", "--formats", "jpeg,exe"], "formats"),
+            ([str(bundle), f"m={bundle}"], "two models would be called 'm'"),
+            ([str(bundle), "--token-file", str(tmp_path / "no")], "the token cannot be read"),
+            ([str(bundle), "--host", "no.such.host.invalid"], "no address of this machine"),
+            ([str(bundle), "--port", "0", "--host", "192.0.2.1"], "no address of this machine is called '192.0.2.1'"),
+            ([str(bundle), "--origins", "example.org/path"], "is no origin"),
+        ):
+            monkeypatch.setattr(sys, "argv", ["vitrail", "serve", *words])
+            with pytest.raises(SystemExit) as ended:
+                main()
+            said = capsys.readouterr()
+            assert ended.value.code == 2, words
+            last = said.err.strip().splitlines()[-1]
+            assert last.startswith("vitrail: "), said.err
+            assert sentence in last
+            assert "Traceback" not in said.err
+
+
+def test_nobody_has_to_listen_when_it_is_ready(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vitrail", "serve", str(save_tiny(tmp_path / "m")), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        log = [process.stderr.readline()]
+        while '"event": "ready"' not in log[-1]:
+            log.append(process.stderr.readline())
+            assert log[-1], log
+        process.terminate()
+        log += process.stderr.readlines()
+    assert "Traceback" not in "".join(log)
+
+
+def test_a_damaged_bundle_does_not_start(tmp_path: Path) -> None:
+    bundle = save_tiny(tmp_path / "m")
+    damage(bundle)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupt"):
+        serve(Settings(models=name_models([str(bundle)]), port=0))
+
+
+def test_a_model_that_answers_nonsense_does_not_start(tmp_path: Path) -> None:
+    bundle = vitrail.load(save_tiny(tmp_path / "m"))
+    with torch.no_grad():
+        bundle.model.head.weight.fill_(float("nan"))
+    bundle.save(tmp_path / "m", overwrite=True)
+    with pytest.raises(Diverged, match="not a finite number"):
+        serve(Settings(models=name_models([str(tmp_path / "m")]), port=0, device="cpu"))
+
+
+# ── what models are called, and what is printed ──
+
+
+def test_names(tmp_path: Path) -> None:
+    (tmp_path / "a=b").mkdir()
+    shutil.copy(save_tiny(tmp_path / "m") / "model.safetensors", tmp_path / "B_16.safetensors")
+    words = [
+        "runs/pets-1a2b3c/best",
+        "digits=runs/x/best",
+        str(tmp_path / "B_16.safetensors"),
+        "hf:org/vit@main",
+        "my model/",
+    ]
+    names = [named.name for named in name_models([*words, str(tmp_path / "a=b")])]
+    assert names == ["pets-1a2b3c", "digits", "B_16", "vit", "my-model", "a-b"]
+    assert name_models(["digits=runs/x/best"])[0].source == "runs/x/best"
+    for bad in ("=x", "a b=x", "-a=x", "a" * 65 + "=x"):
+        with pytest.raises(ConfigError, match="cannot be a model's name"):
+            Settings(models=name_models([bad]))
+
+
+def test_the_token_is_printed_nowhere() -> None:
+    settings = Settings(models=name_models(["m"]), token="open-sesame")
+    assert settings.shown()["token"] == "set"
+    for said in (repr(settings), str(settings), settings.to_json(), str(settings.shown())):
+        assert "open-sesame" not in said
+    for wrong in ("", "two words", "é"):
+        with pytest.raises(ConfigError, match="the token should be ASCII"):
+            Settings(models=name_models(["m"]), token=wrong)

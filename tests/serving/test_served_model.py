@@ -1,0 +1,119 @@
+"""A model that is served, asked without HTTP."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openvino
+import pytest
+import torch
+from tests.acceleration.tiny import bundle
+from torch import Tensor
+
+from vitrail.acceleration.engine import open_engine
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.errors import Diverged
+from vitrail.inference.features import FeatureRequest
+from vitrail.runtime import Precision, autocast
+from vitrail.serving.counters import Counters
+from vitrail.serving.operations import Embed
+from vitrail.serving.served_model import ServedModel
+from vitrail.serving.settings import NamedSource, Settings
+
+CPU = torch.device("cpu")
+Open = Callable[..., ServedModel]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Return what opens a bundle as a service does."""
+    made: list[ServedModel] = []
+
+    def open_bundle(known: Bundle, **settings: object) -> ServedModel:
+        known.save(tmp_path / "m", overwrite=True)
+        named = NamedSource("m", str(tmp_path / "m"))
+        values = {"models": (named,), "device": "cpu", **settings}
+        made.append(ServedModel(named, Settings.model_validate(values), Counters()))
+        return made[-1]
+
+    yield open_bundle
+    for served in made:
+        asyncio.run(served.batcher.close())
+
+
+def embedded(served: ServedModel, images: Tensor, wanted: FeatureRequest = FeatureRequest()) -> Tensor:  # noqa: B008 - a constant
+    answers = served.answer(Embed(wanted), [image.numpy() for image in images])
+    return torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
+
+
+def images() -> Tensor:
+    return torch.randint(0, 256, (4, 16, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def expected(known: Bundle, wanted: FeatureRequest, precision: Precision) -> Tensor:
+    with autocast(CPU, precision):
+        return wanted.take(known.model.eval(), known.preprocess.normalise(images().permute(0, 3, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        FeatureRequest(),
+        FeatureRequest(layer=0),
+        FeatureRequest(normalise=True),
+        FeatureRequest(tokens="patches"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_features_are_those_of_the_model_bit_for_bit(
+    wanted: FeatureRequest, precision: Precision, opened: Open
+) -> None:
+    known = bundle()
+    found = embedded(opened(known, precision=precision), images(), wanted)
+    assert torch.equal(found, expected(known, wanted, precision))
+    assert not torch.equal(found, expected(known, wanted, "bf16" if precision == "float32" else "float32"))
+
+
+def test_what_auto_settles_on_for_classes_says_nothing_of_features(opened: Open) -> None:
+    known = bundle()
+    served = opened(known, precision="auto")
+    served.engine = open_engine(served.bundle.model, served.bundle.preprocess, precision="bf16", device=CPU)
+    assert served.description["precision"] == "bf16"
+    assert torch.equal(embedded(served, images()), expected(known, FeatureRequest(), "float32"))
+
+
+def test_other_engines_do_not_compute_features(opened: Open) -> None:
+    known, abilities = bundle(), openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    served = opened(known, precision="bf16" if "BF16" in abilities else "float32", engine="openvino")
+    assert torch.equal(embedded(served, images()), expected(known, FeatureRequest(), "float32"))
+
+
+def test_a_model_is_made_ready_once(opened: Open) -> None:
+    served = opened(bundle(), precision="bf16")
+    kept = served.ready(FeatureRequest())
+    assert all(
+        served.ready(wanted) is kept
+        for wanted in (FeatureRequest(normalise=True), FeatureRequest(layer=0), FeatureRequest(layer=-1))
+    )
+    assert kept is not served.bundle.model
+
+
+def test_features_for_which_a_model_is_made_ready_alike() -> None:
+    config = bundle().model.config
+    assert (
+        FeatureRequest(layer=-1, normalise=True).alike(config)
+        == FeatureRequest(layer=1).alike(config)
+        == FeatureRequest()
+    )
+    assert FeatureRequest(layer=-2).alike(config) == FeatureRequest(layer=0).alike(config) == FeatureRequest(layer=0)
+    assert FeatureRequest(tokens="class", raw=True).alike(config) == FeatureRequest(tokens="class")
+
+
+def test_a_model_without_a_head_that_answers_nonsense_is_found_out(opened: Open) -> None:
+    known = bundle("no_head")
+    opened(known).warm_up()
+    with torch.no_grad():
+        next(known.model.parameters()).fill_(float("nan"))
+    with pytest.raises(Diverged):
+        opened(known).warm_up()

@@ -1,0 +1,222 @@
+"""What a person sees of a run: on terminals of any width, without one, and without the packages for looking at it."""
+
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vitrail.training.console import RunConsole
+from vitrail.training.defaults import Choice
+from vitrail.training.display import Status, choices_lines, choices_table, used_memory
+from vitrail.training.train import train
+
+CHANGES = ["epochs=1", "evaluations=2", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]
+CHOICES = [
+    Choice("model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 are enough for so few images"),
+    Choice("batch", 64, "about 24 steps for each time the 1,439 images are shown [bold]"),
+]
+
+
+def row(step: int, **more: float) -> dict[str, Any]:
+    plain = {"step": step, "steps": 12_000, "epoch": step / 24, "loss": 1.5, "accuracy": 0.625, "images": 512}
+    return {**plain, "seconds": 0.09, "waited": 0.03, **more}
+
+
+def status() -> Status:
+    found = Status()
+    for step in range(1, 2001):
+        found.update(row(step))
+    return found
+
+
+def printed(thing: object, width: int) -> list[str]:
+    console = Console(width=width, force_terminal=True, color_system=None, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(thing)
+        return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+# ── the two lines ──
+
+
+def test_it_is_two_lines_on_any_terminal() -> None:
+    shown = status()
+    for width in range(10, 161):
+        lines = printed(shown, width)
+        assert len(lines) == 2
+        assert max(map(len, lines)) <= width
+        assert lines[1].count("loss 1.500") == 1
+        if width >= 36:
+            assert lines[0].endswith("17%   step 2,000/12,000   20:00 left")
+
+
+def test_what_is_said_at_the_usual_widths() -> None:
+    memory = r"[\d.]+ [MG]B"
+    wide, usual, narrow = (printed(status(), width)[1] for width in (140, 80, 40))
+    full = rf"epoch 83.3   loss 1.500   accuracy 62.5%   4,267 images/s   waiting for data 25%   memory {memory}"
+    assert re.fullmatch(full, wide)
+    assert re.fullmatch(rf"epoch 83.3   loss 1.500   acc. 62.5%   4,267 images/s   waiting 25%   {memory}", usual)
+    assert narrow == "loss 1.500   acc. 62.5%   4,267 images/s"
+
+
+def test_the_plain_line_says_all() -> None:
+    line = str(status())
+    assert line.startswith(
+        "step 2,000/12,000  epoch 83.3  loss 1.500  accuracy 62.5%  4,267 images/s  waiting for data"
+    )
+    assert line.endswith("20:00 left")
+    assert "\n" not in line
+
+
+def test_the_pace_of_the_first_step_counts_for_nothing() -> None:
+    shown = Status()
+    shown.update(row(1, seconds=60.0))
+    assert printed(shown, 140)[0].endswith("step 1/12,000   … left")
+    assert "  … images/s  " in str(shown)
+    assert shown.waited_share == 0
+    shown.update(row(2))
+    assert shown.waited_share == pytest.approx(0.25)
+    assert "  4,267 images/s  " in str(shown)
+    assert str(shown).endswith("24:00 left")
+    alone = Status()
+    alone.update(row(1, steps=1))
+    assert str(alone).endswith("0:00 left")
+
+
+def test_a_status_before_the_first_step_is_nothing() -> None:
+    assert printed(Status(), 80) == []
+    assert Status().waited_share == 0
+
+
+def test_memory_is_the_most_so_far() -> None:
+    before = used_memory()
+    block = bytearray(os.urandom(1)) * 300_000_000
+    while_held = used_memory()
+    del block
+    slack = 2_000_000  # each core counts for itself and tells the others now and then
+    assert used_memory() > while_held - slack > before - 2 * slack
+    assert while_held > 300e6
+
+
+# ── what was chosen ──
+
+
+def test_choices_are_aligned() -> None:
+    table = printed(choices_table(CHOICES), 140)
+    assert [line.index(word) for line, word in zip(table, ("because", "the", "about"), strict=True)] == [25, 25, 25]
+    assert choices_lines(CHOICES)[1] == f"batch             64   {CHOICES[1].reason}"
+    narrow = printed(choices_table(CHOICES), 60)
+    assert [line[:16].strip() for line in narrow] == ["chosen", "model.image_size", "", "", "batch", "", ""][
+        : len(narrow)
+    ]
+    assert max(map(len, narrow)) <= 60
+
+
+def test_quiet_is_quiet_and_still_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with RunConsole(tmp_path, quiet=True) as screen:
+        screen.choices(CHOICES)
+        screen.step(row(1))
+        screen.note("a [red]note")
+        screen.verdict("good")
+    assert capfd.readouterr() == ("", "")
+    log = (tmp_path / "log.txt").read_text().splitlines()
+    assert log == [*choices_lines(CHOICES), "a [red]note", "good"]
+
+
+# ── whole runs ──
+
+
+def test_a_run_on_a_terminal(tmp_path: Path) -> None:
+    changes = [word for change in CHANGES for word in ("--set", change)]
+    command = [sys.executable, "-m", "vitrail", "train", "digits", "--run", "run", "--device", "cpu", "--workers", "0"]
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen(
+        [*command, *changes], stdout=theirs, stderr=theirs, cwd=tmp_path, env={**environment, "TERM": "xterm"}
+    )
+    os.close(theirs)
+    output = b""
+    while chunk := _read(ours):
+        output += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    written = re.sub(r"\x1b\[[0-9;]*m", "", output.decode())
+    assert re.search(r"step [\d]+/20   \d+:\d\d left", written)
+    screen = _screen(written)
+    assert max(len(line) for line in screen if not line.startswith(("memory: ", "1,797 "))) <= 80  # notes are whole
+    assert not any("left" in line for line in screen), "the two lines go when the run ends"
+    assert sum("held-out images" in line for line in screen) == 1
+    log = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    assert screen[-1] == "the report is run/report.html"
+    assert " ".join(screen[:-1]).endswith(log[-1])
+    assert any(re.match(r"batch\s+64\s+about 20 steps", line) for line in screen)
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # how Linux says that nobody is at the other end
+        return b""
+
+
+def _screen(written: str) -> list[str]:
+    """Return the lines that are left, as a terminal understands what was written."""
+    lines: list[str] = [""]
+    at = 0
+    for match in re.finditer(r"\x1b\[\??(\d*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)", written):
+        count, code, _, newline, text = match.groups()
+        if code == "A":
+            at -= int(count or 1)
+        elif code == "K":
+            lines[at] = ""
+        elif newline:
+            at += 1
+            lines += [""] * (at + 1 - len(lines))
+        elif text:
+            lines[at] = text.rstrip()
+    while lines[-1] == "":
+        lines.pop()
+    return lines
+
+
+@pytest.mark.slow
+def test_without_the_extra_a_run_says_what_it_leaves_out_and_a_later_one_adds_it(tmp_path: Path) -> None:
+    code = f"""
+import sys
+for package in ("matplotlib", "tensorboard", "pyarrow"):
+    sys.modules[package] = None
+from vitrail.training.train import train
+train("digits", changes={CHANGES!r}, folder={str(tmp_path / "run")!r}, device="cpu", workers=0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    note = "not written: curves.png, tensorboard, held_out.parquet; pip install 'vitrail[train]' adds them"
+    assert done.stderr.splitlines().count(note) == 1
+    assert "held-out images" in done.stderr.splitlines()[-1]
+    files = {"curves.png", "tensorboard", "held_out.parquet"}
+    assert files.isdisjoint(path.name for path in (tmp_path / "run").iterdir())
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    assert files <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_what_cannot_be_drawn_does_not_end_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "curves.png").mkdir(parents=True)
+    (tmp_path / "run" / "tensorboard").write_text("in the way")
+    (tmp_path / "run" / ".lock").touch()  # a run was here before
+    train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("tensorboard is left out from here on: ") == 1
+    assert log.count("curves.png is left out from here on: ") == 1
+    assert "held-out images" in log.splitlines()[-1]

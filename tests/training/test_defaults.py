@@ -1,0 +1,100 @@
+"""What a run chooses for itself: it fits the data, gives way to what is asked for, and gives its reasons."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitrail.checkpoints.bundle import Bundle
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.source import Arrays
+from vitrail.models.cost import cost
+from vitrail.models.vit import ViT
+from vitrail.training.defaults import DataFacts, Plan, choose, describe_data
+from vitrail.training.recipe import read_recipe
+
+TEN = tuple("0123456789")
+DIGITS = DataFacts(1_258, TEN, 8, True)
+PHOTOS = DataFacts(1_443, TEN, 100, False)
+CIFAR = DataFacts(45_000, TEN, 32, False, "cuda")
+FASHION = DataFacts(54_000, TEN, 28, True, "cuda")
+
+
+def planned(facts: DataFacts, *changes: str, start: Bundle | None = None) -> Plan:
+    return choose(read_recipe("finetune" if start else "scratch-small", changes), facts, start)
+
+
+@pytest.mark.parametrize(
+    "facts", [DIGITS, PHOTOS, CIFAR, FASHION, PHOTOS._replace(device="cuda"), CIFAR._replace(side=3)]
+)
+def test_every_choice_can_be_built_and_has_a_reason(facts: DataFacts) -> None:
+    plan = planned(facts)
+    channels = 1 if facts.grey else 3
+    with torch.no_grad():
+        logits = ViT(plan.model.replace(depth=1)).eval()(torch.zeros(1, channels, *plan.model.image_size))
+    assert logits.shape == (1, 10)
+    assert max(plan.model.image_size) <= max(facts.side, plan.model.patch_size[0])
+    assert all(choice.reason for choice in plan.choices)
+    # The settled recipe leaves nothing open, also where the facts are others.
+    again = choose(plan.recipe, facts._replace(device="cuda" if facts.device == "cpu" else "cpu"), None)
+    assert (again.recipe, again.model, again.choices) == (plan.recipe, plan.model, [])
+
+
+@pytest.mark.parametrize(("facts", "minutes"), [(DIGITS, 1.5), (PHOTOS, 10)])
+def test_a_run_on_a_cpu_ends_within_minutes(facts: DataFacts, minutes: float) -> None:
+    """Two slow cores do about 30 billion operations a second; forward and backward are three forwards."""
+    plan = planned(facts)
+    assert 3 * cost(plan.model).flops * plan.batch * plan.steps / 30e9 < 60 * minutes
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["model.width=100"], {"width": 100, "heads": 2, "stem": "conv_stem"}),
+        (["model.width=33"], {"width": 33, "heads": 1, "stem": "conv"}),
+        (["model.patch_size=3"], {"image_size": (6, 6), "stem": "conv"}),
+        (["model.patch_size=[2, 4]"], {"image_size": (8, 8), "stem": "conv"}),
+        (["model.patch_size=4"], {"image_size": (8, 8), "stem": "conv_stem"}),
+        (["model.stem=linear"], {"stem": "linear", "conv_stem": None}),
+    ],
+)
+def test_what_is_asked_for_is_built_around(changes: list[str], expected: dict[str, Any]) -> None:
+    plan = planned(DIGITS, *changes)
+    assert {name: getattr(plan.model, name) for name in expected} == expected
+    asked = {change.split("=")[0] for change in changes}
+    assert not asked & {choice.field for choice in plan.choices}
+
+
+def test_a_named_model_stays_what_it_is() -> None:
+    plan = planned(PHOTOS, "model.name=Ti/16", "model.image_size=64", "epochs=1")
+    assert choose(plan.recipe, PHOTOS, None).model == plan.model
+
+
+def test_muon_learns_faster() -> None:
+    adamw, muon = (planned(PHOTOS, f"optimizer.kind={kind}").rate for kind in ("adamw", "muon"))
+    assert muon == pytest.approx(2.5 * adamw)
+
+
+def test_few_photographs_get_a_shallow_model_and_a_gentle_rate() -> None:
+    few, many = planned(PHOTOS), planned(PHOTOS._replace(images=20_000))
+    assert (few.model.depth, many.model.depth) == (2, 4)
+    assert few.rate == many.rate / 2
+    assert planned(PHOTOS._replace(images=270)).recipe.epochs == 225
+
+
+def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
+    def rate(width: int) -> float:
+        model = ViT(planned(CIFAR, f"model.width={width}", "model.depth=1").model)
+        preprocess = Preprocess(size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+        return planned(CIFAR, start=Bundle(model, preprocess, TEN, {})).rate
+
+    assert (rate(64), rate(512)) == (1e-3, 1e-4)
+
+
+def test_looking_at_images() -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (5, 12, 20), dtype=np.uint8)
+    facts = describe_data(Arrays(grey, np.zeros(5, np.int64), ("a",)), "cuda")
+    assert facts == DataFacts(5, ("a",), 12, True, "cuda")
+    colours = np.random.default_rng(0).integers(0, 256, (5, 12, 20, 3), dtype=np.uint8)
+    assert not describe_data(Arrays(colours, np.zeros(5, np.int64), ("a",))).grey

@@ -1,0 +1,75 @@
+"""held_out.parquet: the answers that the verdict is made of, image by image."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from vitrail.data.batches import BadImage
+from vitrail.data.sources.source import Arrays
+from vitrail.errors import CheckpointError
+from vitrail.evaluation import Predictions, measure
+from vitrail.training.prediction_file import write_test_predictions
+from vitrail.training.train import train
+
+
+def source_of(classes: int, images: int) -> Arrays:
+    labels = np.arange(images) % classes
+    return Arrays(np.zeros((images, 2, 2), np.uint8), labels, tuple(f"class {i}" for i in range(classes)))
+
+
+@pytest.mark.parametrize("classes", [2, 7])
+def test_every_column_is_what_it_says(classes: int, tmp_path: Path) -> None:
+    rng, source = np.random.default_rng(0), source_of(classes, 40)
+    order = rng.permutation(40)[:37]  # three could not be read, and batches came as they liked
+    probabilities = rng.dirichlet(np.ones(classes), 37).astype(np.float32)
+    predictions = Predictions(probabilities, source.labels[order], order)
+    write_test_predictions(predictions, source, tmp_path / "held_out.parquet")
+
+    table = pq.read_table(tmp_path / "held_out.parquet")
+    rows = table.to_pylist()
+    assert [row["index"] for row in rows] == sorted(order.tolist())
+    by_index = dict(zip(order.tolist(), probabilities, strict=True))
+    for row in rows:
+        answer, label = by_index[row["index"]], int(source.labels[row["index"]])
+        ranked = sorted(range(classes), key=lambda number, answer=answer: -answer[number])[:5]
+        assert row["name"] == f"image {row['index']}"
+        assert (row["true"], row["predicted"]) == (f"class {label}", f"class {ranked[0]}")
+        assert row["correct"] == (label == ranked[0])
+        assert (row["confidence"], row["true_probability"]) == (answer[ranked[0]], answer[label])
+        assert row["log_loss"] == pytest.approx(-np.log(answer[label]), rel=1e-5)
+        assert row["top_classes"] == [f"class {number}" for number in ranked]
+        assert row["top_probabilities"] == [answer[number] for number in ranked]
+    assert json.loads(table.schema.metadata[b"classes"]) == list(source.classes)
+    assert measure(predictions, source).loss == pytest.approx(np.mean(table["log_loss"].to_numpy()))
+    compressed = pq.ParquetFile(tmp_path / "held_out.parquet").metadata.row_group(0).column(0).compression
+    assert (compressed, [path.name for path in tmp_path.iterdir()]) == ("ZSTD", ["held_out.parquet"])
+
+
+def test_it_agrees_with_the_verdict(tmp_path: Path) -> None:
+    changes = ["epochs=1", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]
+    run = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    table = pq.read_table(tmp_path / "run" / "held_out.parquet")
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (table.num_rows, table["correct"].to_numpy().mean()) == (verdict["images"], verdict["top1"])
+    assert table["log_loss"].to_numpy().mean() == pytest.approx(verdict["loss"])
+    first = verdict["worst"][0]
+    row = table.filter([index == first["index"] for index in table["index"].to_pylist()]).to_pylist()[0]
+    assert {name: row[name] for name in first} == first
+    assert {"curves.png", "tensorboard", "held_out.parquet"} <= {path.name for path in run.folder.iterdir()}
+    assert "vitrail[train]" not in (run.folder / "log.txt").read_text()
+
+
+def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    source = source_of(2, 4)
+    predictions = Predictions(
+        np.full((4, 2), 0.5, np.float32), source.labels, np.arange(4), (BadImage("image 5", "empty"),)
+    )
+    path = tmp_path / "held_out.parquet"
+    path.write_text("as it was")
+    (tmp_path / ".held_out.parquet.part").mkdir()
+    with pytest.raises(CheckpointError, match=r"held_out\.parquet could not be written"):
+        write_test_predictions(predictions, source, path)
+    assert path.read_text() == "as it was"
