@@ -433,7 +433,7 @@ KINDS: dict[str, Kind] = {
     **{
         f"report of {file}": Kind(make_run, f"run/{file}", _report, changes=True, slow=True)
         for file in (
-            "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "verdict.json", "check.json",
+            "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "result.json", "check.json",
             "held_out.parquet", "best/config.json", "best/model.safetensors",
         )
     },
@@ -441,7 +441,7 @@ KINDS: dict[str, Kind] = {
         f"run with {file}": Kind(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "log.txt", "state/*/state.json",
-            "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "verdict.json", "stamps.index",
+            "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "result.json", "stamps.index",
         )
     },
     **{

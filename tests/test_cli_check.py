@@ -89,7 +89,7 @@ def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
     done = run(data, "--json", "--workers", 0, "--images-per-second", 10, "--sheet", sheet, "--size", 64)
     assert (done.code, done.err) == (2, "")
     found = json.loads(done.out)
-    assert found["verdict"].startswith("21 images in 2 classes; 1 cannot be read")
+    assert found["summary"].startswith("21 images in 2 classes; 1 cannot be read")
     assert found["unreadable"][0]["label"] == "cat"
     assert found["sheet"] == str(sheet)
     assert found["speed"]["images_per_second"] > 0

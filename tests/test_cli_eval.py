@@ -95,11 +95,11 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     assert (found["part"], found["images"], found["top5"]) == ("all", 20, None)
     assert np.array(found["confusion"]).sum() == 20
     assert found["bad"][0]["name"].endswith("text.png")
-    assert "; 1 more could not be read; evaluated on all images; whether" in found["verdict"]
+    assert "; 1 more could not be read; evaluated on all images; whether" in found["summary"]
     assert found["warnings"] == [line.removeprefix("WARNING: ") for line in done.err.splitlines()]
     assert found["warnings"]
     text = run(bundle, data).out
-    assert text.startswith(found["verdict"] + ".\n")
+    assert text.startswith(found["summary"] + ".\n")
     assert "Images that could not be read" in text
 
 
@@ -299,7 +299,7 @@ def test_from_python_it_is_what_the_command_writes(run: Run, bundle: Path, data:
         assert json.loads(done.out) == json.loads(json.dumps(found.as_dict()))
         assert found.split == (split or "all")
         printed = run(bundle, data, *(() if split is None else ("--part", split))).out
-        assert printed.startswith(f"{found.verdict}.\n")
+        assert printed.startswith(f"{found.summary}.\n")
     opened = vitrail.evaluate(vitrail.load(bundle), str(data), workers=0)
     assert opened.as_dict() == vitrail.evaluate(bundle, data, workers=0).as_dict()
     assert opened.top1_interval.low <= opened.top1 <= opened.top1_interval.high
@@ -310,10 +310,10 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
     (bundle.parent / "split.json").write_text(json.dumps(parts.split))
     held_out = vitrail.evaluate(bundle, data, workers=0)
     assert (held_out.split, held_out.kind, held_out.images) == ("test", "held-out images", 4)
-    assert held_out.verdict.endswith("; evaluated on the test split; compared with the images of its run by name only")
+    assert held_out.summary.endswith("; evaluated on the test split; compared with the images of its run by name only")
     selecting = vitrail.evaluate(bundle, data, split="val", workers=0)
     assert (selecting.seen.selected_on, selecting.images) == (4, 4)
-    assert "; evaluated on the validation split; selected on these images" in selecting.verdict
+    assert "; evaluated on the validation split; selected on these images" in selecting.summary
 
 
 def test_from_python_what_cannot_be_evaluated(bundle: Path, data: Path) -> None:

@@ -168,7 +168,7 @@ def test_bad_images_are_listed_and_left_out(bundle: Bundle, workers: int) -> Non
     found = evaluate_bundle(bundle, Damaged(*damaged), device="cpu", workers=workers)
     assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in damaged]
     assert found.images == 200 - len(damaged)
-    assert found.verdict.endswith("; 66 more could not be read")
+    assert found.summary.endswith("; 66 more could not be read")
     assert not {mistake.index for mistake in found.worst} & set(damaged)
 
 
@@ -243,9 +243,9 @@ def source_of(count: int) -> Arrays:
     return Arrays(np.zeros((count, 2, 2), np.uint8), np.zeros(count, np.int64), ("cat", "dog"))
 
 
-def test_the_verdict() -> None:
+def test_the_summary() -> None:
     found = measure(predictions(354, 6), source_of(360))
-    assert found.verdict == (
+    assert found.summary == (
         "98.3% on 360 held-out images, 95% interval 96.4–99.2; always 'cat' gives 98.3%, chance 50.0%; "
         "weakest class dog"
     )
@@ -254,7 +254,7 @@ def test_the_verdict() -> None:
     assert found.top5 is None
     assert found.ece == pytest.approx(354 / 360 - 0.8)
     perfect = measure(predictions(1, 0), source_of(1), kind="images")
-    assert perfect.verdict == "100.0% on 1 image, 95% interval 20.7–100.0"
+    assert perfect.summary == "100.0% on 1 image, 95% interval 20.7–100.0"
     assert (perfect.weakest, perfect.worst) == (None, ())
 
 

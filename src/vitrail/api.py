@@ -96,23 +96,23 @@ def train(
     device: str = "auto",
     workers: int | None = None,
     quiet: bool = False,
-    verdict_on: Literal["test", "val"] = "test",
+    evaluate_on: Literal["test", "val"] = "test",
     **unknown: Never,
 ) -> Run:
     """Train a classifier on images, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
     "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
-    for `load`. `verdict_on="val"` leaves the test part alone while
-    settings are still being chosen; the same call without it gives the verdict later, and writes the report.
+    for `load`. `evaluate_on="val"` leaves the test part alone while
+    settings are still being chosen; the same call without it gives the result later, and writes the report.
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
     run = train_run(
         data, recipe=recipe, changes=changes, start=start, overrides=overrides, keys=keys, folder=folder, device=device,
-        workers=workers, quiet=quiet, verdict_on=verdict_on,
+        workers=workers, quiet=quiet, evaluate_on=evaluate_on,
     )  # fmt: skip
-    if verdict_on != "test" or os.environ.get("RANK", "0") != "0":  # torchrun has started others that do not report
+    if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # torchrun has started others that do not report
         return run
     path, said = report_of_finished(run.folder)
     if not quiet:
@@ -134,7 +134,7 @@ def evaluate(
     """Evaluate a model on labelled images: what `vitrail eval` prints, as the same kind of object as `Run.metrics`.
 
     By default the images are the test split that the data names, else its validation split; of a model of `train`, the
-    split that its run held out; else all of them. `verdict` says which, and whether the model has met them before.
+    split that its run held out; else all of them. `result` says which, and whether the model has met them before.
     `by_number` matches classes by their order, whatever they are called. Images that cannot be read are in `bad`.
     """
     autocast(choose_device(device), precision)  # refuses a wrong one before anything is read

@@ -141,7 +141,7 @@ class Evaluation:
         return most_confused(self.confusion, most)
 
     @property
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """The result in one sentence."""
         noun = self.kind if self.images != 1 else self.kind.removesuffix("s")
         low, high = self.top1_interval
@@ -169,7 +169,7 @@ class Evaluation:
         base = self.baselines
         return {
             **({} if self.split is None else {"part": self.split, **self.seen._asdict()}),
-            "verdict": self.verdict,
+            "summary": self.summary,
             "images": self.images,
             "kind": self.kind,
             "classes": list(self.classes),

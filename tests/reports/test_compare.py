@@ -26,8 +26,8 @@ def page(run: Path, other_run: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_both_numbers_are_there_with_their_names(page: Page, run: Path, other_run: Path) -> None:
     for folder in (run, other_run):
-        verdict = json.loads((folder / "verdict.json").read_text())
-        assert share(verdict["top1"]) in page.sections["result"]
+        result = json.loads((folder / "result.json").read_text())
+        assert share(result["top1"]) in page.sections["result"]
         assert folder.name in page.sections["result"]
 
 
@@ -76,9 +76,9 @@ def test_runs_on_different_data_are_shown_side_by_side_and_neither_is_better(
     place = table.schema.get_field_index("digest")
     other = pa.array([f"{number:016x}" for number in range(table.num_rows)])
     pq.write_table(table.set_column(place, "digest", other), copy / "held_out.parquet")
-    verdict = json.loads((copy / "verdict.json").read_text())
-    verdict |= {"top1": 1.0, "top1_interval": [0.98, 1.0]}
-    (copy / "verdict.json").write_text(json.dumps(verdict))
+    result = json.loads((copy / "result.json").read_text())
+    result |= {"top1": 1.0, "top1_interval": [0.98, 1.0]}
+    (copy / "result.json").write_text(json.dumps(result))
     page = Page(report(run, copy, tmp_path / "both.html"))
     head = page.sections[""]
     assert "Different data: A " in head
@@ -90,7 +90,7 @@ def test_runs_on_different_data_are_shown_side_by_side_and_neither_is_better(
     assert not [cell for cell in page.all("span") if cell.get("class") in ("up", "down")]
     assert "where the images are the same" in page.sections["classes"]
     for folder in (run, copy):
-        assert share(json.loads((folder / "verdict.json").read_text())["top1"]) in page.sections["result"]
+        assert share(json.loads((folder / "result.json").read_text())["top1"]) in page.sections["result"]
 
 
 def test_the_same_data_in_another_place_is_the_same(run: Path, copy: Path) -> None:
@@ -118,10 +118,10 @@ def test_what_is_missing_in_either_is_said(run: Path, copy: Path, tmp_path: Path
     assert "has no held_out.parquet" in Page(report(run, copy, tmp_path / "a.html")).sections["pairs"]
     (copy / "held_out.parquet").write_bytes(b"PAR1 no")
     assert "cannot be read" in Page(report(run, copy, tmp_path / "a.html")).sections["pairs"]
-    (copy / "verdict.json").unlink()
+    (copy / "result.json").unlink()
     page = Page(report(copy, run, tmp_path / "a.html"))
-    assert "Not both runs have a verdict yet" in page.sections[""]
-    shutil.copy(run / "verdict.json", copy / "verdict.json")
+    assert "Not both runs have a result yet" in page.sections[""]
+    shutil.copy(run / "result.json", copy / "result.json")
 
 
 def test_a_run_is_as_good_as_itself(run: Path, tmp_path: Path) -> None:

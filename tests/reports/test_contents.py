@@ -30,13 +30,13 @@ def section(page: Page, name: str) -> str:
 
 
 def judged(folder: Path, confidences: list[float]) -> Page:
-    """Write a verdict in which every image is mistaken, with these confidences, and return its report."""
+    """Write a result in which every image is mistaken, with these confidences, and return its report."""
     labels = np.zeros(len(confidences), np.int64)
     right = np.array(confidences, np.float32)
     probabilities = np.stack([(1 - right) / 9] * 5 + [right] + [(1 - right) / 9] * 4, axis=1)
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple("abcdefghij"))
     measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
-    (folder / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    (folder / "result.json").write_text(json.dumps(measured.as_dict()))
     return Page(report(folder))
 
 
@@ -66,7 +66,7 @@ def test_low_recall_is_not_called_easy(bare: Path) -> None:
     probabilities[0] = np.eye(6)[0] * 0.9 + 0.01
     source = Arrays(np.zeros((90, 2, 2), np.uint8), labels, ("King", "Queen", "Rook", "Bishop", "Knight", "Pawn"))
     measured = measure(Predictions(probabilities, labels, np.arange(90)), source)
-    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     html = section(Page(report(bare)), "classes")
     assert 'aria-label="Highest recall"' in html
     assert re.search(r"<desc>King: 6\.\d+%</desc>", html)
@@ -74,10 +74,10 @@ def test_low_recall_is_not_called_easy(bare: Path) -> None:
 
 
 def test_the_name_of_a_file_is_shown_from_its_beginning(bare: Path) -> None:
-    verdict = json.loads((bare / "verdict.json").read_text())
+    result = json.loads((bare / "result.json").read_text())
     long = f"/a/very/long/way/to/{'folders/' * 8}cat/IMG_1118_of_the_morning.JPG"
-    verdict["worst"][0]["name"] = long
-    (bare / "verdict.json").write_text(json.dumps(verdict))
+    result["worst"][0]["name"] = long
+    (bare / "result.json").write_text(json.dumps(result))
     html = section(Page(report(bare)), "mistakes")
     shown = re.search(f'title="{long}">(.*?)</p>', html)
     assert shown is not None, "all of it is there to be pointed at"
@@ -109,11 +109,11 @@ def test_a_mistake_is_shown_as_it_is_stored_and_not_only_as_the_model_saw_it(tmp
     test = open_data(tmp_path / "photos", record=json.loads((run.folder / "split.json").read_text())).test
     assert test is not None
     true = int(test.labels[0])
-    verdict = json.loads((run.folder / "verdict.json").read_text())
-    verdict["worst"] = [
+    result = json.loads((run.folder / "result.json").read_text())
+    result["worst"] = [
         {"index": 0, "name": test.name(0), "true": str(true), "predicted": str(1 - true), "confidence": 0.9}
     ]
-    (run.folder / "verdict.json").write_text(json.dumps(verdict))
+    (run.folder / "result.json").write_text(json.dumps(result))
     html = section(Page(report(run.folder)), "mistakes")
     sources = re.findall(r'<div class="whole"><img src="data:image/jpeg;base64,([^"]+)"', html)
     assert sources

@@ -90,15 +90,15 @@ def test_only_our_own_script_and_style_may_run(page: Page) -> None:
 
 
 def test_baselines_are_named_and_what_a_result_lacks_is_at_the_top(page: Page, run: Path) -> None:
-    verdict = json.loads((run / "verdict.json").read_text())
-    assert verdict["warnings"], "the classes of this run are hard to tell apart"
-    for text in verdict["warnings"]:
+    result = json.loads((run / "result.json").read_text())
+    assert result["warnings"], "the classes of this run are hard to tell apart"
+    for text in result["warnings"]:
         assert text[1:] in page.sections[""]
-    assert f"gives {share(verdict['baselines']['majority'])}, chance 33.3%." in page.sections[""]
+    assert f"gives {share(result['baselines']['majority'])}, chance 33.3%." in page.sections[""]
     assert "chance 33.3%" in page.sections["result"]
     log = (run / "log.txt").read_text()
-    assert f"WARNING: {verdict['warnings'][0]}\n" in log
-    assert f"always {verdict['baselines']['majority_class']!r} gives " in log.splitlines()[-1]
+    assert f"WARNING: {result['warnings'][0]}\n" in log
+    assert f"always {result['baselines']['majority_class']!r} gives " in log.splitlines()[-1]
 
 
 def test_names_are_text(page: Page) -> None:
@@ -133,11 +133,11 @@ def _marked_names(table: dict[str, object]) -> dict[str, object]:
 
 def test_no_text_of_a_run_is_markup(copy: Path, tmp_path: Path) -> None:
     other = shutil.copytree(copy, tmp_path / f"other{MARKUP.replace('/', '')}")
-    for file in ("verdict.json", "check.json", "origin.json"):
+    for file in ("result.json", "check.json", "origin.json"):
         (copy / file).write_text(json.dumps(marked(json.loads((copy / file).read_text()))))
     check = json.loads((copy / "check.json").read_text())
     finding = {"text": MARKUP, "advice": MARKUP, "details": [MARKUP] * 9}
-    (copy / "check.json").write_text(json.dumps({**check, "findings": [finding], "verdict": MARKUP}))
+    (copy / "check.json").write_text(json.dumps({**check, "findings": [finding], "result": MARKUP}))
     config = json.loads((copy / "best" / "config.json").read_text())
     config["vitrail"]["provenance"] |= {"source": MARKUP, "written_by": MARKUP}
     (copy / "best" / "config.json").write_text(json.dumps(config))
@@ -154,12 +154,12 @@ def test_no_text_of_a_run_is_markup(copy: Path, tmp_path: Path) -> None:
 
 
 def test_the_head_says_how_good_the_model_is(page: Page, run: Path) -> None:
-    verdict = json.loads((run / "verdict.json").read_text())
-    low, high = verdict["top1_interval"]
+    result = json.loads((run / "result.json").read_text())
+    low, high = result["top1_interval"]
     text = " ".join(page.sections[""].split())
-    assert f"Right on {share(verdict['top1'])} of {verdict['images']} held-out images" in text
+    assert f"Right on {share(result['top1'])} of {result['images']} held-out images" in text
     assert f"between {share(low)} and {share(high)}" in text
-    assert f"95% interval {span(tuple(verdict['macro_f1_interval']))}" in page.sections["result"]
+    assert f"95% interval {span(tuple(result['macro_f1_interval']))}" in page.sections["result"]
 
 
 def test_each_part_is_there(page: Page, run: Path) -> None:
@@ -180,7 +180,7 @@ def test_each_part_is_there(page: Page, run: Path) -> None:
 
 
 def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
-    worst = json.loads((run / "verdict.json").read_text())["worst"][:12]
+    worst = json.loads((run / "result.json").read_text())["worst"][:12]
     assert worst, "the images are meant to be hard"
     saw = [image["alt"] or "" for image in page.all("img")]
     assert sum(alt.endswith("as the model saw it") for alt in saw) == len(worst)
@@ -200,7 +200,7 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
             "best/model.safetensors": ("inside", "The best model cannot be opened"),
         },
         {"origin.json": ("inside", "does not say where it is")},
-        {"verdict.json": ("", "Not finished: step 16")},
+        {"result.json": ("", "Not finished: step 16")},
     ],
     ids=lambda said: "+".join(said),
 )
@@ -210,27 +210,27 @@ def test_what_is_missing_is_said_in_its_place(copy: Path, said: dict[str, tuple[
     page = Page(report(copy))
     for section, words in said.values():
         assert words in " ".join(page.sections[section].split())
-    if "verdict.json" in said:
+    if "result.json" in said:
         assert "So far the best on the val part" in page.sections["result"]
         assert "nothing has been measured on held-out images yet" in page.sections["confusion"]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"verdict": "from another version"}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"result": "from another version"}'])
 def test_damaged_files_are_said_too(bare: Path, content: str) -> None:
-    for file in ("verdict.json", "check.json"):
+    for file in ("result.json", "check.json"):
         (bare / file).write_text(content)
     page = Page(report(bare))
-    assert "verdict.json " in page.sections["result"]
+    assert "result.json " in page.sections["result"]
     assert "check.json " in page.sections["data"]
 
 
 @pytest.mark.parametrize(
     "change", [{"images": 0}, {"confusion": [[1]]}, {"per_class": []}, {"classes": ["a", "b"]}], ids=str
 )
-def test_a_verdict_whose_parts_do_not_fit_is_said_too(bare: Path, change: dict[str, object]) -> None:
-    verdict = json.loads((bare / "verdict.json").read_text())
-    (bare / "verdict.json").write_text(json.dumps({**verdict, **change}))
-    assert "is not as this version of vitrail writes it" in read_run(bare).why_no_verdict
+def test_a_result_whose_parts_do_not_fit_is_said_too(bare: Path, change: dict[str, object]) -> None:
+    result = json.loads((bare / "result.json").read_text())
+    (bare / "result.json").write_text(json.dumps({**result, **change}))
+    assert "is not as this version of vitrail writes it" in read_run(bare).why_no_result
 
 
 def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> None:
@@ -240,17 +240,17 @@ def test_data_that_is_gone_or_changed_is_said(copy: Path, tmp_path: Path) -> Non
     assert "The images cannot be shown" in gone.sections["mistakes"]
     assert "taken for" in gone.sections["mistakes"], "what is known of the mistakes is still told"
     (copy / "origin.json").write_text(json.dumps(origin))
-    verdict = json.loads((copy / "verdict.json").read_text())
-    verdict["worst"][0]["name"] = "somewhere/else.png"
-    (copy / "verdict.json").write_text(json.dumps(verdict))
+    result = json.loads((copy / "result.json").read_text())
+    result["worst"][0]["name"] = "somewhere/else.png"
+    (copy / "result.json").write_text(json.dumps(result))
     assert "another image is in its place" in Page(report(copy)).sections["mistakes"]
 
 
 def test_a_number_that_is_softer_than_it_looks_comes_with_a_warning(bare: Path) -> None:
-    split, verdict = (json.loads((bare / file).read_text()) for file in ("split.json", "verdict.json"))
+    split, result = (json.loads((bare / file).read_text()) for file in ("split.json", "result.json"))
     (bare / "split.json").write_text(json.dumps({**split, "counts": {**split["counts"], "test": {}}}))
     assert "selected on these same images" in Page(report(bare)).sections[""]
-    (bare / "verdict.json").write_text(json.dumps({**verdict, "kind": "training images"}))
+    (bare / "result.json").write_text(json.dumps({**result, "kind": "training images"}))
     assert "No image was held out" in Page(report(bare)).sections[""]
 
 
@@ -288,7 +288,7 @@ def test_two_hundred_classes_stay_readable(bare: Path) -> None:
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     source = Arrays(np.zeros((2000, 2, 2), np.uint8), labels, names)
     measured = measure(Predictions(probabilities, labels, np.arange(2000)), source)
-    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     page = Page(report(bare))
     assert len(page.html) < 2_000_000
     assert "Classes go by their numbers in the table above" in page.sections["confusion"]
@@ -297,12 +297,12 @@ def test_two_hundred_classes_stay_readable(bare: Path) -> None:
 
 
 def test_a_name_from_right_to_left_turns_nothing_around(bare: Path) -> None:
-    text = (bare / "verdict.json").read_text(encoding="utf-8")
+    text = (bare / "result.json").read_text(encoding="utf-8")
     for place, name in enumerate(CLASSES):
         text = text.replace(json.dumps(name), f'"שלום {place}"')
-    verdict = json.loads(text)
-    verdict["worst"][0]["name"] = "photos/שלום/5.png"
-    (bare / "verdict.json").write_text(json.dumps(verdict), encoding="utf-8")
+    result = json.loads(text)
+    result["worst"][0]["name"] = "photos/שלום/5.png"
+    (bare / "result.json").write_text(json.dumps(result), encoding="utf-8")
     html = Page(report(bare)).html
     assert re.search('<bdi>שלום .</bdi> <span class="quiet">×', html), "the count stands behind the name"
     assert "<bdi>photos</bdi>/<bdi>שלום</bdi>/<bdi>5.png</bdi>" in html
@@ -317,7 +317,7 @@ def test_a_class_has_its_own_interval_and_what_it_is_taken_for(bare: Path) -> No
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, ("a", "b", "c"))
     probabilities = np.eye(3, dtype=np.float32)[answers] * 0.7 + 0.1
     measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
-    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     html = Page(report(bare)).html.partition('<section id="classes"')[2].partition("</section>")[0]
     rows = [re.sub("<[^>]+>", " ", row).split() for row in re.findall("<tr>(.*?)</tr>", html)[1:]]
     ends = [span(wilson_interval(right, count)) for right, count in ((20, 30), (10, 10), (3, 5))]
@@ -336,7 +336,7 @@ def test_a_class_that_is_never_recognised_is_not_among_those_of_highest_recall(b
     probabilities[:, 0] = 0.9
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple(f"class {n}" for n in range(classes)))
     measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
-    (bare / "verdict.json").write_text(json.dumps(measured.as_dict()))
+    (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     page = Page(report(bare))
     assert "asiest" not in page.html
     highest = page.html.partition('aria-label="Highest recall"')[2].partition("</svg>")[0]
@@ -345,10 +345,10 @@ def test_a_class_that_is_never_recognised_is_not_among_those_of_highest_recall(b
 
 
 def test_few_images_do_not_tell_whether_a_model_is_too_sure(bare: Path) -> None:
-    verdict = json.loads((bare / "verdict.json").read_text())
-    sure = sum(row["images"] * (row["confidence"] or 0) for row in verdict["reliability"]) / verdict["images"]
-    verdict["top1"], verdict["top1_interval"] = sure - 0.05, (sure - 0.1, sure + 0.1)
-    (bare / "verdict.json").write_text(json.dumps(verdict))
+    result = json.loads((bare / "result.json").read_text())
+    sure = sum(row["images"] * (row["confidence"] or 0) for row in result["reliability"]) / result["images"]
+    result["top1"], result["top1_interval"] = sure - 0.05, (sure - 0.1, sure + 0.1)
+    (bare / "result.json").write_text(json.dumps(result))
     assert "as sure as it may be" in Page(report(bare)).sections["calibration"]
 
 
@@ -406,11 +406,11 @@ def test_the_command_says_where_the_report_is(bare: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("file", "content", "lacks"),
     [
-        ("verdict.json", "{", "verdict.json is not JSON"),
+        ("result.json", "{", "result.json is not JSON"),
         (
-            "verdict.json",
-            '{"verdict": "from another version"}',
-            "verdict.json is not as this version of vitrail writes",
+            "result.json",
+            '{"result": "from another version"}',
+            "result.json is not as this version of vitrail writes",
         ),
         ("check.json", "[]", "check.json is not a JSON object"),
         ("split.json", '{"names": ', "split.json is not JSON"),
@@ -507,7 +507,7 @@ def test_whatever_a_report_meets_it_is_a_sentence(copy: Path) -> None:
     assert said.startswith("there is no report, because")
 
 
-def test_a_candidate_that_lost_says_why_it_has_no_verdict(copy: Path) -> None:
-    (copy / "verdict.json").unlink()
+def test_a_candidate_that_lost_says_why_it_has_no_summary(copy: Path) -> None:
+    (copy / "result.json").unlink()
     (copy / "candidate.json").write_text("{}")
-    assert "candidate of a sweep" in read_run(copy).why_no_verdict
+    assert "candidate of a sweep" in read_run(copy).why_no_result

@@ -264,7 +264,7 @@ def test_two_models_are_compared(seen: Visit) -> None:
     seen.settle()
     assert len(answers(seen, 0)) == len(answers(seen, 1)) == 5
     seen.until("other=finer")
-    assert re.search("Both say|birds says", seen.page.locator("#verdict").inner_text())
+    assert re.search("Both say|birds says", seen.page.locator("#result").inner_text())
     first, second = seen.pixels(0), seen.pixels(1)
     seen.over(3, 0, GRID)
     assert seen.pixels(0) != first

@@ -84,8 +84,8 @@ def test_a_run_says_it_once_before_it_trains(photos: Path, tmp_path: Path) -> No
     lines = (run.folder / "log.txt").read_text().splitlines()
     places = [place for place, line in enumerate(lines) if line.startswith("WARNING: few photographs")]
     assert len(places) == 1
-    assert "; always 'cat' gives 50.0%, chance 50.0%; " in run.verdict
-    assert "; evaluated on the validation split; selected on these images; " in run.verdict
+    assert "; always 'cat' gives 50.0%, chance 50.0%; " in run.summary
+    assert "; evaluated on the validation split; selected on these images; " in run.summary
     assert [f"WARNING: {text}" for text in run.metrics.warnings] == [
         line for line in lines[places[0] + 2 :] if line.startswith("WARNING: ")
     ]

@@ -126,7 +126,7 @@ def test_quiet_is_quiet_and_still_logs(tmp_path: Path, capfd: pytest.CaptureFixt
         screen.choices(CHOICES)
         screen.step(row(1))
         screen.note("a [red]note")
-        screen.verdict("good")
+        screen.result("good")
     assert capfd.readouterr() == ("", "")
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert log == [*choices_lines(CHOICES), "a [red]note", "good"]

@@ -93,15 +93,15 @@ def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
 def test_best_that_is_lost_is_replaced_and_said(still: Path, tmp_path: Path) -> None:
     shutil.copytree(still, tmp_path, dirs_exist_ok=True)
     lost, last = state(tmp_path)["best_step"], state(tmp_path)["step"]
-    verdict = tmp_path / "run" / "verdict.json"
-    verdict.write_text("{}", encoding="utf-8")
+    result = tmp_path / "run" / "result.json"
+    result.write_text("{}", encoding="utf-8")
     flip(tmp_path / "run" / "best" / "model.safetensors")
     run = train_still(tmp_path)
     assert f"the best weights, those of step {lost}, are lost, and the" in log(tmp_path)
     assert f"weights of step {last} take their place" in log(tmp_path)
     assert state(tmp_path)["best_step"] == last
     assert run.bundle.provenance["trained"]["step"] == last
-    assert json.loads(verdict.read_text(encoding="utf-8"))["top1"] == run.metrics.top1
+    assert json.loads(result.read_text(encoding="utf-8"))["top1"] == run.metrics.top1
     said = log(tmp_path).count("are lost")
     train_still(tmp_path)
     assert log(tmp_path).count("are lost") == said

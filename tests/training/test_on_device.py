@@ -29,16 +29,16 @@ def test_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_the_val_part_is_measured_as_from_files(tmp_path: Path) -> None:
-    """Three times, the first from files; the verdict is about other images."""
-    rows, verdicts = [], []
+    """Three times, the first from files; the result is about other images."""
+    rows, results = [], []
     for answer in ("false", "true"):
         weights(tmp_path / answer, f"data.on_device={answer}", "evaluations=3", "steps=9")
         found = [row for row in MetricsFile.read(tmp_path / answer) if "val_loss" in row]
         rows.append([(row["step"], row["val_top1"], row["val_loss"]) for row in found])
-        verdicts.append(json.loads((tmp_path / answer / "verdict.json").read_text()))
+        results.append(json.loads((tmp_path / answer / "result.json").read_text()))
     assert len(rows[0]) == 3
-    assert verdicts[0]["loss"] not in [row[2] for row in rows[0]]
-    assert verdicts[0] == verdicts[1]
+    assert results[0]["loss"] not in [row[2] for row in rows[0]]
+    assert results[0] == results[1]
     assert rows[0] == rows[1]
 
 

@@ -1,4 +1,4 @@
-"""held_out.parquet: the answers that the verdict is made of, image by image."""
+"""held_out.parquet: the answers that the result is made of, image by image."""
 
 import json
 from pathlib import Path
@@ -48,14 +48,14 @@ def test_every_column_is_what_it_says(classes: int, tmp_path: Path) -> None:
     assert (compressed, [path.name for path in tmp_path.iterdir()]) == ("ZSTD", ["held_out.parquet"])
 
 
-def test_it_agrees_with_the_verdict(tmp_path: Path) -> None:
+def test_it_agrees_with_the_summary(tmp_path: Path) -> None:
     changes = ["epochs=1", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]
     run = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     table = pq.read_table(tmp_path / "run" / "held_out.parquet")
-    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
-    assert (table.num_rows, table["correct"].to_numpy().mean()) == (verdict["images"], verdict["top1"])
-    assert table["log_loss"].to_numpy().mean() == pytest.approx(verdict["loss"])
-    first = verdict["worst"][0]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (table.num_rows, table["correct"].to_numpy().mean()) == (result["images"], result["top1"])
+    assert table["log_loss"].to_numpy().mean() == pytest.approx(result["loss"])
+    first = result["worst"][0]
     row = table.filter([index == first["index"] for index in table["index"].to_pylist()]).to_pylist()[0]
     assert {name: row[name] for name in first} == first
     assert {"curves.png", "tensorboard", "held_out.parquet"} <= {path.name for path in run.folder.iterdir()}

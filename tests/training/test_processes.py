@@ -103,7 +103,7 @@ def test_two_processes_learn_as_one(by_one: Path, tmp_path: Path) -> None:
     assert len(one) == len(two) == 200
     np.testing.assert_allclose(two, one, atol=1e-4, rtol=0)
     assert done.stdout.count("held-out images") == 1  # one process prints
-    first, second = (json.loads((folder / "verdict.json").read_text()) for folder in (by_one, tmp_path / "two"))
+    first, second = (json.loads((folder / "result.json").read_text()) for folder in (by_one, tmp_path / "two"))
     assert first["images"] == second["images"]
     assert first["top1"] == second["top1"]
     assert first["loss"] == pytest.approx(second["loss"], abs=1e-4)

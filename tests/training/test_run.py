@@ -176,7 +176,7 @@ def test_a_damaged_state_falls_back(straight: Path, tmp_path: Path) -> None:
     assert same(weights(folder), weights(straight))
 
 
-def test_a_bad_image_is_named_in_the_verdict(tmp_path: Path) -> None:
+def test_a_bad_image_is_named_in_the_summary(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for label in ("cat", "dog"):
         (tmp_path / "data" / label).mkdir(parents=True)
@@ -187,7 +187,7 @@ def test_a_bad_image_is_named_in_the_verdict(tmp_path: Path) -> None:
     Path(shown.name(3)).write_text("no image")
     changes = ["epochs=2", "batch=8", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1"]
     done = train(tmp_path / "data", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
-    assert f"left out of training: {shown.name(3)}" in done.verdict
+    assert f"left out of training: {shown.name(3)}" in done.summary
     assert (
         f"{shown.name(3)} cannot be read and was left out: it is not an image"
         in (tmp_path / "run" / "log.txt").read_text()
@@ -397,7 +397,7 @@ def test_the_journal_the_average_and_the_best_model_agree(straight: Path) -> Non
         assert torch.equal(tensor, state[f"average/{name}"].to(tensor.dtype)), name
     assert any(not torch.equal(state[f"average/{name}"], state[f"model/{name}"]) for name in best.model.state_dict())
     parts = open_data("digits", val=recipe.data.val, test=recipe.data.test)
-    assert json.loads((straight / "verdict.json").read_text())["images"] == len(parts.test) != len(parts.val)
+    assert json.loads((straight / "result.json").read_text())["images"] == len(parts.test) != len(parts.val)
 
 
 def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:

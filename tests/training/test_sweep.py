@@ -77,10 +77,10 @@ def test_the_val_part_chooses(straight: Sweep) -> None:
     assert record(straight.folder)["best"] == "lr=0.1"
 
 
-def test_only_the_chosen_run_has_a_verdict(straight: Sweep) -> None:
-    assert [c.folder.name for c in straight.candidates if (c.folder / "verdict.json").exists()] == ["lr=0.1"]
-    assert json.loads((straight.best.folder / "verdict.json").read_text())["images"] == 359
-    assert "selected on these images" not in straight.best.verdict
+def test_only_the_chosen_run_has_a_summary(straight: Sweep) -> None:
+    assert [c.folder.name for c in straight.candidates if (c.folder / "result.json").exists()] == ["lr=0.1"]
+    assert json.loads((straight.best.folder / "result.json").read_text())["images"] == 359
+    assert "selected on these images" not in straight.best.summary
 
 
 def test_equal_accuracy_is_decided_by_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +166,7 @@ def test_every_candidate_starts_from_the_same_model(tmp_path: Path) -> None:
 
 
 def test_the_test_part_is_not_read_by_what_is_not_chosen(tmp_path: Path) -> None:
-    """Its images cannot be read at all, and only the verdict minds."""
+    """Its images cannot be read at all, and only the result minds."""
     rng = np.random.default_rng(0)
     for part in ("train", "val", "test"):
         for label in ("cat", "dog"):

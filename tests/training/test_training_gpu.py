@@ -129,4 +129,4 @@ def test_a_run(compiled: str, on_device: str, tmp_path: Path) -> None:
     rows = [row for row in MetricsFile.read(tmp_path / "run") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 41))
     assert sum(row["loss"] for row in rows[-5:]) < sum(row["loss"] for row in rows[:5])
-    assert (tmp_path / "run" / "verdict.json").exists()
+    assert (tmp_path / "run" / "result.json").exists()

@@ -99,7 +99,7 @@ def _check_target(sheet: Path) -> None:
 
 
 def _print_report(report: "Report") -> None:
-    _print_wrapped(report.verdict + ".")
+    _print_wrapped(report.summary + ".")
     if report.findings:
         _heading("Findings")
     for finding in report.findings:

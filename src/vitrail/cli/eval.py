@@ -73,7 +73,7 @@ def eval(
 def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
     from vitrail.evaluation import percent
 
-    echo(f"{found.verdict}.")
+    echo(f"{found.summary}.")
     echo("")
     loss, base = found.loss_interval, found.baselines
     rows = [

@@ -80,7 +80,7 @@ def train(
         raise typer.Exit(128 + stopped.number) from None
     if is_main and not _shown_together():  # else it was shown a moment ago
         echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
-        echo(done.verdict)
+        echo(done.summary)
     if is_main:
         _report(done.folder)
 

@@ -9,7 +9,7 @@ from vitrail.metrics.classification import most_confused
 from vitrail.metrics.intervals import wilson_interval
 from vitrail.reports.formatting import many, share, span
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, table
-from vitrail.reports.run_record import Record, Verdict
+from vitrail.reports.run_record import Record, RunResult
 
 EXTREMES = 8
 """How many of the classes with the lowest and the highest recall are shown."""
@@ -23,20 +23,20 @@ SMALL = 12
 def classes(run: Record) -> Section:
     """Return the classes with the lowest and the highest recall, and the table of all."""
     title = "Class by class"
-    if run.verdict is None:
-        return Section("classes", "Classes", title, absent(run.why_no_verdict))
-    verdict = run.verdict
-    shown = verdict.weakest_first
+    if run.result is None:
+        return Section("classes", "Classes", title, absent(run.why_no_result))
+    result = run.result
+    shown = result.weakest_first
     few = paragraph(
         "Recall is the share of a class's images that are recognised; precision, the share of the answers naming it "
         "that are right. Intervals are of 95%: a class with few images may be far from its number."
     )
-    bars = _extremes(verdict) if len(shown) > 3 else ""
-    return Section("classes", "Classes", title, few + bars + _table(verdict))
+    bars = _extremes(result) if len(shown) > 3 else ""
+    return Section("classes", "Classes", title, few + bars + _table(result))
 
 
-def _extremes(verdict: Verdict) -> str:
-    order = verdict.weakest_first
+def _extremes(result: RunResult) -> str:
+    order = result.weakest_first
     most = min(EXTREMES, len(order) // 2)
     lowest = [row for row in order[:most] if row.recall != 1]
     highest = [row for row in order[::-1][:most] if row.recall]
@@ -55,8 +55,8 @@ def _extremes(verdict: Verdict) -> str:
     return f'<div class="pair">{"".join(map(chart, drawn))}</div>'
 
 
-def _table(verdict: Verdict) -> str:
-    counted = len(verdict.classes) > NAMED  # then the matrix names classes by their numbers
+def _table(result: RunResult) -> str:
+    counted = len(result.classes) > NAMED  # then the matrix names classes by their numbers
     columns = [
         Column("Class"),
         *([COUNTED] if counted else []),
@@ -67,8 +67,8 @@ def _table(verdict: Verdict) -> str:
         Column("F1", number=True),
         Column("Most often taken for"),
     ]
-    matrix, rows = np.array(verdict.confusion, np.int64), []
-    for place, row in enumerate(verdict.per_class):
+    matrix, rows = np.array(result.confusion, np.int64), []
+    for place, row in enumerate(result.per_class):
         interval = _recall_interval(matrix, place)
         rows.append(
             [
@@ -79,7 +79,7 @@ def _table(verdict: Verdict) -> str:
                 Cell("–", "") if interval is None else Cell(span(interval), interval[0]),
                 _share_cell(row.precision),
                 _share_cell(row.f1),
-                Cell(_taken_for(verdict, matrix, place)),
+                Cell(_taken_for(result, matrix, place)),
             ]
         )
     return table(columns, rows, caption="Every class")
@@ -94,26 +94,26 @@ def _recall_interval(matrix: NDArray[np.int64], place: int) -> tuple[float, floa
     return wilson_interval(int(matrix[place, place]), count) if count else None
 
 
-def _taken_for(verdict: Verdict, matrix: NDArray[np.int64], place: int) -> str:
+def _taken_for(result: RunResult, matrix: NDArray[np.int64], place: int) -> str:
     others = matrix[place].copy()
     others[place] = 0
     if not others.any():
         return '<span class="quiet">–</span>'
     other = int(others.argmax())
-    return f'{name(verdict.classes[other])} <span class="quiet">×{others[other]:,}</span>'
+    return f'{name(result.classes[other])} <span class="quiet">×{others[other]:,}</span>'
 
 
 def confusion(run: Record) -> Section:
     """Return the confusion matrix, and the most frequent confusions as a list."""
     title = "What is taken for what"
-    if run.verdict is None:
-        return Section("confusion", "Confusions", title, absent(run.why_no_verdict))
-    verdict = run.verdict
-    matrix = np.array(verdict.confusion, np.int64)
+    if run.result is None:
+        return Section("confusion", "Confusions", title, absent(run.why_no_result))
+    result = run.result
+    matrix = np.array(result.confusion, np.int64)
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
-    count = len(verdict.classes)
+    count = len(result.classes)
     drawn = heat_map(
-        shares.tolist(), rows=verdict.classes, columns=verdict.classes, counts=matrix.tolist(),
+        shares.tolist(), rows=result.classes, columns=result.classes, counts=matrix.tolist(),
         title="Confusion matrix", x_label="taken for", y_label="class", standalone=False,
         width=WIDTH + 40 if count <= SMALL else 1050,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def confusion(run: Record) -> Section:
     )
     caption += "The numbers count images." if count <= WRITTEN else "Point at a mistake for its numbers."
     caption += "" if count <= NAMED else " Classes go by their numbers in the table above."
-    pairs = _pairs(verdict, matrix)
+    pairs = _pairs(result, matrix)
     if count <= SMALL:
         return Section(
             "confusion", "Confusions", title, f'<div class="pair">{chart(drawn, caption)}<div>{pairs}</div></div>'
@@ -131,14 +131,14 @@ def confusion(run: Record) -> Section:
     return Section("confusion", "Confusions", title, chart(drawn, caption, wide=True) + pairs)
 
 
-def _pairs(verdict: Verdict, matrix: NDArray[np.int64]) -> str:
+def _pairs(result: RunResult, matrix: NDArray[np.int64]) -> str:
     found = most_confused(matrix, PAIRS)
     if not found:
         return paragraph("No image was taken for another class.")
     rows = [
         [
-            Cell(name(verdict.classes[one.true])),
-            Cell(name(verdict.classes[one.predicted])),
+            Cell(name(result.classes[one.true])),
+            Cell(name(result.classes[one.predicted])),
             Cell(f"{one.images:,}", one.images),
             _share_cell(one.images / int(matrix[one.true].sum())),
         ]
@@ -156,14 +156,14 @@ def _pairs(verdict: Verdict, matrix: NDArray[np.int64]) -> str:
 def calibration(run: Record) -> Section:
     """Return the reliability diagram with what it comes to."""
     title = "Can its certainty be trusted?"
-    if run.verdict is None:
-        return Section("calibration", "Certainty", title, absent(run.why_no_verdict))
-    verdict = run.verdict
-    bins = [Bin(row.low, row.high, row.images, row.confidence, row.accuracy) for row in verdict.reliability]
+    if run.result is None:
+        return Section("calibration", "Certainty", title, absent(run.why_no_result))
+    result = run.result
+    bins = [Bin(row.low, row.high, row.images, row.confidence, row.accuracy) for row in result.reliability]
     drawn = reliability_diagram(bins, width=WIDTH, height=WIDTH - 100, standalone=False)
-    sure = sum(row.images * (row.confidence or 0) for row in verdict.reliability) / verdict.images
-    gap = sure - verdict.top1
-    low, high = verdict.top1_interval
+    sure = sum(row.images * (row.confidence or 0) for row in result.reliability) / result.images
+    gap = sure - result.top1
+    low, high = result.top1_interval
     if abs(gap) < 0.01 or low <= sure <= high:
         tends = "On the whole it is as sure as it may be, as far as so many images can tell."
     elif gap > 0:
@@ -171,9 +171,9 @@ def calibration(run: Record) -> Section:
     else:
         tends = "On the whole it is less sure than it could be: it is right more often than it says."
     said = [
-        f"Its answers are {share(sure)} sure on average, and {share(verdict.top1)} of them are right. {tends}",
-        f"Over bins of like certainty, the two differ by {share(verdict.ece)} on average (expected calibration error, "
-        f"{len(verdict.reliability)} bins).",
+        f"Its answers are {share(sure)} sure on average, and {share(result.top1)} of them are right. {tends}",
+        f"Over bins of like certainty, the two differ by {share(result.ece)} on average (expected calibration error, "
+        f"{len(result.reliability)} bins).",
         "On the dotted line, answers would be right exactly as often as they say; where bars end below it, the model "
         f"is too sure. At the foot is how many answers each bar stands for; pale bars have fewer than {FEW}, and their "
         "place is partly chance.",

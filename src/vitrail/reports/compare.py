@@ -11,7 +11,7 @@ from vitrail.reports.formatting import cut, loss_span, many, points, share, span
 from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table, warnings
 from vitrail.reports.predictions import Both, answers_of_both, evaluated_on_the_same
 from vitrail.reports.reproduce import command
-from vitrail.reports.run_record import Record, Verdict, settings
+from vitrail.reports.run_record import Record, RunResult, settings
 
 LUCK = 0.05
 """A difference that luck makes less often than this is called one."""
@@ -47,10 +47,10 @@ def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
 def _head(one: Record, other: Record, both: Both | None, *, alike: bool) -> str:
     who = f"A is <strong>{name(one.name)}</strong>, B is <strong>{name(other.name)}</strong>"
     above = f'<p class="over-title">{who}</p>'
-    a, b = one.verdict, other.verdict
+    a, b = one.result, other.result
     if a is None or b is None:
-        why = " ".join(f"{run.name}: {run.why_no_verdict}" for run in (one, other) if run.verdict is None)
-        return f'{above}<h1>Not both runs have a verdict yet</h1><p class="lead">{escape(why)}</p>'
+        why = " ".join(f"{run.name}: {run.why_no_result}" for run in (one, other) if run.result is None)
+        return f'{above}<h1>Not both runs have a result yet</h1><p class="lead">{escape(why)}</p>'
     shares = f"{share(a.top1)} against {share(b.top1)}"
     if not alike:
         title = f"Different data: A {share(a.top1)}, B {share(b.top1)}"
@@ -66,7 +66,7 @@ def _head(one: Record, other: Record, both: Both | None, *, alike: bool) -> str:
     return f'{above}<h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'
 
 
-def _different(a: Verdict, b: Verdict) -> str:
+def _different(a: RunResult, b: RunResult) -> str:
     """Say that two results cannot be compared, and how they could be."""
     on_a, on_b = (
         f"{many(found.images, 'image')} of {many(len(found.classes), 'class', 'classes')}" for found in (a, b)
@@ -99,9 +99,9 @@ def _often(chance: float) -> str:
 
 def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool) -> Section:
     title = "The numbers"
-    a, b = one.verdict, other.verdict
+    a, b = one.result, other.result
     if a is None or b is None:
-        return Section("result", "Numbers", title, absent("A run without a verdict has no numbers to compare."))
+        return Section("result", "Numbers", title, absent("A run without a result has no numbers to compare."))
     columns = [Column(""), *(Column(name, number=True) for name in names)]
     rows = [_number_row(row) for row in _rows(a, b)]
     notes = "" if alike else paragraph(_different(a, b), "warn")
@@ -112,7 +112,7 @@ def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool)
     return Section("result", "Numbers", title, notes + table(columns, rows, caption=title, sortable=False))
 
 
-def _rows(a: Verdict, b: Verdict) -> list[ComparisonRow]:
+def _rows(a: RunResult, b: RunResult) -> list[ComparisonRow]:
     losses = (loss_span(a.loss_interval), loss_span(b.loss_interval))
     balanced = (span(a.balanced_accuracy_interval), span(b.balanced_accuracy_interval))
     return [
@@ -198,11 +198,11 @@ def _setting(found: dict[str, object], name: str) -> Cell:
 
 def _classes(one: Record, other: Record, *, alike: bool) -> Section:
     title = "Classes that changed most"
-    a, b = one.verdict, other.verdict
+    a, b = one.result, other.result
     if not alike:
         return Section("classes", "Classes", title, absent("Classes are compared where the images are the same."))
     if a is None or b is None:
-        return Section("classes", "Classes", title, absent("A run without a verdict has no classes to compare."))
+        return Section("classes", "Classes", title, absent("A run without a result has no classes to compare."))
     before = {row.name: row for row in a.per_class}
     shared = [(before[row.name], row) for row in b.per_class if row.name in before]
     found = [(x, y, y.recall - x.recall) for x, y in shared if x.recall is not None and y.recall is not None]

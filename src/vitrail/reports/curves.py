@@ -46,7 +46,7 @@ def loss_note(run: Record) -> str:
         return "The training loss is of augmented images, with dropout; the validation loss of images as they are."
     said = f"{', '.join(made[:-1])} and {made[-1]}" if len(made) > 1 else made[0]
     said = f"The training loss includes {said}; the validation loss does not, so their heights cannot be compared."
-    classes = len(run.verdict.classes) if run.verdict is not None else 0
+    classes = len(run.result.classes) if run.result is not None else 0
     smoothing = float(objective.get("label_smoothing", 0) or 0)
     if smoothing and classes > 1 and "class weights" not in made:
         said += (

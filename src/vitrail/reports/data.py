@@ -21,7 +21,7 @@ def data(run: Record) -> Section:
     if run.check is None:
         return Section("data", "Data", "The data", absent(run.why_no_check) + _samples(run))
     check = run.check
-    where = f"<p>From <code>{escape(run.data)}</code>: {escape(check.verdict)}.</p>" if run.data else ""
+    where = f"<p>From <code>{escape(run.data)}</code>: {escape(check.summary)}.</p>" if run.data else ""
     findings = "".join(
         f"<li>{escape(one.text)}{f'; {escape(one.advice)}' if one.advice else ''}.{_details(one.details)}</li>"
         for one in check.findings
@@ -57,7 +57,7 @@ def _samples(run: Record) -> str:
     )
     count = sum(map(len, by_class.values()))
     said = f"{many(count, 'training image')}, as small as the run keeps them."
-    classes = len(run.verdict.classes) if run.verdict is not None else len(by_class)
+    classes = len(run.result.classes) if run.result is not None else len(by_class)
     if classes > len(by_class):
         said += f" They show {len(by_class):,} of {classes:,} classes."
     return f'<h3>What the classes look like</h3>{paragraph(said, "quiet small")}<ul class="classes">{rows}</ul>'

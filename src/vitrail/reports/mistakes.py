@@ -33,12 +33,12 @@ class Seen(NamedTuple):
 
 def mistakes(sight: RunArtifacts) -> Section:
     """Return the mistakes of highest confidence with their images."""
-    verdict = sight.run.verdict
-    if verdict is None:
-        return Section("mistakes", "Mistakes", "Mistakes", absent(sight.run.why_no_verdict))
-    if not verdict.worst:
+    result = sight.run.result
+    if result is None:
+        return Section("mistakes", "Mistakes", "Mistakes", absent(sight.run.why_no_result))
+    if not result.worst:
         return Section("mistakes", "Mistakes", "Mistakes", paragraph("No image was mistaken."))
-    shown = verdict.worst[:SHOWN]
+    shown = result.worst[:SHOWN]
     confident = [one for one in shown if one.confidence >= HIGH]
     others = [one for one in shown if one.confidence < HIGH]
     without: set[str] = set()

@@ -49,7 +49,7 @@ def answers_of_both(one: Record, other: Record) -> tuple[Both | None, str]:
 
 def unreadable_answers(run: Record) -> tuple[str, ...]:
     """Say that a run's file of predictions is there and cannot be read, where that is so."""
-    there = (run.folder / HELD_OUT).exists() and run.verdict is not None
+    there = (run.folder / HELD_OUT).exists() and run.result is not None
     found, why = _read(run) if there else (None, "")
     return (why.rstrip("."),) if there and found is None else ()
 
@@ -75,8 +75,8 @@ def _images(answers: Answers) -> list[tuple[str, str]]:
 
 def _read(run: Record) -> tuple[Answers | None, str]:
     path = run.folder / HELD_OUT
-    if run.verdict is None:
-        return None, f"{run.name}: {run.why_no_verdict}"
+    if run.result is None:
+        return None, f"{run.name}: {run.why_no_result}"
     if not path.is_file():
         return None, (
             f"{run.name} has no {HELD_OUT}, so the runs cannot be compared image by image; pip install "

@@ -40,7 +40,7 @@ class RunArtifacts:
         """Say that the best model cannot be opened, where the run has or had one and nothing else has said it."""
         place = self.run.folder / BEST
         known = any(text.startswith(f"{place}/") for text in self.run.unreadable)
-        if self.bundle is not None or known or not (place.exists() or self.run.verdict is not None):
+        if self.bundle is not None or known or not (place.exists() or self.run.result is not None):
             return ()
         return (f"{self.why_no_bundle.rstrip('.')}; so the report lacks the model and what it looks at",)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from vitrail.checkpoints.bundle import CONFIG
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.io import ContentError, parse_toml, read_json, read_text
-from vitrail.training.run_folder import CHECK, LOCK, METRICS, ORIGIN, RECIPE, SPLIT, SWEEP, VERDICT, MetricsFile
+from vitrail.training.run_folder import CHECK, LOCK, METRICS, ORIGIN, RECIPE, RESULT, SPLIT, SWEEP, MetricsFile
 from vitrail.training.sessions import SESSIONS, read_sessions
 
 BEST = "best"
@@ -54,8 +54,8 @@ class Baselines(BaseModel):
     chance: float
 
 
-class Verdict(BaseModel):
-    """What the best model is worth, as verdict.json holds it."""
+class RunResult(BaseModel):
+    """What the best model is worth, as result.json holds it."""
 
     images: int
     kind: str
@@ -80,13 +80,13 @@ class Verdict(BaseModel):
     bad: list[Any]
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Verdict":
+    def _fits_together(self) -> "RunResult":
         """Refuse a file that somebody has changed by hand, where one number no longer goes with another."""
         count = len(self.classes)
         square = len(self.confusion) == count and all(len(row) == count for row in self.confusion)
         scored = all(row.recall is not None and row.f1 is not None for row in self.per_class if row.images)
         if self.images < 1 or len(self.per_class) != count or not square or not scored:
-            raise ValueError("the parts of the verdict do not fit together")
+            raise ValueError("the parts of the result do not fit together")
         return self
 
     @property
@@ -111,7 +111,7 @@ class Finding(BaseModel):
 class Check(BaseModel):
     """What is known of the data, as check.json holds it."""
 
-    verdict: str
+    summary: str
     images: int
     looked_at: int
     not_looked_for: list[str] = []
@@ -131,8 +131,8 @@ class Record:
     recipe_text: str
     rows: list[dict[str, Any]]
     """The journal."""
-    verdict: Verdict | None
-    why_no_verdict: str
+    result: RunResult | None
+    why_no_result: str
     check: Check | None
     why_no_check: str
     split: dict[str, Any] | None
@@ -178,10 +178,10 @@ def read_run(folder: str | Path) -> Record:
     except OSError as error:
         raise ConfigError(f"{place / RECIPE} cannot be read: {error.strerror or error}") from None
     faults: list[str] = []
-    verdict, why_no_verdict = _read(place / VERDICT, Verdict, "the result", faults)
+    result, why_no_result = _read(place / RESULT, RunResult, "the result", faults)
     check, why_no_check = _read(place / CHECK, Check, "what the check of the data found", faults)
-    if verdict is None and not (place / VERDICT).exists():
-        why_no_verdict = _unmeasured(place)
+    if result is None and not (place / RESULT).exists():
+        why_no_result = _unmeasured(place)
     split = _json(place / SPLIT, "the held-out images", faults)
     origin = _json(place / ORIGIN, "where the images are", faults) or {}
     config = _json(place / BEST / CONFIG, "what the best model says of itself", faults) or {}
@@ -189,7 +189,7 @@ def read_run(folder: str | Path) -> Record:
     if (place / SESSIONS).exists() and not read_sessions(place):
         faults.append(f"{place / SESSIONS} cannot be read, so the report lacks time and hardware")
     return Record(
-        place, recipe, text, rows, verdict, why_no_verdict, check, why_no_check, split, origin, _provenance(config),
+        place, recipe, text, rows, result, why_no_result, check, why_no_check, split, origin, _provenance(config),
         tuple(faults),
     )  # fmt: skip
 

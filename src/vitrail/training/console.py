@@ -71,7 +71,7 @@ class RunConsole:
         text = printable(f"WARNING: {text}")
         self._say(text, Text(text, "bold yellow"), wrap=False)
 
-    def verdict(self, text: str) -> None:
+    def result(self, text: str) -> None:
         """Say how good the model is; nothing comes after it."""
         self.live.stop()
         text = printable(text)
@@ -137,5 +137,5 @@ class SilentConsole:
     def warning(self, text: str) -> None:
         """Say nothing."""
 
-    def verdict(self, text: str) -> None:
+    def result(self, text: str) -> None:
         """Say nothing."""

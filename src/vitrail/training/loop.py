@@ -34,7 +34,7 @@ from vitrail.training.objectives import class_weights, loss_note
 from vitrail.training.optimizers import freeze, make_optimizer
 from vitrail.training.pipelined_step import PipelinedStep
 from vitrail.training.predictions import predictor
-from vitrail.training.run_folder import VERDICT, MetricsFile, write_json
+from vitrail.training.run_folder import RESULT, MetricsFile, write_json
 from vitrail.training.run_logger import RunLogger, card_metrics, gap_warning
 from vitrail.training.schedules import learning_rate
 from vitrail.training.signals import Stopped, requests_to_stop
@@ -60,7 +60,7 @@ def train_run(
 ) -> tuple[Bundle, Measured, list[str]]:
     """Train, or go on training; return the best model, what it is worth, and the files that could not be read.
 
-    `final`: the verdict is the run's last word, and is kept in its folder.
+    `final`: the result is the run's last word, and is kept in its folder.
     """
     run = _Run(plan, parts, start, folder, where, observer)
     with nullcontext() if run.records is None else closing(run.records):
@@ -70,7 +70,7 @@ def train_run(
             job = Job(plan, where.device, where.precision, where.ranks.processes.size, where.workers, there)
             with within_memory(job, folder, observer.note):
                 run.go()
-        return (*run.verdict(final=final), run.state.progress.bad_files or [])
+        return (*run.evaluate_best(final=final), run.state.progress.bad_files or [])
 
 
 class _Run:
@@ -213,7 +213,7 @@ class _Run:
         """Say whether the val part has not become better for as long as patience lasts."""
         return 0 < self.plan.recipe.patience <= self.state.progress.since_highest
 
-    def verdict(self, *, final: bool) -> tuple[Bundle, Measured]:
+    def evaluate_best(self, *, final: bool) -> tuple[Bundle, Measured]:
         """Measure the best model on the test part, once; without one, on the part it was chosen by."""
         self.check_best()
         best = self.best.load()
@@ -229,8 +229,8 @@ class _Run:
         if final and self.records is not None:
             self.records.held_out(answers, source)
             self.best.write_card(best)
-            if self.replaced or not (self.folder / VERDICT).exists():
-                write_json(self.folder / VERDICT, measured.as_dict())
+            if self.replaced or not (self.folder / RESULT).exists():
+                write_json(self.folder / RESULT, measured.as_dict())
         return best, measured
 
     def check_best(self) -> None:

@@ -1,7 +1,7 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
 recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt best/ last/ state/
-sessions.json verdict.json; and with the extra `train`: curves.png tensorboard/ held_out.parquet
+sessions.json result.json; and with the extra `train`: curves.png tensorboard/ held_out.parquet
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from vitrail.training.recipe import Recipe, write_toml
 T = TypeVar("T")
 
 RECIPE, SPLIT, CHECK, METRICS, LOG = "recipe.toml", "split.json", "check.json", "metrics.jsonl", "log.txt"
-VERDICT, ORIGIN = "verdict.json", "origin.json"
+RESULT, ORIGIN = "result.json", "origin.json"
 BUILT_IN = "digits"
 MOST_DIFFERENCES = 4
 NUMBERS = frozenset(

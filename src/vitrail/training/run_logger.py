@@ -70,7 +70,7 @@ class RunLogger:
         self._leave(EVENTS, self.events.flush)
 
     def held_out(self, predictions: Predictions, source: Source) -> None:
-        """Keep the answers that the verdict is made of."""
+        """Keep the answers that the result is made of."""
         self._leave(HELD_OUT, lambda: write_test_predictions(predictions, source, self.folder / HELD_OUT))
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class _Training:
     said: set[str] = field(default_factory=set)
     """What a candidate has shown of the data, which the others need not repeat."""
 
-    def run(self, trial: Trial, folder: Path, verdict_on: Literal["test", "val"]) -> Run:
+    def run(self, trial: Trial, folder: Path, evaluate_on: Literal["test", "val"]) -> Run:
         return train(
             self.data,
             recipe=trial.recipe,
@@ -118,7 +118,7 @@ class _Training:
             device=self.device,
             workers=self.workers,
             quiet=self.quiet,
-            verdict_on=verdict_on,
+            evaluate_on=evaluate_on,
             said=self.said,
         )
 
@@ -176,7 +176,7 @@ def sweep(
         training.say(
             f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the val part"
             f"{_tie(candidates, chosen, criterion)}; its run is the training with these settings, so "
-            "that only its verdict on the test part is missing"
+            "that only its result on the test part is missing"
         )
         best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
         _write(place, candidates, chosen)

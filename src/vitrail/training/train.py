@@ -56,7 +56,7 @@ class Run:
     bundle: Bundle
     metrics: Evaluation
     choices: list[Choice]
-    verdict: str
+    summary: str
     """How good it is, in one sentence."""
     report: Path | None = None
     """The page about it, if one was made."""
@@ -74,15 +74,15 @@ def train(
     device: str = "auto",
     workers: int | None = None,
     quiet: bool = False,
-    verdict_on: Literal["test", "val"] = "test",
+    evaluate_on: Literal["test", "val"] = "test",
     said: set[str] | None = None,
 ) -> Run:
     """Train a classifier on images, or go on with a run that was stopped: the same call finds the same folder.
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
     "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
-    for `load`. `verdict_on="val"` leaves the test part alone while
-    settings are still being chosen; the same call without it gives the verdict later. `said` holds what earlier runs
+    for `load`. `evaluate_on="val"` leaves the test part alone while
+    settings are still being chosen; the same call without it gives the result later. `said` holds what earlier runs
     have shown of the data, which is not shown again; this run adds to it.
     """
     data, chosen = place_of(data), choose_device(device)
@@ -107,15 +107,15 @@ def train(
             if bundle is not None:
                 bundle.announce()
             with ranks.together(), ranks.main_first():
-                shown = _cached(parts if verdict_on == "test" else parts._replace(test=None), plan, where)
+                shown = _cached(parts if evaluate_on == "test" else parts._replace(test=None), plan, where)
             with timed_session(place, chosen, processes.size, where.precision) if ranks.is_main else nullcontext():
-                best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=verdict_on == "test")
-            verdict = _verdict(measured, shown, bad, screen.waited_share)
+                best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=evaluate_on == "test")
+            summary = _summary(measured, shown, bad, screen.waited_share)
             screen.note(f"the best model is {place / 'best'}")
             for warning in measured.warnings:
                 screen.warning(warning)
-            screen.verdict(verdict)
-    return Run(place, best, measured, plan.choices, verdict)
+            screen.result(summary)
+    return Run(place, best, measured, plan.choices, summary)
 
 
 def _check_alike(ranks: Ranks, plan: Plan, parts: Parts) -> None:
@@ -193,7 +193,7 @@ def _say_check(screen: RunConsole, place: Path, parts: Parts, size: int) -> None
     write_json(place / CHECK, report.as_dict())
     if report.contents is not None:
         report.contents.save(place)
-    screen.of_data(report.verdict)
+    screen.of_data(report.summary)
     for finding in report.findings:
         if finding.grave:
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
@@ -222,10 +222,10 @@ def _workers(asked: int | None, ranks: Ranks) -> int:
     return default_workers() if ranks.device.type != "cpu" else max(1, default_workers() // 4)
 
 
-def _verdict(measured: Evaluation, parts: Parts, bad: list[str], waited: float | None) -> str:
+def _summary(measured: Evaluation, parts: Parts, bad: list[str], waited: float | None) -> str:
     split = "test" if parts.test is not None else "validation" if parts.val is not None else "training"
     chosen_by = f"; evaluated on the {split} split" + ("" if parts.test is not None else "; selected on these images")
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     left_out = f"; left out of training: {', '.join(bad[:3])}{more}" if bad else ""
     waiting = "" if waited is None else f"; waiting for data {waited:.0%}"
-    return f"{measured.verdict}{chosen_by}{left_out}{waiting}"
+    return f"{measured.summary}{chosen_by}{left_out}{waiting}"

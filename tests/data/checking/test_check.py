@@ -78,7 +78,7 @@ def only(report: Report, kind: str) -> Finding:
 def test_good_data_has_no_findings(root: Path) -> None:
     report = checked(root)
     assert report.findings == ()
-    assert report.verdict == "12 images in 2 classes; nothing wrong was found"
+    assert report.summary == "12 images in 2 classes; nothing wrong was found"
     assert report.counts == {"train": {"cat": 3, "dog": 3}, "val": {"cat": 3, "dog": 3}}
     assert (report.formats, report.modes) == ({"JPEG": 12}, {"colour": 12})
     assert [tuple(span) for span in report.short_sides] == [(32, 64, 12)]
@@ -102,7 +102,7 @@ def test_unreadable_images_are_named_with_the_reason(root: Path) -> None:
     assert {(bad.image.part, bad.image.label) for bad in report.unreadable} == {("train", "cat")}
     assert report.findings[0].kind == "unreadable"
     assert report.findings[0].grave
-    assert report.verdict.startswith("17 images in 2 classes; 4 cannot be read")
+    assert report.summary.startswith("17 images in 2 classes; 4 cannot be read")
     assert report.usable
 
 
@@ -146,7 +146,7 @@ def test_duplicates_by_kind(root: Path) -> None:
     }
     assert [finding.kind for finding in report.findings] == ["conflicting", "across", "within"]
     assert [finding.grave for finding in report.findings] == [True, True, False]
-    assert "1 duplicate with different labels, 1 duplicate across parts" in report.verdict
+    assert "1 duplicate with different labels, 1 duplicate across parts" in report.summary
     detail = only(report, "across").details[0]
     assert "1.jpg (train, cat) = " in detail
     assert "leak.jpg (val, cat)" in detail
@@ -227,7 +227,7 @@ def test_classes_missing_from_a_part_and_unbalanced(root: Path) -> None:
     missing, unbalanced = only(report, "missing"), only(report, "unbalanced")
     assert (missing.details, missing.text) == (("dog: none in val",), "1 class is missing from a part")
     assert "class 'cat' has 12 times as many images to train on as class 'dog', 36 against 3" in unbalanced.text
-    assert "classes unbalanced 12:1" in report.verdict
+    assert "classes unbalanced 12:1" in report.summary
 
 
 def test_images_of_a_single_colour(root: Path) -> None:
@@ -353,7 +353,7 @@ def test_every_finding_says_what_to_do_and_the_report_is_json(root: Path) -> Non
     report = checked(root)
     assert all(finding.advice and finding.text and finding.brief for finding in report.findings)
     found = json.loads(json.dumps(report.as_dict()))
-    assert found["verdict"] == report.verdict
+    assert found["summary"] == report.summary
     assert found["unreadable"][0]["reason"] == "the file is empty"
     assert found["duplicates"][0]["images"][1]["part"] == "val"
     assert [finding["kind"] for finding in found["findings"]] == ["unreadable", "conflicting", "tiny", "modes"]
@@ -517,7 +517,7 @@ def test_the_quick_check_reads_headers_only(root: Path, monkeypatch: pytest.Monk
     assert only(report, "tiny").count == 1
     few = quick_check(opened(root), size=64, most=5)
     assert (few.looked_at, few.compared, few.images) == (5, 16, 16)
-    assert "16 images in 2 classes (headers of 5 read, contents of 16 compared)" in few.verdict
+    assert "16 images in 2 classes (headers of 5 read, contents of 16 compared)" in few.summary
     assert few == quick_check(opened(root), size=64, most=5)
 
 

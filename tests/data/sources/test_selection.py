@@ -31,7 +31,7 @@ def test_a_plain_folder_is_measured_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("parts", "chosen"), [(("train", "val", "test"), "test"), (("train", "valid"), "val")])
-def test_the_part_for_the_verdict_comes_first(tmp_path: Path, parts: tuple[str, ...], chosen: str) -> None:
+def test_the_part_for_the_result_comes_first(tmp_path: Path, parts: tuple[str, ...], chosen: str) -> None:
     for count, part in enumerate(parts, 2):
         fill(tmp_path / part, count)
     found = choose_images(tmp_path)

@@ -88,7 +88,7 @@ class Report:
         return len(self.unreadable) < self.looked_at
 
     @property
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """All in one line."""
         how = "" if self.decoded else f" (headers of {self.looked_at:,} read, contents of {self.compared:,} compared)"
         briefs = [finding.brief for finding in self.findings]
@@ -99,7 +99,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON can hold it."""
         return {
-            "verdict": self.verdict,
+            "summary": self.summary,
             **{name: value for name, value in asdict(replace(self, contents=None)).items() if name != "contents"},
             "unreadable": [{**bad.image._asdict(), "reason": bad.reason} for bad in self.unreadable],
             "duplicates": "not looked for among all"

@@ -1,4 +1,4 @@
-"""Dividing images into the part for training, the part that chooses, and the part for the verdict."""
+"""Dividing images into the part for training, the part that chooses, and the part for the result."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "t
 
 
 class Parts(NamedTuple):
-    """The parts of a data set. What chooses (val) and what gives the verdict (test) is never trained on."""
+    """The parts of a data set. What chooses (val) and what gives the result (test) is never trained on."""
 
     train: Source
     val: Source | None

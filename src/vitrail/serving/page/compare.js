@@ -3,7 +3,7 @@
 import { percent } from "./elements.js";
 
 /** Say in a sentence how two panels agree; null while one of them does not know yet. */
-export function verdict(one, other) {
+export function result(one, other) {
   const [first, second] = [one.classes?.[0], other.classes?.[0]];
   if (!first || !second) return null;
   const said =

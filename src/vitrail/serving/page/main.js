@@ -1,7 +1,7 @@
 // The page: what is wanted (state.js), who shows it (panels), and the controls that change it.
 
 import { Failure, getModels, getOwnSamples, getSamples, onNeed } from "./api.js";
-import { verdict } from "./compare.js";
+import { result } from "./compare.js";
 import { byId, make, percent, say } from "./elements.js";
 import { Panel } from "./panel.js";
 import { fittingSample, loadSample, markSample, showSamples, watchForImages } from "./image.js";
@@ -54,7 +54,7 @@ const app = {
     }
   },
   drawn(panel, asked) {
-    if (panels.length === 2) showVerdict();
+    if (panels.length === 2) showResult();
     if (panel !== panels[0]) return;
     sequence.draw(panel.weights, asked);
     byId("sequence-says").hidden = !panel.weights;
@@ -226,7 +226,7 @@ function showControls() {
 
 /** Show what belongs to all panels, or to the first: how they agree, the stages, the sequence. */
 async function showWhole() {
-  showVerdict();
+  showResult();
   const [panel] = panels;
   const { seen, model, classes } = panel;
   if (!seen || drawnOf === seen) {
@@ -243,8 +243,8 @@ async function showWhole() {
 }
 let drawnOf = null;
 
-function showVerdict() {
-  say(byId("verdict"), panels.length === 2 ? verdict(...panels) : null);
+function showResult() {
+  say(byId("result"), panels.length === 2 ? result(...panels) : null);
 }
 
 function buildControls() {
