@@ -25,7 +25,7 @@ from vitrail.acceleration.cuda.encoder import Numbers, can_fold
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.data.batches import Evaluation, evaluation_batches
 from vitrail.data.sources.opening import open_source
-from vitrail.data.sources.source import Part, Source
+from vitrail.data.sources.source import Source, Subset
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.runtime import autocast, choose_device
 
@@ -93,7 +93,7 @@ def main() -> None:
     source = open_source(options.data)
     like = open_source(options.calibration) if options.calibration else source
     # Of all classes: a folder has them one after the other.
-    spread = Part(like, np.linspace(0, len(like) - 1, min(CALIBRATION, len(like))).astype(np.int64))
+    spread = Subset(like, np.linspace(0, len(like) - 1, min(CALIBRATION, len(like))).astype(np.int64))
     calibration, _ = next(images(spread, bundle, device, CALIBRATION))
     names = [source.classes.index(name) for name in bundle.classes or source.classes]
     exact = fast = None

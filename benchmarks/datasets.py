@@ -27,11 +27,11 @@ CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse"
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle-boot")
 DIGITS = tuple("0123456789")
 
-Part = tuple[str, NDArray[np.uint8], NDArray[np.int64]]
+Subset = tuple[str, NDArray[np.uint8], NDArray[np.int64]]
 """Name, images, labels."""
 
 
-def cifar_parts(folder: Path) -> Iterator[Part]:
+def cifar_parts(folder: Path) -> Iterator[Subset]:
     """Read CIFAR-10's sheets: 10,000 rows of 1,024 pixels."""
     Image.MAX_IMAGE_PIXELS = None  # a sheet is larger than what Pillow trusts
     for part, sheets in (
@@ -45,7 +45,7 @@ def cifar_parts(folder: Path) -> Iterator[Part]:
             yield part, pixels, labels[number * len(pixels) : (number + 1) * len(pixels)]
 
 
-def idx_parts(folder: Path) -> Iterator[Part]:
+def idx_parts(folder: Path) -> Iterator[Subset]:
     """Read the four idx files of MNIST and whatever has its form."""
     for part, prefix in (("train", "train"), ("test", "t10k")):
         images = _idx(_found(folder, f"{prefix}-images*idx3-ubyte*"))
@@ -76,7 +76,7 @@ def write(job: tuple[Path, str, NDArray[np.uint8], NDArray[np.int64], tuple[str,
     return len(images)
 
 
-def jobs(parts: Iterator[Part], target: Path, classes: tuple[str, ...], kept: range) -> Iterator[Any]:
+def jobs(parts: Iterator[Subset], target: Path, classes: tuple[str, ...], kept: range) -> Iterator[Any]:
     """Cut the parts into pieces that one process writes."""
     first = {"train": 0, "test": 0}
     for part, images, labels in parts:

@@ -83,8 +83,8 @@ def measure(place: Path, files: int, repeats: int) -> None:
     without_digest(place / "m")
     print(f"vitrail.load, without one: {least(lambda: vitrail.load(place / 'm'), repeats):.2f} s")
     many_files(place / "data", files)
-    parts = split_source(open_folder(place / "data"))
-    took = least(lambda: check_stamps(place, parts), repeats)
+    splits = split_source(open_folder(place / "data"))
+    took = least(lambda: check_stamps(place, splits), repeats)
     print(f"stamps of {files:,} files: {took:.2f} s")
 
 

@@ -5,7 +5,7 @@
 Tiny files are generated, as a folder with a sub-folder for each class and as tar shards of the same, and removed at the
 end. Each measurement runs in a fresh process. Printed are the seconds of opening (imports are not counted) and the peak
 memory of the process, for the first opening and for the second, which finds the index on disk; `open_data` is opening
-with the split into parts, and the writing of its record. Targets for a million: folder at most 60 s and 1 GiB, shards
+with the split into splits, and the writing of its record. Targets for a million: folder at most 60 s and 1 GiB, shards
 at most 120 s, from the index at most 2 s.
 """
 

@@ -270,13 +270,13 @@ def _old_tar(place: Path) -> None:
 
 def _read_all(name: str) -> Callable[[Path], object]:
     def opened(place: Path) -> object:
-        parts = open_data(place / name, val=0.25, test=0.25)
-        for index in range(len(parts.train)):
+        splits = open_data(place / name, val=0.25, test=0.25)
+        for index in range(len(splits.train)):
             try:
-                parts.train.read(index)
+                splits.train.read(index)
             except VitrailError:
                 continue
-        return check_data(parts, cache=False).as_dict()
+        return check_data(splits, cache=False).as_dict()
 
     return opened
 

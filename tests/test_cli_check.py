@@ -128,7 +128,7 @@ def test_one_pass_lists_every_fault(run: Run, data: Path) -> None:
         f"{data}/cat/round.jpg is a link in a circle; correct or remove the link",
         f"{data}/dog/up is a link to a folder that it lies in; remove the link",
         f"the class folder {data}/emu has no images; add some, or remove the folder",
-        "class 'fox' has 1 image, too few for 3 parts",
+        "class 'fox' has 1 image, too few for 3 splits",
         "! 1 image cannot be read.",
         "1 duplicate with different labels",
         "· 1 image shows a single colour and nothing else.",
@@ -180,7 +180,7 @@ def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
     done = run(data)
     assert (done.code, done.err) == (2, "")
     for label in ("cat", "dog"):
-        assert f"class {label!r} has 1 image, too few for 3 parts" in done.out
+        assert f"class {label!r} has 1 image, too few for 3 splits" in done.out
 
 
 def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path) -> None:

@@ -92,7 +92,7 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     done = run(bundle, data, "--json", "--batch", 3)
     assert done.code == 0
     found = json.loads(done.out)
-    assert (found["part"], found["images"], found["top5"]) == ("all", 20, None)
+    assert (found["split"], found["images"], found["top5"]) == ("all", 20, None)
     assert np.array(found["confusion"]).sum() == 20
     assert found["bad"][0]["name"].endswith("text.png")
     assert "; 1 more could not be read; evaluated on all images; whether" in found["summary"]
@@ -104,8 +104,8 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
 
 
 def test_the_images_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Path, data: Path) -> None:
-    parts = open_data(data, seed=3, val=0.2, test=0.3)
-    (bundle.parent / "split.json").write_text(json.dumps(parts.split))
+    splits = open_data(data, seed=3, val=0.2, test=0.3)
+    (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     by = "; compared with the images of its run by name only."
     expected = {
         "test": ("% on 6 held-out images, ", f"; evaluated on the test split{by}"),
@@ -116,13 +116,13 @@ def test_the_images_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Pa
             f"; evaluated on all images; selected on 4 of these images; trained on 10 of these images{by}",
         ),
     }
-    for part, (images, end) in expected.items():
-        line = run(bundle, data, "--part", part).out.splitlines()[0]
+    for split, (images, end) in expected.items():
+        line = run(bundle, data, "--split", split).out.splitlines()[0]
         assert images in line
         assert line.endswith(end)
-    assert run(bundle, data).out == run(bundle, data, "--part", "test").out
-    found = json.loads(run(bundle, data, "--part", "val", "--json").out)
-    assert (found["part"], found["selected_on"], found["trained_on"]) == ("val", 4, 0)
+    assert run(bundle, data).out == run(bundle, data, "--split", "test").out
+    found = json.loads(run(bundle, data, "--split", "val", "--json").out)
+    assert (found["split"], found["selected_on"], found["trained_on"]) == ("val", 4, 0)
     (bundle.parent / "split.json").write_text("[1]")
     assert "% on 20 images, " in run(bundle, data).out
 
@@ -130,8 +130,8 @@ def test_the_images_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Pa
 def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
     run: Run, bundle: Path, data: Path
 ) -> None:
-    parts = open_data(data, seed=3, val=0.2, test=0.0)
-    (bundle.parent / "split.json").write_text(json.dumps(parts.split))
+    splits = open_data(data, seed=3, val=0.2, test=0.0)
+    (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     by = "; compared with the images of its run by name only"
     caveat = f"; evaluated on the validation split; selected on these images{by}."
     assert run(bundle, data).out.splitlines()[0].endswith(caveat)
@@ -146,9 +146,9 @@ def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
 
 def recorded(bundle: Path, data: Path) -> Contents:
     """Leave in the run folder what training leaves there."""
-    parts = open_data(data, seed=3, val=0.2, test=0.3)
-    (bundle.parent / "split.json").write_text(json.dumps(parts.split))
-    contents = quick_check(parts).contents
+    splits = open_data(data, seed=3, val=0.2, test=0.3)
+    (bundle.parent / "split.json").write_text(json.dumps(splits.record))
+    contents = quick_check(splits).contents
     assert contents is not None
     contents.save(bundle.parent)
     return contents
@@ -158,7 +158,7 @@ def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bun
     recorded(bundle, data)
     line = run(bundle, data).out.splitlines()[0]
     assert line.endswith("; evaluated on the test split; by content, none of these images was trained on.")
-    line = run(bundle, data, "--part", "train").out.splitlines()[0]
+    line = run(bundle, data, "--split", "train").out.splitlines()[0]
     assert line.endswith("; evaluated on the training split; trained on these images.")
     for path in [*data.glob("*/*.png")]:
         path.rename(path.with_name(f"other-{path.name}"))
@@ -179,7 +179,7 @@ def test_another_image_under_a_name_of_the_run_was_not_trained_on(run: Run, bund
     recorded(bundle, data)
     for number, path in enumerate(sorted(data.glob("*/*.png"))):
         Image.fromarray(np.random.default_rng([7, number]).integers(0, 256, (8, 8), np.uint8)).save(path)
-    found = json.loads(run(bundle, data, "--part", "all", "--json").out)
+    found = json.loads(run(bundle, data, "--split", "all", "--json").out)
     assert (found["selected_on"], found["trained_on"]) == (0, 0)
 
 
@@ -201,7 +201,7 @@ def test_a_bundle_that_was_copied_out_of_its_run_knows_its_images(run: Run, bund
 def test_digests_of_some_images_are_said_to_be_some(run: Run, bundle: Path, data: Path) -> None:
     contents = recorded(bundle, data)
     contents._replace(train=contents.train[:3]).save(bundle.parent)
-    line = run(bundle, data, "--part", "all").out.splitlines()[0]
+    line = run(bundle, data, "--split", "all").out.splitlines()[0]
     by = "; compared with the images of its run by name and the content of 7 of 14 only."
     assert line.endswith(f"; selected on 4 of these images; trained on 10 of these images{by}")
     (bundle.parent / "split.json").unlink()
@@ -211,17 +211,17 @@ def test_digests_of_some_images_are_said_to_be_some(run: Run, bundle: Path, data
 
 
 def test_a_new_image_is_not_called_trained_on(run: Run, bundle: Path, data: Path) -> None:
-    (bundle.parent / "split.json").write_text(json.dumps(open_data(data, seed=3, val=0.2, test=0.3).split))
+    (bundle.parent / "split.json").write_text(json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record))
     old = next((data / "cat").iterdir())
     (data / "cat" / f"new{old.suffix}").write_bytes(old.read_bytes())
-    found = json.loads(run(bundle, data, "--part", "all", "--json").out)
+    found = json.loads(run(bundle, data, "--split", "all", "--json").out)
     assert (found["selected_on"], found["trained_on"]) == (4, 10)
 
 
 def test_without_its_split_a_model_is_not_evaluated_on_what_it_was_trained_on(
     run: Run, bundle: Path, data: Path
 ) -> None:
-    split = json.dumps(open_data(data, seed=3, val=0.2, test=0.3).split)
+    split = json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record)
     (bundle.parent / "split.json").write_text(split[: len(split) // 2])
     done = run(bundle, data)
     assert (done.code, done.out) == (2, "")
@@ -230,7 +230,7 @@ def test_without_its_split_a_model_is_not_evaluated_on_what_it_was_trained_on(
 
 def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
     names = (*(str(digit) for digit in range(10)), *(f"other {number}" for number in range(15)))
-    done = run(saved(tmp_path / "b", names), "digits", "--part", "test", "--precision", "bf16", "--device", "cpu")
+    done = run(saved(tmp_path / "b", names), "digits", "--split", "test", "--precision", "bf16", "--device", "cpu")
     assert done.code == 0
     assert "% on 359 images, " in done.out
     assert "top-5" in done.out
@@ -264,7 +264,7 @@ def test_classes_the_model_does_not_have(run: Run, tmp_path: Path, data: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--part", "tset"), "no part is called 'tset'; choose test, val, train, all"),
+        (("--split", "tset"), "no split is called 'tset'; choose test, val, train, all"),
         (("--precision", "int3"), "no precision is called 'int3'"),
         (("--device", "abacus"), "no device is called 'abacus'"),
         (("--batch", "0"), "--batch"),
@@ -295,10 +295,10 @@ def test_compact_json_is_the_same_json() -> None:
 def test_from_python_it_is_what_the_command_writes(run: Run, bundle: Path, data: Path) -> None:
     for split in (None, "val", "all"):
         found = vitrail.evaluate(bundle, data, split=split, workers=0)
-        done = run(bundle, data, "--json", *(() if split is None else ("--part", split)))
+        done = run(bundle, data, "--json", *(() if split is None else ("--split", split)))
         assert json.loads(done.out) == json.loads(json.dumps(found.as_dict()))
         assert found.split == (split or "all")
-        printed = run(bundle, data, *(() if split is None else ("--part", split))).out
+        printed = run(bundle, data, *(() if split is None else ("--split", split))).out
         assert printed.startswith(f"{found.summary}.\n")
     opened = vitrail.evaluate(vitrail.load(bundle), str(data), workers=0)
     assert opened.as_dict() == vitrail.evaluate(bundle, data, workers=0).as_dict()
@@ -306,8 +306,8 @@ def test_from_python_it_is_what_the_command_writes(run: Run, bundle: Path, data:
 
 
 def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> None:
-    parts = open_data(data, seed=0, val=0.2, test=0.2)
-    (bundle.parent / "split.json").write_text(json.dumps(parts.split))
+    splits = open_data(data, seed=0, val=0.2, test=0.2)
+    (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     held_out = vitrail.evaluate(bundle, data, workers=0)
     assert (held_out.split, held_out.kind, held_out.images) == ("test", "held-out images", 4)
     assert held_out.summary.endswith("; evaluated on the test split; compared with the images of its run by name only")
@@ -317,7 +317,7 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
 
 
 def test_from_python_what_cannot_be_evaluated(bundle: Path, data: Path) -> None:
-    with pytest.raises(vitrail.ConfigError, match="no part is called 'tset'"):
+    with pytest.raises(vitrail.ConfigError, match="no split is called 'tset'"):
         vitrail.evaluate(bundle, data, split="tset")
     with pytest.raises(vitrail.CheckpointError, match="a model of your own becomes a bundle"):
         vitrail.evaluate(vitrail.load(bundle).model, data)

@@ -47,7 +47,7 @@ def words(command: str, file: Path, images: Path, out: Path) -> list[str]:
         case "predict":
             return ["predict", str(file), first, "--workers", "0", "-o", str(out / "rows.jsonl"), "-q"]
         case "eval":
-            return ["eval", str(file), str(images), "--part", "all", "--workers", "0", "--by-number"]
+            return ["eval", str(file), str(images), "--split", "all", "--workers", "0", "--by-number"]
         case "embed":
             return ["embed", str(file), str(images), "-o", str(out / "features.npy"), "--workers", "0"]
         case "probe":

@@ -14,7 +14,7 @@ from vitrail.data.batches import evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.source import Arrays
-from vitrail.data.sources.splits import part_of
+from vitrail.data.sources.splits import split_of
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
 from vitrail.evaluation import Evaluation, Predictions, evaluate, evaluate_bundle, measure, percent, predict_all
 from vitrail.models.config import ViTConfig
@@ -23,7 +23,7 @@ from vitrail.models.vit import ViT
 CPU = torch.device("cpu")
 PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
 ALL_DIGITS = digits()
-DIGITS = part_of(ALL_DIGITS, np.arange(0, 1797, 9))
+DIGITS = split_of(ALL_DIGITS, np.arange(0, 1797, 9))
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +128,8 @@ def test_as_dict_is_json(bundle: Bundle) -> None:
 def test_classes_in_another_order_are_renumbered(bundle: Bundle) -> None:
     straight = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
     turned = Arrays(ALL_DIGITS.images, 9 - ALL_DIGITS.labels, tuple(str(9 - digit) for digit in range(10)))
-    assert same(evaluate_bundle(bundle, part_of(turned, DIGITS.indices), device="cpu", workers=0), straight)
-    wrong = evaluate_bundle(bundle, part_of(turned, DIGITS.indices), device="cpu", workers=0, by_number=True)
+    assert same(evaluate_bundle(bundle, split_of(turned, DIGITS.indices), device="cpu", workers=0), straight)
+    wrong = evaluate_bundle(bundle, split_of(turned, DIGITS.indices), device="cpu", workers=0, by_number=True)
     assert wrong.top1 < 0.5
 
 

@@ -103,7 +103,7 @@ def train(
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
     "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
-    for `load`. `evaluate_on="val"` leaves the test part alone while
+    for `load`. `evaluate_on="val"` leaves the test split alone while
     settings are still being chosen; the same call without it gives the result later, and writes the report.
     """
     for argument in unknown:

@@ -168,7 +168,7 @@ class Evaluation:
         """Return everything as JSON can hold it."""
         base = self.baselines
         return {
-            **({} if self.split is None else {"part": self.split, **self.seen._asdict()}),
+            **({} if self.split is None else {"split": self.split, **self.seen._asdict()}),
             "summary": self.summary,
             "images": self.images,
             "kind": self.kind,
@@ -252,7 +252,7 @@ def evaluate_chosen(
     `record` is the split that this run recorded, if there is one.
     """
     # They are called held out only where that is known.
-    kind = HELD_OUT if chosen.held_out else "training images" if chosen.part == "train" else "images"
+    kind = HELD_OUT if chosen.held_out else "training images" if chosen.split == "train" else "images"
     found = evaluate_bundle(
         bundle,
         chosen.source,
@@ -264,7 +264,7 @@ def evaluate_chosen(
         kind=kind,
         on_progress=on_progress,
     )
-    return replace(found, split=chosen.part, seen=seen_by_run(chosen.source, record, recorded_contents(bundle.origin)))
+    return replace(found, split=chosen.split, seen=seen_by_run(chosen.source, record, recorded_contents(bundle.origin)))
 
 
 def evaluate(
@@ -360,7 +360,7 @@ def percent(share: float) -> str:
 
 @contextmanager
 def in_use(model: nn.Module) -> Iterator[None]:
-    """Put a model into the mode in which it is used; afterwards every part of it has its own mode again."""
+    """Put a model into the mode in which it is used; afterwards every split of it has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

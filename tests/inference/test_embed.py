@@ -115,14 +115,14 @@ def test_images_without_classes(run: Run, photos: Path) -> None:
 
 def test_parts_and_the_default_name(run: Run) -> None:
     model = bundle().save("model")
-    assert "359 × 2 × 2" not in run("embed", model, "digits", "--part", "test", "--tokens", "patches").out
+    assert "359 × 2 × 2" not in run("embed", model, "digits", "--split", "test", "--tokens", "patches").out
     features, rows = read(Path("features.parquet"))
     assert features.shape == (359, 4, 16)
     assert {row["label"] for row in rows} == set("0123456789")
-    done = run("embed", model, "digits", "--part", "test")
+    done = run("embed", model, "digits", "--split", "test")
     assert (done.code, done.out) == (2, "")
     assert "features.parquet exists already; choose another name, or replace it with --overwrite" in done.err
-    assert run("embed", model, "digits", "--part", "test", "--overwrite", "--layer", 0).code == 0
+    assert run("embed", model, "digits", "--split", "test", "--overwrite", "--layer", 0).code == 0
     assert read(Path("features.parquet"))[0].shape == (359, 16)
 
 
@@ -232,8 +232,8 @@ def test_a_disk_that_is_full(photos: Path, tmp_path: Path, monkeypatch: pytest.M
         ),
         (("--raw",), "raw features are tokens as they leave a layer"),
         (("--dtype", "int8"), "features are written as float32 or float16, not as 'int8'"),
-        (("--part", "tset"), "no part is called 'tset'"),
-        (("--part", "test"), "too few"),
+        (("--split", "tset"), "no split is called 'tset'"),
+        (("--split", "test"), "too few"),
         (("--precision", "int3"), "no precision is called 'int3'"),
     ],
 )

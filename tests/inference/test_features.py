@@ -14,7 +14,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
-from vitrail.data.sources.splits import part_of
+from vitrail.data.sources.splits import split_of
 from vitrail.errors import ConfigError, DataError, Diverged, InputError
 from vitrail.inference.features import KINDS, Computing, FeatureRequest, Kind, feature_batches, gather
 from vitrail.models.config import ViTConfig
@@ -164,7 +164,7 @@ def test_order_labels_and_bad_images() -> None:
     expected = gather(model, source, how=HERE).features[[0, 1, 4, 5, 6]]
     np.testing.assert_allclose(whole.features, expected, atol=1e-5)
     with pytest.raises(DataError, match=r"none of the 2 can be read; the first, image 2: "):
-        gather(model, part_of(broken, np.array([2, 3])), how=HERE)
+        gather(model, split_of(broken, np.array([2, 3])), how=HERE)
 
 
 @pytest.mark.parametrize(

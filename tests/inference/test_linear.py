@@ -60,7 +60,7 @@ def test_a_start_that_is_near_ends_in_the_same_place() -> None:
 
 
 def test_the_val_part_chooses() -> None:
-    """Few examples with labels half of which are wrong: regularising more is right, and the val part sees it."""
+    """Few examples with labels half of which are wrong: regularising more is right, and the val split sees it."""
     x, y = clusters(60, 0)
     noisy = y.clone()
     generator = torch.Generator().manual_seed(1)

@@ -17,7 +17,7 @@ from vitrail.data.sources.opening import open_data
 from vitrail.errors import ConfigError
 from vitrail.inference.features import Features
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
-from vitrail.inference.probe import Collected, Plan, measure, open_parts
+from vitrail.inference.probe import Collected, Plan, measure, open_splits
 from vitrail.inference.probe_result import Probed, Row
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -43,7 +43,7 @@ def test_a_random_model_on_the_digits() -> None:
         ("knn", 1),
         ("knn", 20),
     ]
-    assert (found.images, found.examples, found.split, found.notes) == (359, 1259, "stratified", ())
+    assert (found.images, found.examples, found.split_origin, found.notes) == (359, 1259, "stratified", ())
     # Random features of a linear kind keep much of a digit: well above the 10% of chance.
     assert accuracy(found, "fewshot", 25) > max(0.25, accuracy(found, "fewshot", 1))
     assert accuracy(found, "knn", 20) > 0.35
@@ -78,7 +78,9 @@ def test_the_rows_are_the_protocols_and_nothing_else() -> None:
     random = np.random.default_rng(0)
     labels = np.arange(120) % 4
     features = (random.normal(size=(4, 10))[labels] + random.normal(size=(120, 10))).astype(np.float32)
-    train, test = (Features(features[part], labels[part], np.arange(60), ()) for part in (slice(0, 60), slice(60, 120)))
+    train, test = (
+        Features(features[split], labels[split], np.arange(60), ()) for split in (slice(0, 60), slice(60, 120))
+    )
     collected = Collected(train, None, test, ("a", "b", "c", "d"), "given")
     found = measure(collected, Plan(shots=(3,), seeds=4, k=(5,)), device="cpu")
     expected = []
@@ -103,7 +105,7 @@ def test_the_command(run: Run) -> None:
     done = run("probe", model, "digits", "--only", "knn,fewshot", "--k", "10,20", "--shots", "2", "--seeds", 2)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
-    assert lines[0] == "359 test images and 1,259 train images of 10 classes, in parts drawn from the data."
+    assert lines[0] == "359 test images and 1,259 train images of 10 classes, in splits drawn from the data."
     assert [line.split("  ")[0] for line in lines[2:]] == ["few-shot", "k-NN", "k-NN"]
     assert "±" in lines[2]
     found = json.loads(run("probe", model, "digits", "--only", "fewshot", "--shots", "2", "--seeds", 2, "--json").out)
@@ -137,23 +139,23 @@ def test_few_images(run: Run, photos: Path) -> None:
 
 def test_more_neighbours_than_examples_are_refused_before_features_are_computed(photos: Path) -> None:
     with pytest.raises(ConfigError, match="k is 500; it should be from 1 to 14, the number of examples"):
-        open_parts(photos, Plan(("knn",), k=(1, 500)))
-    assert open_parts(photos, Plan(("linear",), k=(1, 500))).train.classes == ("cat", "dog")  # nobody asks for them
+        open_splits(photos, Plan(("knn",), k=(1, 500)))
+    assert open_splits(photos, Plan(("linear",), k=(1, 500))).train.classes == ("cat", "dog")  # nobody asks for them
 
 
 def test_a_class_of_which_nothing_can_be_read_is_not_passed_over(run: Run, photos: Path) -> None:
     for file in (photos / "dog").iterdir():
         file.write_text("no image")
-    done = run("probe", bundle().save("model"), photos, "--only", "fewshot,knn", "--part", "val")
+    done = run("probe", bundle().save("model"), photos, "--only", "fewshot,knn", "--split", "val")
     assert "1 shots are left out: class 'dog' has only 0 train images." in done.out
-    done = run("probe", bundle().save("other"), photos, "--only", "fewshot", "--shots", "1", "--part", "val")
+    done = run("probe", bundle().save("other"), photos, "--only", "fewshot", "--shots", "1", "--split", "val")
     assert done.code == 2
     assert "1 shots need 1 train images of every class, but class 'dog' has only 0" in done.err
 
 
 def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
-    for part in ("train", "val"):
-        Path("parted", part).mkdir(parents=True)
+    for split in ("train", "val"):
+        Path("parted", split).mkdir(parents=True)
     for label in ("cat", "dog"):
         (photos / label).rename(Path("parted", "train", label))
         Path("parted", "val", label).mkdir()
@@ -163,21 +165,21 @@ def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
     done = run("probe", model, "parted")
     assert (done.code, done.out) == (2, "")
     assert done.err == (
-        "vitrail: parted has no test part for accuracy to be measured on; measure on its val part with --part val "
-        "(part='val')\n"
+        "vitrail: parted has no test split for accuracy to be measured on; measure on its val split with --split val "
+        "(split='val')\n"
     )
-    done = run("probe", model, "parted", "--part", "val")
+    done = run("probe", model, "parted", "--split", "val")
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("6 val images and 20 train images of 2 classes, in the parts that the data names.")
+    assert done.out.startswith("6 val images and 20 train images of 2 classes, in the splits that the data names.")
     assert "linear" in done.out
 
 
 def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
     model = bundle().save(Path("run", "best"))
-    Path("run", "split.json").write_text(json.dumps(open_data(photos, seed=5, val=0.2, test=0.3).split))
+    Path("run", "split.json").write_text(json.dumps(open_data(photos, seed=5, val=0.2, test=0.3).record))
     done = run("probe", model, photos, "--only", "fewshot")
-    assert done.out.startswith("6 test images and 10 train images of 2 classes, in the parts of the model's own run.")
-    assert "in parts drawn from the data." in run("probe", model, "digits", "--only", "knn").out
+    assert done.out.startswith("6 test images and 10 train images of 2 classes, in the splits of the model's own run.")
+    assert "in splits drawn from the data." in run("probe", model, "digits", "--only", "knn").out
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
             "no probe is called 'fewshots'; choose fewshot, knn, linear; did you mean 'fewshot'?",
         ),
         (("--only", ","), "only is empty"),
-        (("--part", "train"), "a probe is measured on the test or the val part, not on 'train'"),
+        (("--split", "train"), "a probe is measured on the test or the validation split, not on 'train'"),
         (("--layer", "1"), "layer 1 does not exist: this model has layers 0 to 0"),
         (("--precision", "int3"), "no precision is called 'int3'"),
     ],

@@ -109,7 +109,7 @@ def test_the_table_of_a_sweep_has_the_criterion(
     assert _run() == 0
     said = capsys.readouterr()
     assert "val macro-F1" in said.out
-    assert "has the best macro-F1 on the val part" in said.err
+    assert "has the best macro-F1 on the validation split" in said.err
 
 
 def test_runs_with_and_without_class_weights_are_compared_by_balanced_accuracy() -> None:

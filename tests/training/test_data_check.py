@@ -34,10 +34,10 @@ def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos:
     shutil.copy(photos / "cat" / "0.png", photos / "dog" / "other.png")
     shutil.copy(photos / "cat" / "1.png", photos / "cat" / "again.png")
     shutil.copy(photos / "cat" / "2.png", photos / "cat" / "upload.php")
-    folder, parts = tmp_path / "run", open_data(photos)
+    folder, splits = tmp_path / "run", open_data(photos)
     folder.mkdir()
     with RunConsole(folder, quiet=True) as screen:  # what `train` does before the first step
-        _say_check(screen, folder, parts, 16)
+        _say_check(screen, folder, splits, 16)
     check = json.loads((folder / "check.json").read_text())
     names = {copies["kind"]: [Path(one["name"]).name for one in copies["images"]] for copies in check["duplicates"]}
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]

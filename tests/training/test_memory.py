@@ -16,7 +16,7 @@ from tests.training.jobs import IMAGES, SMALL, job, train_two_steps
 from torch.profiler import ProfilerActivity, profile
 
 from vitrail.data.sources.source import Arrays
-from vitrail.data.sources.splits import Parts, part_of
+from vitrail.data.sources.splits import Splits, split_of
 from vitrail.errors import ConfigError
 from vitrail.runtime import faster_in_bf16
 from vitrail.training.auto_batch import fit_batch_to_memory, is_lack_of_memory, shown, within_memory
@@ -61,7 +61,7 @@ def really_taken(work: Callable[[], None]) -> int:
         ),
         {"model": {**SMALL, "width": 192}, "batch": 2},
     ],
-    ids=["plain", "parts", "checkpointing", "sgd", "frozen", "bf16", "few images"],
+    ids=["plain", "splits", "checkpointing", "sgd", "frozen", "bf16", "few images"],
 )
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_the_forecast_is_what_a_run_takes(kind: str, changes: dict[str, Any]) -> None:
@@ -86,8 +86,8 @@ def test_images_count_and_nothing_else_grows() -> None:
     assert one.standing == two.standing
     assert two.in_flight == pytest.approx(2 * one.in_flight, rel=0.05)
     assert one.with_images(32, 1) == pytest.approx(two.total, rel=0.05)
-    in_parts = forecast(job(batch=64, micro_batches=2))
-    assert two.with_images(32, 2) == pytest.approx(in_parts.total, rel=0.05)
+    in_splits = forecast(job(batch=64, micro_batches=2))
+    assert two.with_images(32, 2) == pytest.approx(in_splits.total, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_the_line_that_is_shown() -> None:
 
 def test_images_that_live_on_the_device_count() -> None:
     source = Arrays(np.zeros((7, 8, 8, 3), np.uint8), np.arange(7) % 2, ("cat", "dog"))
-    parts = Parts(source, part_of(source, np.arange(3)), None, {})
+    splits = Splits(source, split_of(source, np.arange(3)), None, {})
     plain, living = (job(data={"on_device": answer}, augmentation={"crop": "padded"}) for answer in (False, True))
-    assert (resident_images(plain.plan, parts), resident_images(living.plan, parts)) == (0, 10)
-    assert resident_images(living.plan, parts._replace(val=None)) == 14
+    assert (resident_images(plain.plan, splits), resident_images(living.plan, splits)) == (0, 10)
+    assert resident_images(living.plan, splits._replace(val=None)) == 14
     without, there = forecast(living), forecast(living._replace(resident=10))
     side = living.plan.model.image_size[0]
     assert there.total - without.total == there.standing - without.standing == 10 * 3 * side * side

@@ -234,7 +234,9 @@ def test_a_run_in_use(tmp_path: Path) -> None:
 
 def test_a_loss_that_explodes_is_explained(tmp_path: Path) -> None:
     changes = [*TINY, "optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
-    with pytest.raises(Diverged, match=r"step \d+: the loss is .*; the losses before it were .*; the first part whose"):
+    with pytest.raises(
+        Diverged, match=r"step \d+: the loss is .*; the losses before it were .*; the first split whose"
+    ):
         train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
 
 
@@ -396,8 +398,8 @@ def test_the_journal_the_average_and_the_best_model_agree(straight: Path) -> Non
     for name, tensor in best.model.state_dict().items():
         assert torch.equal(tensor, state[f"average/{name}"].to(tensor.dtype)), name
     assert any(not torch.equal(state[f"average/{name}"], state[f"model/{name}"]) for name in best.model.state_dict())
-    parts = open_data("digits", val=recipe.data.val, test=recipe.data.test)
-    assert json.loads((straight / "result.json").read_text())["images"] == len(parts.test) != len(parts.val)
+    splits = open_data("digits", val=recipe.data.val, test=recipe.data.test)
+    assert json.loads((straight / "result.json").read_text())["images"] == len(splits.test) != len(splits.val)
 
 
 def test_a_state_of_another_model(straight: Path, tmp_path: Path) -> None:

@@ -109,7 +109,10 @@ def test_images_are_waited_for_only_where_the_device_has_nothing_to_do(
     monkeypatch.setattr(Status, "update", update)
     go(tmp_path / "run")
     assert len(waited) == 9
-    assert [step for step, seconds in waited.items() if seconds > 0] == [1, 5]  # at first, and after the val part
+    assert [step for step, seconds in waited.items() if seconds > 0] == [
+        1,
+        5,
+    ]  # at first, and after the validation split
 
 
 @pytest.mark.usefixtures("ahead")

@@ -42,8 +42,8 @@ def test_a_run_keeps_small_images_of_each_of_its_classes(run: Run) -> None:
 
 def test_they_are_training_images(run: Run, tmp_path: Path) -> None:
     data = json.loads((run.folder / "origin.json").read_text())["data"]
-    parts = open_data(data, record=json.loads((run.folder / "split.json").read_text()))
-    again = keep_samples(tmp_path, parts.train)
+    splits = open_data(data, record=json.loads((run.folder / "split.json").read_text()))
+    again = keep_samples(tmp_path, splits.train)
     assert [one.file.read_bytes() for one in again] == [one.file.read_bytes() for one in read_samples(run.folder)]
 
 
@@ -119,17 +119,17 @@ def test_a_run_keeps_the_digests_of_its_images_and_its_bundles_carry_them(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = json.loads((run.folder / "origin.json").read_text())["data"]
-    parts = open_data(data, record=json.loads((run.folder / "split.json").read_text()))
+    splits = open_data(data, record=json.loads((run.folder / "split.json").read_text()))
     alone = Path(shutil.copytree(run.folder / "best", tmp_path / "alone" / "model"))
     for place in (alone, run.folder / "last", run.folder / "best"):
         assert (place / "contents.index").exists()
         contents = recorded_contents(place)
         assert contents is not None
         assert contents.complete
-        assert np.array_equal(contents.train, np.sort(digests_of(parts.train)))
-        assert seen_by_run(parts.train, None, contents) == (0, len(parts.train), "content")
+        assert np.array_equal(contents.train, np.sort(digests_of(splits.train)))
+        assert seen_by_run(splits.train, None, contents) == (0, len(splits.train), "content")
     assert "contents" not in json.loads((run.folder / "check.json").read_text())
-    vitrail.load(alone).save(alone, overwrite=True)  # what lies there is known as part of a checkpoint
+    vitrail.load(alone).save(alone, overwrite=True)  # what lies there is known as split of a checkpoint
     shutil.copy(run.folder / "contents.index", tmp_path / "contents.index")
     save_in_run(run.bundle, tmp_path / "last")
     assert (tmp_path / "last" / "contents.index").exists()

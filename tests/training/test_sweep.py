@@ -1,4 +1,4 @@
-"""A sweep: every candidate is an ordinary run, the val part chooses, and the test part is seen once."""
+"""A sweep: every candidate is an ordinary run, the validation split chooses, and the test split is seen once."""
 
 import json
 import os
@@ -88,7 +88,10 @@ def test_equal_accuracy_is_decided_by_the_loss(tmp_path: Path, capsys: pytest.Ca
     rates, changes = {"optimizer.lr": [1e-12, 1e-5]}, [*TINY, "epochs=0.1"]
     done = sweep("digits", over=rates, changes=changes, folder=tmp_path / "sweep", device="cpu", workers=0)
     said = " ".join(capsys.readouterr().err.split())
-    assert "has the best accuracy on the val part (the same as 1 other, and the lowest loss of these); its run" in said
+    assert (
+        "has the best accuracy on the validation split (the same as 1 other, and the lowest loss of these); its run"
+        in said
+    )
     first, second = (candidate.outcome for candidate in done.candidates)
     assert first.val_top1 == second.val_top1
     assert (second.val_loss or 0) < (first.val_loss or 0)
@@ -168,13 +171,13 @@ def test_every_candidate_starts_from_the_same_model(tmp_path: Path) -> None:
 def test_the_test_part_is_not_read_by_what_is_not_chosen(tmp_path: Path) -> None:
     """Its images cannot be read at all, and only the result minds."""
     rng = np.random.default_rng(0)
-    for part in ("train", "val", "test"):
+    for split in ("train", "val", "test"):
         for label in ("cat", "dog"):
-            (tmp_path / "data" / part / label).mkdir(parents=True)
+            (tmp_path / "data" / split / label).mkdir(parents=True)
             for number in range(4):
-                file = tmp_path / "data" / part / label / f"{number}.png"
+                file = tmp_path / "data" / split / label / f"{number}.png"
                 Image.fromarray(rng.integers(0, 255, (8, 8), np.uint8)).save(file)
-                if part == "test":
+                if split == "test":
                     file.write_text("no image")
     with pytest.raises(DataError):
         tried(tmp_path / "sweep", {"optimizer.lr": [0.01, 0.1]}, "batch=4", data=tmp_path / "data")
@@ -284,8 +287,8 @@ def test_values_that_are_no_list(values: Any) -> None:
         combine({}, [])
 
 
-def test_without_a_val_part(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the data has no val part"):
+def test_without_a_val_split(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the data has no validation split"):
         tried(tmp_path / "sweep", RATES, "data.val=0.0")
 
 

@@ -1,6 +1,6 @@
 """What torchrun starts twice: each of the two processes checks what it is told by the other.
 
-python -m torch.distributed.run --nproc-per-node 2 two_processes.py FOLDER, where FOLDER/data has parts and bad images
+python -m torch.distributed.run --nproc-per-node 2 two_processes.py FOLDER, where FOLDER/data has splits and bad images
 """
 
 import json

@@ -50,13 +50,13 @@ def check(
     if sheet is not None:
         _check_target(sheet)
     with progress("listing") as on_found:
-        parts, faults = open_to_check(data, on_progress=lambda found: on_found(found, None))
+        splits, faults = open_to_check(data, on_progress=lambda found: on_found(found, None))
     with progress("measuring") as on_measured:
         # Before the check, so that the check has not yet brought every file into the system's memory.
-        speed = measure_speed(parts.train, size=(size, size), on_progress=on_measured)
+        speed = measure_speed(splits.train, size=(size, size), on_progress=on_measured)
     workers = default_workers() if workers is None else workers
     with progress("decoding") as on_decoded:
-        report = check_data(parts, size=size, workers=workers, on_progress=on_decoded, faults=faults)
+        report = check_data(splits, size=size, workers=workers, on_progress=on_decoded, faults=faults)
     if not report.usable:
         first = report.unreadable[0]
         none = f"none of the {report.images:,} images can be read; the first, {first.image.name}: {first.reason}"
@@ -64,7 +64,7 @@ def check(
     if sheet is not None:
         from vitrail.data.checking.contact_sheet import contact_sheet, save_sheet
 
-        save_sheet(contact_sheet(parts.train, title=f"{Path(data).name or data}, train part"), sheet)
+        save_sheet(contact_sheet(splits.train, title=f"{Path(data).name or data}, training split"), sheet)
     cores = available_cores()
     speeds = SPEEDS if images_per_second is None else (images_per_second,)
     if as_json:
@@ -135,15 +135,15 @@ def _print_sizes(report: "Report") -> None:
 
 def _print_classes(report: "Report") -> None:
     """Print the counts of each class, the largest first; of many classes the ends."""
-    parts = list(report.counts)
+    splits = list(report.counts)
     names = sorted(report.classes, key=lambda name: -report.counts["train"][name])
-    rows = [(name, *(f"{report.counts[part][name]:,}" for part in parts)) for name in names]
+    rows = [(name, *(f"{report.counts[split][name]:,}" for split in splits)) for name in names]
     if len(rows) > MOST_CLASSES:
         half = MOST_CLASSES // 2
-        left_out = (f"… {len(rows) - 2 * half:,} more …", *("" for _ in parts))
+        left_out = (f"… {len(rows) - 2 * half:,} more …", *("" for _ in splits))
         rows = [*rows[:half], left_out, *rows[-half:]]
-    total = ("all", *(f"{sum(report.counts[part].values()):,}" for part in parts))
-    print_table(("class", *parts), [*rows, total], numbers=parts)
+    total = ("all", *(f"{sum(report.counts[split].values()):,}" for split in splits))
+    print_table(("class", *splits), [*rows, total], numbers=splits)
 
 
 def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: int) -> None:

@@ -29,7 +29,7 @@ def embed(
     ] = False,
     normalise: Annotated[bool, typer.Option("--normalise", help="Scale every vector to length 1.")] = False,
     dtype: Annotated[str, typer.Option(help="float32 or float16: how the numbers are written.")] = "float32",
-    part: Annotated[str, typer.Option(help="all, train, val or test.")] = "all",
+    split: Annotated[str, typer.Option(help="all, train, val or test.")] = "all",
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
@@ -55,7 +55,7 @@ def embed(
     wanted.check(model.model.config)
     with progress("listing") as on_found:
         chosen = choose_images(
-            data, part, record=recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
+            data, split, record=recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
         )
     with progress("embedding") as on_embedded:
         done = embed_source(

@@ -22,9 +22,9 @@ LISTED = 10
 def eval(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
-    part: Annotated[
+    split: Annotated[
         str | None,
-        typer.Option(help="test, val, train or all; as a rule the test part, or all where the data has no parts."),
+        typer.Option(help="test, val, train or all; as a rule the test split, or all where the data has no splits."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
@@ -49,7 +49,7 @@ def eval(
     model = open_model(bundle, override, keys)
     record = recorded_split(model.origin)
     with progress("listing") as on_found:
-        chosen = choose_images(data, part, record=record, on_progress=lambda found: on_found(found, None))
+        chosen = choose_images(data, split, record=record, on_progress=lambda found: on_found(found, None))
     with progress("measuring") as on_measured:
         found = evaluate_chosen(
             model,

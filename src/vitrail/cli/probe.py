@@ -25,7 +25,7 @@ def probe(
     shots: Annotated[str | None, typer.Option(help="Examples of each class for fewshot; as a rule 1,5,10,25.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How often fewshot draws its examples.")] = 3,
     k: Annotated[str | None, typer.Option("--k", help="Neighbours that vote, one number or several; else 20.")] = None,
-    part: Annotated[str, typer.Option(help="test or val: what accuracy is measured on.")] = "test",
+    split: Annotated[str, typer.Option(help="test or val: what accuracy is measured on.")] = "test",
     layer: Annotated[
         int | None, typer.Option(help="As if the model ended after this layer, from 0; -1 is the last.")
     ] = None,
@@ -43,18 +43,18 @@ def probe(
     numbers = _numbers("--shots", shots), _numbers("--k", k)
     from vitrail.data.sources.selection import recorded_split
     from vitrail.inference.features import Computing, FeatureRequest
-    from vitrail.inference.probe import Plan, collect, measure, open_parts
+    from vitrail.inference.probe import Plan, collect, measure, open_splits
 
     words = tuple(word.strip() for word in only.split(",") if word.strip())
-    plan = Plan(words, numbers[0], seeds, numbers[1], part)  # type: ignore[arg-type]
+    plan = Plan(words, numbers[0], seeds, numbers[1], split)  # type: ignore[arg-type]
     how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
     model = open_model(bundle, override, keys)
     FeatureRequest(layer=layer).check(model.model.config)
     with progress("listing") as on_found:
-        parts = open_parts(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))
+        splits = open_splits(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))
     with progress("features") as on_features:
-        collected = collect(model, parts, plan, replace(how, on_progress=on_features), layer=layer)
+        collected = collect(model, splits, plan, replace(how, on_progress=on_features), layer=layer)
     with progress("fitting") as on_fitted:
         found = measure(collected, plan, device=device, on_progress=on_fitted)
     if as_json:
@@ -76,14 +76,14 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 def _print(found: "Probed") -> None:
     from vitrail.evaluation import percent
 
-    parts = {
-        "recorded": "in the parts of the model's own run",
-        "given": "in the parts that the data names",
-        "stratified": "in parts drawn from the data",
+    splits = {
+        "recorded": "in the splits of the model's own run",
+        "given": "in the splits that the data names",
+        "stratified": "in splits drawn from the data",
     }
     echo(
-        f"{found.images:,} {found.part} images and {found.examples:,} train images of {len(found.classes):,} "
-        f"classes, {parts[found.split]}."
+        f"{found.images:,} {found.split} images and {found.examples:,} train images of {len(found.classes):,} "
+        f"classes, {splits[found.split_origin]}."
     )
     rows = []
     for row in found.rows:

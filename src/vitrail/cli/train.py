@@ -46,7 +46,9 @@ def train(
     changes: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: optimizer.lr=3e-4.")] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="Try each of some values, and keep the best on the val part: optimizer.lr=.003,.01,.03."),
+        typer.Option(
+            help="Try each of some values, and keep the best on the validation split: optimizer.lr=.003,.01,.03."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto.")] = "auto",
     workers: Annotated[
@@ -155,12 +157,12 @@ def _print_sweep(done: "Sweep", keys: list[str]) -> None:
     for spread in done.seeds:
         which = "".join(f"{key}={shown(value)}, " for key, value in spread.values.items())
         echo(
-            f"{which}{spread.runs} seeds: {percent(spread.mean)}% of the val part on average, "
+            f"{which}{spread.runs} seeds: {percent(spread.mean)}% of the validation split on average, "
             f"{percent(spread.low)}–{percent(spread.high)}"
         )
     if done.seeds:
         echo(
-            "The best of several seeds is partly luck: expect the average of a new run. Where the data names no parts, "
-            "every seed has drawn its own."
+            "The best of several seeds is partly luck: expect the average of a new run. Where the data names no "
+            "splits, every seed has drawn its own."
         )
     echo("")

@@ -82,7 +82,7 @@ class Planning(Dataset[Any]):
 
 
 class Resident:
-    """A training part on a device."""
+    """A training split on a device."""
 
     def __init__(self, training: Training, device: torch.device, workers: int) -> None:
         check_on_device(training.augmentation)
@@ -187,7 +187,7 @@ class _Recording:
 
 
 class Kept:
-    """A part that is measured again and again: read the first time, and from then on found on the device."""
+    """A split that is measured again and again: read the first time, and from then on found on the device."""
 
     def __init__(self, data: Evaluation, device: torch.device, workers: int) -> None:
         self.data, self.device, self.workers = data, device, workers

@@ -16,7 +16,7 @@ from vitrail.explanations.tokens import Query, check_ready, patch_grid
 from vitrail.models.checks import read_layer
 from vitrail.models.vit import ViT
 
-Part = TypeVar("Part", bound=nn.Module)
+Subset = TypeVar("Subset", bound=nn.Module)
 
 
 def gradcam_maps(
@@ -69,7 +69,7 @@ class _Kept(nn.Module):
         return self.output
 
 
-def _watched(part: Part, name: str) -> tuple[Part, _Kept]:
+def _watched(part: Subset, name: str) -> tuple[Subset, _Kept]:
     """Return a copy of a module, with the same weights, one of whose parts remembers what it gave.
 
     A hook would do the same to the model itself, which others may be using at this moment.

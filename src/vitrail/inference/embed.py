@@ -58,7 +58,7 @@ def embed(
     layer: int | None = None,
     normalise: bool = False,
     raw: bool = False,
-    part: str = "all",
+    split: str = "all",
     dtype: DType = "float32",
     batch: int = 64,
     workers: int | None = None,
@@ -76,7 +76,7 @@ def embed(
     """
     target = check_output(output, overwrite=overwrite)
     bundle = ready_bundle(bundle)
-    chosen = choose_images(data, part, record=recorded_split(bundle.origin))
+    chosen = choose_images(data, split, record=recorded_split(bundle.origin))
     wanted, how = (
         FeatureRequest(tokens, layer, normalise, raw),
         Computing(device, precision, batch, workers, on_progress),

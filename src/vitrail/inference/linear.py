@@ -35,8 +35,8 @@ class Linear(NamedTuple):
 
     def scores(self, features: Tensor) -> Tensor:
         """Return the logits (N, K) of features (N, D)."""
-        parts = (_standard(some, self.mean, self.scale) @ self.weights for some in _parts(features, self.weights))
-        return torch.cat(list(parts))
+        splits = (_standard(some, self.mean, self.scale) @ self.weights for some in _splits(features, self.weights))
+        return torch.cat(list(splits))
 
 
 def fit_linear(
@@ -82,7 +82,7 @@ def choose_linear(
     decays: Sequence[float] = DECAYS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Linear:
-    """Fit with every decay; return the one most often right on the val part, among equals with the smaller loss."""
+    """Fit with every decay; return the one most often right on the val split, among equals with the smaller loss."""
     tried: list[tuple[float, float, Linear]] = []
     for done, decay in enumerate(sorted(decays, reverse=True), start=1):
         found = fit_linear(features, labels, classes, decay=decay, start=tried[-1][2] if tried else None)
@@ -101,7 +101,7 @@ def _loss_and_gradient(
     free = weights.clone()
     free[-1] = 0  # the bias is not regularised
     gradient, loss, done = decay * free, decay / 2 * float(free.square().sum()), 0
-    for some in _parts(features, weights):
+    for some in _splits(features, weights):
         x, own = _standard(some, mean, scale), labels[done : done + len(some)]
         logged = F.log_softmax(x @ weights, dim=1)
         loss -= float(logged.gather(1, own[:, None]).sum()) / len(features)
@@ -112,16 +112,16 @@ def _loss_and_gradient(
     return loss, gradient
 
 
-def _parts(features: Tensor, weights: Tensor) -> Iterable[Tensor]:
+def _splits(features: Tensor, weights: Tensor) -> Iterable[Tensor]:
     rows = max(1, AT_ONCE // sum(weights.shape))
     return (features[start : start + rows] for start in range(0, len(features), rows))
 
 
 def _statistics(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of every feature, in float64."""
-    parts = features.split(max(1, AT_ONCE // features.shape[1]))
-    mean = torch.stack([some.double().sum(dim=0) for some in parts]).sum(dim=0) / len(features)
-    variance = torch.stack([(some.double() - mean).square().sum(dim=0) for some in parts]).sum(dim=0) / len(features)
+    splits = features.split(max(1, AT_ONCE // features.shape[1]))
+    mean = torch.stack([some.double().sum(dim=0) for some in splits]).sum(dim=0) / len(features)
+    variance = torch.stack([(some.double() - mean).square().sum(dim=0) for some in splits]).sum(dim=0) / len(features)
     return mean, variance.sqrt() + EPSILON
 
 

@@ -16,7 +16,7 @@ from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.selection import recorded_split
 from vitrail.data.sources.source import Source
-from vitrail.data.sources.splits import Parts, split_indices
+from vitrail.data.sources.splits import Splits, split_indices
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.inference.features import AS_A_RULE, Computing, FeatureRequest, Features, gather
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
@@ -37,8 +37,8 @@ class Plan:
     shots: tuple[int, ...] | None = None
     seeds: int = 3
     k: tuple[int, ...] | None = None
-    part: Literal["test", "val"] = "test"
-    """The part that accuracy is measured on."""
+    split: Literal["test", "val"] = "test"
+    """The split that accuracy is measured on."""
 
     def __post_init__(self) -> None:
         for method in self.only:
@@ -53,19 +53,19 @@ class Plan:
                 raise ConfigError(f"{name} is {number}; it should be 1 or more")
         if self.seeds < 1:
             raise ConfigError(f"seeds is {self.seeds}; it should be 1 or more")
-        if self.part not in ("test", "val"):
-            raise ConfigError(f"a probe is measured on the test or the val part, not on {self.part!r}")
+        if self.split not in ("test", "val"):
+            raise ConfigError(f"a probe is measured on the test or the validation split, not on {self.split!r}")
 
 
 class Collected(NamedTuple):
-    """The features of the parts that a plan needs."""
+    """The features of the splits that a plan needs."""
 
     train: Features
     val: Features | None
     """Images that choose a setting, where the data has some beside those that are measured."""
     measured: Features
     classes: tuple[str, ...]
-    split: str
+    split_origin: str
 
 
 def probe(
@@ -76,7 +76,7 @@ def probe(
     shots: Sequence[int] | None = None,
     seeds: int = 3,
     k: Sequence[int] | None = None,
-    part: Literal["test", "val"] = "test",
+    split: Literal["test", "val"] = "test",
     layer: int | None = None,
     batch: int = 64,
     workers: int | None = None,
@@ -85,49 +85,49 @@ def probe(
 ) -> Probed:
     """Measure a model's frozen features: few-shot least squares, nearest neighbours, and a linear probe.
 
-    The train part gives the examples, the val part chooses the linear probe's regularisation, accuracy is measured on
-    the test part. Features are what the head sees, or would see if the model ended after `layer`.
+    The training split gives the examples, the validation split chooses the linear probe's regularisation, accuracy is
+    measured on the test split. Features are what the head sees, or would see if the model ended after `layer`.
     """
-    plan = Plan(tuple(only), _tuple(shots), seeds, _tuple(k), part)
+    plan = Plan(tuple(only), _tuple(shots), seeds, _tuple(k), split)
     bundle = ready_bundle(bundle)
-    parts = open_parts(data, plan, recorded_split(bundle.origin))
-    collected = collect(bundle, parts, plan, Computing(device, precision, batch, workers), layer=layer)
+    splits = open_splits(data, plan, recorded_split(bundle.origin))
+    collected = collect(bundle, splits, plan, Computing(device, precision, batch, workers), layer=layer)
     return measure(collected, plan, device=device)
 
 
-def open_parts(
+def open_splits(
     data: str | Path, plan: Plan, record: Mapping[str, Any] | None = None, *, on_progress: Progress | None = None
-) -> Parts:
-    """Open data in its parts: as the model's own run had them, if `record` is of this data, else as training would."""
-    parts = _open(data, record, on_progress)
-    if (parts.test if plan.part == "test" else parts.val) is None:
-        other = "; measure on its val part with --part val (part='val')" if parts.val is not None else ""
-        raise DataError(f"{shown(str(data))} has no {plan.part} part for accuracy to be measured on{other}")
-    _settle_shots(plan, parts.train.labels, parts.train.classes)
+) -> Splits:
+    """Open data in its splits: as the model's own run had them, if `record` is of this data, else as training would."""
+    splits = _open(data, record, on_progress)
+    if (splits.test if plan.split == "test" else splits.val) is None:
+        other = "; measure on its validation split with --split val (split='val')" if splits.val is not None else ""
+        raise DataError(f"{shown(str(data))} has no {plan.split} split for accuracy to be measured on{other}")
+    _settle_shots(plan, splits.train.labels, splits.train.classes)
     if "knn" in plan.only and plan.k is not None:
-        check_k(max(plan.k), len(parts.train))
-    return parts
+        check_k(max(plan.k), len(splits.train))
+    return splits
 
 
-def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progress | None) -> Parts:
+def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progress | None) -> Splits:
     if record is not None:
         try:
-            parts = open_data(data, record=record, on_progress=on_progress)
+            splits = open_data(data, record=record, on_progress=on_progress)
         except DataError:  # not the images that were split then; what cannot be opened at all fails again
             pass
         else:
-            return parts._replace(split={**parts.split, "method": "recorded"})
+            return splits._replace(record={**splits.record, "method": "recorded"})
     return open_data(data, on_progress=on_progress)
 
 
 def collect(
-    bundle: Bundle, parts: Parts, plan: Plan, how: Computing = AS_A_RULE, *, layer: int | None = None
+    bundle: Bundle, splits: Splits, plan: Plan, how: Computing = AS_A_RULE, *, layer: int | None = None
 ) -> Collected:
     """Compute the features of every image that a plan needs, once."""
-    measured, val = (parts.test, parts.val) if plan.part == "test" else (parts.val, None)
+    measured, val = (splits.test, splits.val) if plan.split == "test" else (splits.val, None)
     if measured is None:
-        raise DataError(f"there is no {plan.part} part")
-    sources = [parts.train, measured, *([val] if val is not None and "linear" in plan.only else [])]
+        raise DataError(f"there is no {plan.split} split")
+    sources = [splits.train, measured, *([val] if val is not None and "linear" in plan.only else [])]
     total, done = sum(map(len, sources)), 0
     FeatureRequest(layer=layer).check(bundle.model.config)
     bundle.announce()
@@ -141,7 +141,7 @@ def collect(
 
     found = [features(source) for source in sources]
     val_features = found[2] if len(found) > 2 else None
-    return Collected(found[0], val_features, found[1], parts.train.classes, str(parts.split["method"]))
+    return Collected(found[0], val_features, found[1], splits.train.classes, str(splits.record["method"]))
 
 
 def measure(
@@ -168,10 +168,10 @@ def measure(
     return Probed(
         rows=tuple(rows),
         images=len(collected.measured.labels),
-        part=plan.part,
+        split=plan.split,
         examples=len(collected.train.labels),
         classes=collected.classes,
-        split=collected.split,
+        split_origin=collected.split_origin,
         notes=tuple(notes),
         bad=tuple(bad),
     )
@@ -195,7 +195,7 @@ class _Tensors:
         return float((scores.argmax(dim=1) == self.test_y).double().mean())
 
     def chosen_on(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what a setting is fitted on and what it is chosen on; without a val part, a tenth of the examples."""
+        """Return what a setting is fitted on and what it is chosen on; without a val split, a tenth of the examples."""
         if self.val is not None:
             x, y = (torch.from_numpy(array).to(self.device) for array in (self.val.features, self.val.labels))
             return self.x, self.y, x, y

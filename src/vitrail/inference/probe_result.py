@@ -38,18 +38,18 @@ class Probed:
     rows: tuple[Row, ...]
     images: int
     """How many images accuracy was measured on."""
-    part: str
+    split: str
     examples: int
     """How many train images there were to draw from."""
     classes: tuple[str, ...]
-    split: str
+    split_origin: str
     """Who divided the data: "recorded" (the model's own run), "given" (the data), or "stratified" (drawn here)."""
     notes: tuple[str, ...]
     """What was left out, and why."""
     bad: tuple[BadImage, ...]
 
     def interval(self, row: Row) -> Interval | None:
-        """Return the 95% interval of an accuracy that no draw has a part in; None where the spread says more."""
+        """Return the 95% interval of an accuracy that no draw has a split in; None where the spread says more."""
         if row.spread is not None or row.method == "fewshot":
             return None
         return wilson_interval(round(row.mean * self.images), self.images)
@@ -70,11 +70,11 @@ class Probed:
         ]
         return {
             "probes": rows,
-            "part": self.part,
+            "split": self.split,
             "images": self.images,
             "examples": self.examples,
             "classes": list(self.classes),
-            "split": self.split,
+            "split_origin": self.split_origin,
             "notes": list(self.notes),
             "bad": [image._asdict() for image in self.bad],
         }

@@ -21,10 +21,10 @@ def curves(run: Record) -> Section:
     rows = run.rows
     if not rows:
         return _section(absent("metrics.jsonl holds no steps, so there are no curves."))
-    loss = [*_noisy("training", curve(rows, "loss"), 1), _seldom("val part", curve(rows, "val_loss"), 2)]
+    loss = [*_noisy("training", curve(rows, "loss"), 1), _seldom("validation split", curve(rows, "val_loss"), 2)]
     accuracy = [
         _line("training, as augmented", curve(rows, "accuracy").smooth(), 1),
-        _seldom("val part", curve(rows, "val_top1"), 2),
+        _seldom("validation split", curve(rows, "val_top1"), 2),
     ]
     return _section(
         _over_steps("Loss", loss, log=_wide(rows), note=loss_note(run)),
@@ -75,8 +75,8 @@ def curves_of_two(one: Record, other: Record, names: tuple[str, str]) -> Section
         return [_line(name, curve(rows, number).smooth(), colour) for name, rows, colour in both]
 
     return _section(
-        _over_steps("Accuracy on the val part", measured("val_top1"), unit="percent", high=1.0),
-        _over_steps("Loss on the val part", measured("val_loss"), log=True),
+        _over_steps("Accuracy on the validation split", measured("val_top1"), unit="percent", high=1.0),
+        _over_steps("Loss on the validation split", measured("val_loss"), log=True),
         _over_steps(
             "Training loss", trained("loss"), log=any(_wide(rows) for _, rows, _ in both), note=_note_of_two(one, other)
         ),

@@ -96,18 +96,18 @@ def _details(details: list[str]) -> str:
 
 
 def _counts(check: Check) -> str:
-    parts = list(check.counts)
+    splits = list(check.counts)
     names = list(dict.fromkeys(one for counts in check.counts.values() for one in counts))
-    total = [Cell("all"), *(Cell(f"{sum(check.counts[part].values()):,}") for part in parts)]
+    total = [Cell("all"), *(Cell(f"{sum(check.counts[split].values()):,}") for split in splits)]
     rows = [
         [
             Cell(name(one)),
-            *(Cell(f"{check.counts[part].get(one, 0):,}", check.counts[part].get(one, 0)) for part in parts),
+            *(Cell(f"{check.counts[split].get(one, 0):,}", check.counts[split].get(one, 0)) for split in splits),
         ]
         for one in names
     ]
-    columns = [Column("Class"), *(Column(part, number=True) for part in parts)]
-    return table(columns, rows, foot=total, caption="Images by part")
+    columns = [Column("Class"), *(Column(split, number=True) for split in splits)]
+    return table(columns, rows, foot=total, caption="Images by split")
 
 
 def _sizes(check: Check) -> str:

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "numpy", "pillow", "simplejpeg", "safetensors")
 FILES = {
     f"{BEST}/{WEIGHTS}": "the best model's weights",
     RECIPE: "every setting",
-    SPLIT: "which image is in which part",
+    SPLIT: "which image is in which split",
     METRICS: "every step, as numbers",
     HELD_OUT: "the answer to every held-out image",
 }

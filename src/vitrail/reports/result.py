@@ -124,7 +124,7 @@ def _warnings(run: Record, result: RunResult) -> str:
         )
     elif run.chosen_on_these:
         said.append(
-            "There is no test part: the best moment of the run was selected on these same images, so expect a little "
+            "There is no test split: the best moment of the run was selected on these same images, so expect a little "
             "less on new ones."
         )
     low, high = result.top1_interval
@@ -148,8 +148,8 @@ def _unfinished_title(run: Record) -> str:
 def _so_far(run: Record) -> str:
     best = best_row(run.rows)
     if best is None:
-        return paragraph("The val part has not been measured yet, either.")
+        return paragraph("The validation split has not been measured yet, either.")
     return paragraph(
-        f"So far the best on the val part is {share(best['val_top1'])}, at step {best['step']:,}. The val part chooses "
-        "the best moment, so this is not a result."
+        f"So far the best on the validation split is {share(best['val_top1'])}, at step {best['step']:,}. It is also "
+        "what chooses the best checkpoint, so this is not a result."
     )

@@ -107,6 +107,6 @@ def open_artifacts(run: Record) -> RunArtifacts:
 def _held_out(run: Record) -> Source:
     if not run.data or run.split is None:
         raise DataError("the run does not say where it is")
-    parts = open_data(run.data, record=run.split)
-    source: Source = parts.test or parts.val or parts.train
+    splits = open_data(run.data, record=run.split)
+    source: Source = splits.test or splits.val or splits.train
     return source

@@ -86,7 +86,7 @@ class RunResult(BaseModel):
         square = len(self.confusion) == count and all(len(row) == count for row in self.confusion)
         scored = all(row.recall is not None and row.f1 is not None for row in self.per_class if row.images)
         if self.images < 1 or len(self.per_class) != count or not square or not scored:
-            raise ValueError("the parts of the result do not fit together")
+            raise ValueError("the splits of the result do not fit together")
         return self
 
     @property
@@ -161,7 +161,7 @@ class Record:
 
     @property
     def chosen_on_these(self) -> bool:
-        """Whether the images it was measured by also chose its best moment, because there is no test part."""
+        """Whether the images it was measured by also chose its best moment, because there is no test split."""
         counts = (self.split or {}).get("counts", {})
         return bool(counts) and not counts.get("test")
 
@@ -216,7 +216,7 @@ def _check_is_run(place: Path) -> None:
     if (place / SWEEP).exists():
         raise ConfigError(f"{place} holds a sweep, not a run; name one of the folders in it")
     if (place.resolve().parent / RECIPE).is_file() and place.is_dir():
-        raise ConfigError(f"{place} is a part of a run; name the run itself, {place.resolve().parent}")
+        raise ConfigError(f"{place} is a split of a run; name the run itself, {place.resolve().parent}")
     if (place / LOCK).exists():
         raise ConfigError(f"{place} holds a run that has not begun, so there is nothing to report")
     raise ConfigError(f"{place} is no run: it has no {RECIPE}; name a folder that vitrail train has made")
@@ -232,13 +232,13 @@ def _read(path: Path, kind: type[Model], what: str, faults: list[str]) -> tuple[
     content = _json(path, what, faults)
     if content is None:
         state = "cannot be read" if path.exists() else "is not there"
-        return None, f"{path.name} {state}, so this part is left out."
+        return None, f"{path.name} {state}, so this split is left out."
     try:
         return kind.model_validate(content), ""
     except ValidationError:
         strange = "is not as this version of vitrail writes it"
         faults.append(f"{path} {strange}, so the report lacks {what}")
-        return None, f"{path.name} {strange}, so this part is left out."
+        return None, f"{path.name} {strange}, so this split is left out."
 
 
 def _json(path: Path, what: str, faults: list[str]) -> dict[str, Any] | None:

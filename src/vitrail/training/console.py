@@ -101,7 +101,7 @@ class RunConsole:
             )
         self.highest = max(self.highest, value)
         by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
-        said = f"{row['val_top1']:.1%} on the val part{by}, loss {row['val_loss']:.3f}"
+        said = f"{row['val_top1']:.1%} on the validation split{by}, loss {row['val_loss']:.3f}"
         self.note(f"step {row['step']:,}: {said}{star}")
 
     @property

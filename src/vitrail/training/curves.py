@@ -114,9 +114,9 @@ def headlines(rows: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
     top1, steps = curve(rows, "val_top1"), max(row["step"] for row in rows)
     if len(top1):
         step, share = _best(rows, top1)
-        head = f"{share:.1%} on the val part, best at step {step:,} of {steps:,}"
+        head = f"{share:.1%} on the validation split, best at step {step:,} of {steps:,}"
     else:
-        head = f"Step {steps:,}, the val part not yet measured"
+        head = f"Step {steps:,}, the validation split not yet measured"
     said = [name if len(name) <= 40 else f"{name[:39]}…"]
     epochs, losses, val = curve(rows, "epoch"), curve(rows, "loss"), curve(rows, "val_loss")
     said += [f"{epochs.values[-1]:.1f} epochs"] if len(epochs) else []
@@ -138,7 +138,7 @@ def _draw_loss(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
     smooth = loss.smooth()
     _line(panel, loss, TRAIN, width=0.8, alpha=0.25)
     _line(panel, smooth, TRAIN, label="training")
-    _line(panel, val, VAL, label="val part", marks=True)
+    _line(panel, val, VAL, label="validation split", marks=True)
     panel.set_title("Loss")
     shown = np.concatenate([smooth.values, val.values])
     positive = shown[shown > 0]
@@ -156,7 +156,7 @@ def _draw_accuracy(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
 
     training, val = curve(rows, "accuracy").smooth(), curve(rows, "val_top1")
     _line(panel, training, TRAIN, label="training, as augmented")
-    _line(panel, val, VAL, label="val part", marks=True)
+    _line(panel, val, VAL, label="validation split", marks=True)
     if len(val):
         step, share = _best(rows, val)
         panel.vlines(step, 0, share, color=VAL, linewidth=1, linestyle=(0, (2, 3)), zorder=1)

@@ -13,7 +13,7 @@ import torch
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import Training
 from vitrail.data.sources.opening import open_data
-from vitrail.data.sources.splits import Parts
+from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import Stream
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
@@ -131,26 +131,28 @@ def plan_trials(
     recipes: Sequence[tuple[dict[str, Any], Recipe]], data: str | Path, bundle: Bundle | None, device: str
 ) -> list[Trial]:
     """Settle and check every candidate before the first is trained; of equal ones keep one."""
-    known: dict[int, tuple[Parts, DataFacts]] = {}
+    known: dict[int, tuple[Splits, DataFacts]] = {}
     trials: dict[str, Trial] = {}
     for values, recipe in recipes:
         if recipe.seed not in known:  # the seed draws the parts, where the data names none
-            parts = open_data(data, seed=recipe.seed, val=recipe.data.val, test=recipe.data.test)
-            if parts.val is None:
-                raise ConfigError("the data has no val part, which a sweep chooses by; give it one with data.val=0.1")
-            known[recipe.seed] = parts, describe_data(parts.train, device)
-        parts, facts = known[recipe.seed]
+            splits = open_data(data, seed=recipe.seed, val=recipe.data.val, test=recipe.data.test)
+            if splits.val is None:
+                raise ConfigError(
+                    "the data has no validation split, which a sweep chooses by; give it one with data.val=0.1"
+                )
+            known[recipe.seed] = splits, describe_data(splits.train, device)
+        splits, facts = known[recipe.seed]
         plan = choose(recipe, facts, bundle)
-        _check(plan, parts)
+        _check(plan, splits)
         trials.setdefault(plan.recipe.to_json(), Trial(values, recipe, plan))
     return list(trials.values())
 
 
-def _check(plan: Plan, parts: Parts) -> None:
+def _check(plan: Plan, splits: Splits) -> None:
     """Refuse what a run would refuse when it starts, which for the last candidate may be hours from now."""
     recipe = plan.recipe
-    stream = Stream(len(parts.train), plan.batch, recipe.seed, recipe.data.repeats)
-    Training(parts.train, stream, plan.preprocess, plan.augmentation, plan.mixing)
+    stream = Stream(len(splits.train), plan.batch, recipe.seed, recipe.data.repeats)
+    Training(splits.train, stream, plan.preprocess, plan.augmentation, plan.mixing)
     with torch.device("meta"):
         model = ViT(plan.model)
     freeze(model, recipe.freeze)

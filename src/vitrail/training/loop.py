@@ -14,7 +14,7 @@ from vitrail.checkpoints.bundle import METRICS, Bundle
 from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Batch, Training, training_batches
 from vitrail.data.resident import Resident
-from vitrail.data.sources.splits import Parts
+from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import Share, Stream
 from vitrail.errors import ConfigError, Diverged
 from vitrail.evaluation import Evaluation as Measured
@@ -56,17 +56,17 @@ class RunObserver(Protocol):
 
 
 def train_run(
-    plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, observer: RunObserver, *, final: bool
+    plan: Plan, splits: Splits, start: Bundle | None, folder: Path, where: Where, observer: RunObserver, *, final: bool
 ) -> tuple[Bundle, Measured, list[str]]:
     """Train, or go on training; return the best model, what it is worth, and the files that could not be read.
 
     `final`: the result is the run's last word, and is kept in its folder.
     """
-    run = _Run(plan, parts, start, folder, where, observer)
+    run = _Run(plan, splits, start, folder, where, observer)
     with nullcontext() if run.records is None else closing(run.records):
         if not run.state.progress.finished:
             run.check_best()
-            there = resident_images(plan, parts)
+            there = resident_images(plan, splits)
             job = Job(plan, where.device, where.precision, where.ranks.processes.size, where.workers, there)
             with within_memory(job, folder, observer.note):
                 run.go()
@@ -77,12 +77,12 @@ class _Run:
     """A run while it runs."""
 
     def __init__(
-        self, plan: Plan, parts: Parts, start: Bundle | None, folder: Path, where: Where, observer: RunObserver
+        self, plan: Plan, splits: Splits, start: Bundle | None, folder: Path, where: Where, observer: RunObserver
     ) -> None:
-        self.plan, self.parts, self.folder, self.where, self.observer = plan, parts, folder, where, observer
+        self.plan, self.splits, self.folder, self.where, self.observer = plan, splits, folder, where, observer
         ranks = self.ranks = where.ranks
         with ranks.together():
-            self.bundle = _first_bundle(plan, parts.train.classes, start)
+            self.bundle = _first_bundle(plan, splits.train.classes, start)
             self.state = self._first_state()
             self.training = self._training()
             self.stepper = self._stepper()
@@ -99,7 +99,7 @@ class _Run:
         self.records = self._records() if ranks.is_main else None
         self.replaced = False
         self.bad: set[str] = set(self.state.progress.bad_files or [])
-        self.measured_by = parts.val or parts.train
+        self.measured_by = splits.val or splits.train
         self.predictions = predictor(plan, where, self.measured_by)
         self.best = Best(folder, self.state, ranks, observer.note, self._bundle_of)
 
@@ -118,7 +118,7 @@ class _Run:
         return State(model, make_optimizer(model, recipe.optimizer), average, Progress(), scaler)
 
     def _training(self) -> Training:
-        plan, train, data = self.plan, self.parts.train, self.plan.recipe.data
+        plan, train, data = self.plan, self.splits.train, self.plan.recipe.data
         stream = Stream(len(train), plan.batch, plan.recipe.seed, data.repeats, train.labels if data.balance else None)
         parts = self.ranks.processes.size * plan.recipe.micro_batches
         if plan.batch % (2 * parts if plan.mixing.on else parts):
@@ -132,7 +132,7 @@ class _Run:
 
     def _stepper(self) -> Stepper:
         plan, where = self.plan, self.where
-        labels = torch.from_numpy(self.parts.train.labels)
+        labels = torch.from_numpy(self.splits.train.labels)
         weights = class_weights(labels, plan.model.classes, plan.recipe.objective)
         weights = None if weights is None else weights.to(where.device)
         return Stepper(plan.recipe, plan.preprocess, where.device, where.precision, weights, where.ranks)
@@ -210,22 +210,22 @@ class _Run:
         return training_batches(self.training, first, steps, workers=workers, pin=self._on_cuda())
 
     def _tired(self) -> bool:
-        """Say whether the val part has not become better for as long as patience lasts."""
+        """Say whether the validation split has not become better for as long as patience lasts."""
         return 0 < self.plan.recipe.patience <= self.state.progress.since_highest
 
     def evaluate_best(self, *, final: bool) -> tuple[Bundle, Measured]:
-        """Measure the best model on the test part, once; without one, on the part it was chosen by."""
+        """Measure the best model on the test split, once; without one, on the part it was chosen by."""
         self.check_best()
         best = self.best.load()
-        source = self.parts.test or self.parts.val or self.parts.train
+        source = self.splits.test or self.splits.val or self.splits.train
         answers = self.predictions(best.model.to(self.where.device), source)
-        kind = "training images" if source is self.parts.train else "held-out images"
+        kind = "training images" if source is self.splits.train else "held-out images"
         measured = measure(answers, source, kind=kind)
-        if self.records is not None and self.parts.val is not None:
-            gap = gap_warning(MetricsFile.read(self.folder), len(self.parts.val))
+        if self.records is not None and self.splits.val is not None:
+            gap = gap_warning(MetricsFile.read(self.folder), len(self.splits.val))
             measured = replace(measured, warnings=(*measured.warnings, *gap))
         if final:
-            best.provenance[METRICS] = card_metrics(measured, tested=source is self.parts.test)
+            best.provenance[METRICS] = card_metrics(measured, tested=source is self.splits.test)
         if final and self.records is not None:
             self.records.held_out(answers, source)
             self.best.write_card(best)
@@ -246,7 +246,7 @@ class _Run:
         return learning_rate(self.plan.recipe.schedule, step, self.plan.steps, self.plan.rate)
 
     def _measure(self) -> bool:
-        """Measure the val part, keep the model if it is the best, and say whether the run should end early."""
+        """Measure the validation split, keep the model if it is the best, and say whether the run should end early."""
         progress = self.state.progress
         with self._averaged():
             answers = self.predictions(self.state.model, self.measured_by)
@@ -339,7 +339,7 @@ def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) ->
 
 
 def _evenly(steps: int, count: int) -> set[int]:
-    """Return the steps after which the val part is measured; the last one is among them."""
+    """Return the steps after which the validation split is measured; the last one is among them."""
     return {max(1, round(steps * (number + 1) / count)) for number in range(count)} | {steps}
 
 

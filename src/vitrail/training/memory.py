@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitrail.data.augmentation.mixing import mix_pixels
-from vitrail.data.sources.splits import Parts
+from vitrail.data.sources.splits import Splits
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 from vitrail.training import objectives
@@ -92,9 +92,9 @@ class Forecast(NamedTuple):
         return self.standing + more + max(self.updating, round(self.in_flight * images / self.images))
 
 
-def resident_images(plan: Plan, parts: Parts) -> int:
+def resident_images(plan: Plan, splits: Splits) -> int:
     """Return how many images live on the device: those to train on, and those to measure by."""
-    return len(parts.train) + len(parts.val or parts.train) if plan.recipe.data.on_device else 0
+    return len(splits.train) + len(splits.val or splits.train) if plan.recipe.data.on_device else 0
 
 
 def evaluation_batch(images: int) -> int:

@@ -72,7 +72,7 @@ def loss(logits: Tensor, targets: Tensor, objective: Objective, weights: Tensor 
 def class_weights(labels: Tensor | NDArray[Any], classes: int, objective: Objective) -> Tensor | None:
     """Return the weight (K) of each class that `loss` takes; None where all count alike.
 
-    `labels` are those of the whole training part.
+    `labels` are those of the whole training split.
     """
     chosen = objective.class_weights
     if isinstance(chosen, tuple):

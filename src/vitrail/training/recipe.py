@@ -64,13 +64,13 @@ def _as_batch(value: Any) -> Any:
     raise PydanticCustomError("batch", f"it should be a whole number from 1 to {LIMIT:,}, or 'auto'")
 
 
-class DataPart(Frozen):
+class DataSettings(Frozen):
     """What is trained on, and how it is read."""
 
     val: Share = 0.1
-    """Share of every class for the val part, where the data names none."""
+    """Share of every class for the validation split, where the data names none."""
     test: Share = 0.2
-    """Share of every class for the test part, where the data names none."""
+    """Share of every class for the test split, where the data names none."""
     balance: bool = False
     """Show every class equally often."""
     repeats: Positive = 1
@@ -100,14 +100,14 @@ class Recipe(Frozen):
     deterministic: bool = False
     """On CUDA: algorithms that give the same bits every time, at some cost of speed."""
     evaluations: Positive = 20
-    """How often, spread evenly over the run, the val part is measured."""
+    """How often, spread evenly over the run, the validation split is measured."""
     patience: Count = 0
     """Stop after so many measurements without a better one; 0 never stops early."""
     criterion: Criterion | None = None
-    """What the best checkpoint has most of on the val part: `accuracy`, `balanced_accuracy`, `macro_f1`, or the least
+    """What the best checkpoint has most of on the val split: `accuracy`, `balanced_accuracy`, `macro_f1`, or the least
     `loss`. None: balanced_accuracy where classes are balanced or weighted, else accuracy."""
     save_minutes: Annotated[float, Field(ge=0, le=1e5)] = 5.0
-    """Minutes between two saved states; every measurement of the val part saves one, too."""
+    """Minutes between two saved states; every measurement of the validation split saves one, too."""
     model: dict[str, Any] = Field(default_factory=dict)
     """Fields of `ViTConfig`; `name` starts from a named model ("S/16"), `paper = true` from the ViT paper's options."""
     preprocess: dict[str, Any] = Field(default_factory=dict)
@@ -116,7 +116,7 @@ class Recipe(Frozen):
     """How the model of --from is fitted to the data. Where a recipe has it, such a model must be given."""
     freeze: Annotated[tuple[str, ...], AsTuple] = ()
     """Patterns of parameters that stay as they are: "blocks.*"."""
-    data: DataPart = DataPart()
+    data: DataSettings = DataSettings()
     augmentation: Augmentation | None = None
     mixing: Mixing | None = None
     optimizer: Optimizer = Optimizer()

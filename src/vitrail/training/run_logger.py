@@ -58,7 +58,7 @@ class RunLogger:
         self.changed = True
 
     def measured(self, row: dict[str, Any]) -> None:
-        """Keep what the val part came to; draw the curves if it is some time since."""
+        """Keep what the validation split came to; draw the curves if it is some time since."""
         self.metrics_file.write(row)
         self._watch(row)
         self.changed = True

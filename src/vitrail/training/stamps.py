@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.sources.index_files import load_index, save_index
 from vitrail.data.sources.source import Source
-from vitrail.data.sources.splits import Parts
+from vitrail.data.sources.splits import Splits
 from vitrail.errors import DataError
 
 STAMPS = "stamps.index"
@@ -20,12 +20,12 @@ GONE = (-1, -1)
 """The stamp of a file that cannot be looked at; whoever reads it says why."""
 
 
-def check_stamps(folder: Path, parts: Parts) -> str | None:
+def check_stamps(folder: Path, splits: Splits) -> str | None:
     """Write down the stamps of a new run's images; compare those of a resumed one, and return what is to be said.
 
     An image of another size is another image, and refused. Another time alone may be that of a copy: it is said, once.
     """
-    sources = [source for source in (parts.train, parts.val, parts.test) if source is not None]
+    sources = [source for source in (splits.train, splits.val, splits.test) if source is not None]
     now = np.array([_stamp(source, index) for source in sources for index in range(len(source))], np.int64)
     kept = load_index(folder / STAMPS, ("stamps",)) if (folder / STAMPS).exists() else None
     if kept is None:

@@ -1,4 +1,4 @@
-"""`sweep`: several runs that differ in a few settings; the val part chooses one, and it alone meets the test part.
+"""`sweep`: several runs that differ in a few settings; the val split chooses one, and it alone meets the test split.
 
 sweep.json                 what was tried, and what came of it
 lr=0.003/ lr=0.01/ …       the runs, each an ordinary run folder with a candidate.json
@@ -69,7 +69,7 @@ class Candidate:
 
 
 class Spread(NamedTuple):
-    """How far the same settings come with different seeds, on the val part."""
+    """How far the same settings come with different seeds, on the validation split."""
 
     values: dict[str, Any]
     """The settings, without the seed."""
@@ -87,7 +87,7 @@ class Sweep:
     candidates: list[Candidate]
     chosen: Candidate
     best: Run
-    """The run of the chosen candidate, measured on the test part."""
+    """The run of the chosen candidate, measured on the test split."""
     criterion: Criterion
     """By what the candidate was chosen."""
 
@@ -144,9 +144,9 @@ def sweep(
 ) -> Sweep:
     """Train with every combination of some settings, and return what came of each, and the best run.
 
-    `over` is such as {"optimizer.lr": [0.003, 0.01]}; the other arguments are those of `train`. The val part chooses,
-    by the criterion of the recipe and among equals by the loss; only the chosen run is measured on the test part. The
-    same call goes on with a sweep that was stopped, and repeats nothing that is finished.
+    `over` is such as {"optimizer.lr": [0.003, 0.01]}; the other arguments are those of `train`. The validation split
+    chooses, by the criterion of the recipe and among equals by the loss; only the chosen run is measured on the test
+    split. The same call goes on with a sweep that was stopped, and repeats nothing that is finished.
     """
     for argument in unknown:
         raise unknown_setting(sweep, argument, unknown[argument])
@@ -174,9 +174,9 @@ def sweep(
         criterion = shared_criterion(trial.plan.recipe.settled_criterion() for trial in trials)
         chosen = _best(candidates, place, criterion)
         training.say(
-            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the val part"
+            f"{trials[candidates.index(chosen)].title} has the best {TITLES[criterion]} on the validation split"
             f"{_tie(candidates, chosen, criterion)}; its run is the training with these settings, so "
-            "that only its result on the test part is missing"
+            "that only its result on the test split is missing"
         )
         best = training.run(trials[candidates.index(chosen)], chosen.folder, "test")
         _write(place, candidates, chosen)
@@ -213,7 +213,7 @@ def _try_all(trials: Sequence[Trial], place: Path, training: _Training, dropped:
 
 
 def _try(trial: Trial, folder: Path, training: _Training) -> Outcome:
-    """Train a candidate, or go on with it, without a look at the test part."""
+    """Train a candidate, or go on with it, without a look at the test split."""
     spent_before = _read(folder).get("seconds")
     began = time.monotonic() - (spent_before if isinstance(spent_before, float) else 0.0)
     try:

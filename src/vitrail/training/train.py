@@ -15,7 +15,7 @@ from vitrail.data.cache import CacheSize, cached
 from vitrail.data.checking.check import quick_check
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import place_of
-from vitrail.data.sources.splits import Parts
+from vitrail.data.sources.splits import Splits
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluation import Evaluation
 from vitrail.io import read_json
@@ -81,7 +81,7 @@ def train(
 
     `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
     "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
-    for `load`. `evaluate_on="val"` leaves the test part alone while
+    for `load`. `evaluate_on="val"` leaves the test split alone while
     settings are still being chosen; the same call without it gives the result later. `said` holds what earlier runs
     have shown of the data, which is not shown again; this run adds to it.
     """
@@ -91,23 +91,23 @@ def train(
             first = _recipe(recipe, changes, start)
             first.check_start(start)
             bundle = opened_start(start, overrides, keys)
-            parts = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
-            facts = describe_data(parts.train, chosen.type)
+            splits = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
+            facts = describe_data(splits.train, chosen.type)
             plan = choose(first, facts, bundle)
             advice = before_training(facts, fresh=bundle is None)
             origin = origin_of(data, bundle)
             place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
             check_apart(place, origin)
-        _check_alike(ranks, plan, parts)
+        _check_alike(ranks, plan, splits)
         where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, ranks), ranks)
-        job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_images(plan, parts))
-        plan = fit_batch_to_memory(job, place, len(parts.train), memory_limit(chosen))
-        opened = _opened(ranks, place, plan, parts, origin, advice, quiet=quiet, said=said)
+        job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_images(plan, splits))
+        plan = fit_batch_to_memory(job, place, len(splits.train), memory_limit(chosen))
+        opened = _opened(ranks, place, plan, splits, origin, advice, quiet=quiet, said=said)
         with opened as screen, repeatable(plan.recipe.deterministic):
             if bundle is not None:
                 bundle.announce()
             with ranks.together(), ranks.main_first():
-                shown = _cached(parts if evaluate_on == "test" else parts._replace(test=None), plan, where)
+                shown = _cached(splits if evaluate_on == "test" else splits._replace(test=None), plan, where)
             with timed_session(place, chosen, processes.size, where.precision) if ranks.is_main else nullcontext():
                 best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=evaluate_on == "test")
             summary = _summary(measured, shown, bad, screen.waited_share)
@@ -118,10 +118,10 @@ def train(
     return Run(place, best, measured, plan.choices, summary)
 
 
-def _check_alike(ranks: Ranks, plan: Plan, parts: Parts) -> None:
+def _check_alike(ranks: Ranks, plan: Plan, splits: Splits) -> None:
     """All processes must have worked out the same plan, or they would wait for each other for ever."""
-    words = json.dumps(parts.split, sort_keys=True)
-    found = ranks.gathered((plan.recipe.fingerprint(), len(parts.train), words))
+    words = json.dumps(splits.record, sort_keys=True)
+    found = ranks.gathered((plan.recipe.fingerprint(), len(splits.train), words))
     if len(set(found)) > 1:
         counts = sorted({images for _, images, _ in found})
         seen = f"{counts[0]:,} and {counts[-1]:,} images" if len(counts) > 1 else "other names or settings"
@@ -135,7 +135,7 @@ def _opened(
     ranks: Ranks,
     place: Path,
     plan: Plan,
-    parts: Parts,
+    splits: Splits,
     origin: Origin,
     advice: Sequence[str],
     *,
@@ -151,8 +151,8 @@ def _opened(
                 keep_recipe(place, plan.recipe)
                 moved = keep_origin(place, origin)
                 screen = stack.enter_context(RunConsole(place, quiet=quiet, compiled=plan.recipe.compile, said=said))
-                _introduce(screen, place, plan, parts, advice, ranks.device)
-                for text in (moved, check_stamps(place, parts)):
+                _introduce(screen, place, plan, splits, advice, ranks.device)
+                for text in (moved, check_stamps(place, splits)):
                     if text is not None:
                         screen.note(text)
         yield screen
@@ -167,29 +167,29 @@ def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: o
 
 
 def _introduce(
-    screen: RunConsole, place: Path, plan: Plan, parts: Parts, advice: Sequence[str], device: torch.device
+    screen: RunConsole, place: Path, plan: Plan, splits: Splits, advice: Sequence[str], device: torch.device
 ) -> None:
     """Say what will be done, and keep what is known of the data."""
     if not (place / SPLIT).exists():
-        _say_check(screen, place, parts, plan.model.image_size[0])
-        write_json(place / SPLIT, parts.split)
+        _say_check(screen, place, splits, plan.model.image_size[0])
+        write_json(place / SPLIT, splits.record)
         screen.choices(plan.choices)
         for text in advice:
             screen.of_data(text, loud=True)
-    elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(parts.split)):
+    elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(splits.record)):
         raise DataError(
             f"the data is no longer what the run in {place} began with: images were added, removed or renamed; "
             f"choose another --run, or bring them back"
         )
-    keep_samples(place, parts.train)
+    keep_samples(place, splits.train)
     steps = "one step" if plan.steps == 1 else f"{plan.steps:,} steps"
     precision = _precision(plan.recipe, device)
-    screen.note(f"the run is in {place}: {steps} in {precision}, {len(parts.train):,} images to train on")
+    screen.note(f"the run is in {place}: {steps} in {precision}, {len(splits.train):,} images to train on")
 
 
-def _say_check(screen: RunConsole, place: Path, parts: Parts, size: int) -> None:
+def _say_check(screen: RunConsole, place: Path, splits: Splits, size: int) -> None:
     """Check the data in bounded time, keep what was found, and say what would make a result wrong."""
-    report = quick_check(parts, size=size)
+    report = quick_check(splits, size=size)
     write_json(place / CHECK, report.as_dict())
     if report.contents is not None:
         report.contents.save(place)
@@ -201,12 +201,12 @@ def _say_check(screen: RunConsole, place: Path, parts: Parts, size: int) -> None
             screen.of_data(f"{finding.text}{where}; {finding.advice}", loud=True)
 
 
-def _cached(parts: Parts, plan: Plan, where: Where) -> Parts:
+def _cached(splits: Splits, plan: Plan, where: Where) -> Splits:
     side = plan.recipe.data.cache
     if side is None:
-        return parts
+        return splits
     size = CacheSize(side, plan.preprocess.channels)
-    return parts._replace(train=cached(parts.train, size, workers=where.workers))
+    return splits._replace(train=cached(splits.train, size, workers=where.workers))
 
 
 def _precision(recipe: Recipe, device: torch.device) -> Precision:
@@ -222,9 +222,9 @@ def _workers(asked: int | None, ranks: Ranks) -> int:
     return default_workers() if ranks.device.type != "cpu" else max(1, default_workers() // 4)
 
 
-def _summary(measured: Evaluation, parts: Parts, bad: list[str], waited: float | None) -> str:
-    split = "test" if parts.test is not None else "validation" if parts.val is not None else "training"
-    chosen_by = f"; evaluated on the {split} split" + ("" if parts.test is not None else "; selected on these images")
+def _summary(measured: Evaluation, splits: Splits, bad: list[str], waited: float | None) -> str:
+    split = "test" if splits.test is not None else "validation" if splits.val is not None else "training"
+    chosen_by = f"; evaluated on the {split} split" + ("" if splits.test is not None else "; selected on these images")
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     left_out = f"; left out of training: {', '.join(bad[:3])}{more}" if bad else ""
     waiting = "" if waited is None else f"; waiting for data {waited:.0%}"

@@ -24,7 +24,7 @@ from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.folders import Folder, open_folder
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Arrays, Source
-from vitrail.data.sources.splits import Parts, split_source
+from vitrail.data.sources.splits import Splits, split_source
 from vitrail.errors import DataError
 from vitrail.training.recipe import read_recipe
 
@@ -53,18 +53,18 @@ def gigapixel_png() -> bytes:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Twelve good images of two classes in each of two parts."""
+    """Twelve good images of two classes in each of two splits."""
     seed = 0
-    for part in ("train", "val"):
+    for split in ("train", "val"):
         for label in ("cat", "dog"):
             for number in range(3):
-                save_image(tmp_path / "data" / part / label / f"{number}.jpg", seed := seed + 1)
+                save_image(tmp_path / "data" / split / label / f"{number}.jpg", seed := seed + 1)
     return tmp_path / "data"
 
 
-def opened(root: Path) -> Parts:
-    train, val = (open_folder(root / part) for part in ("train", "val"))
-    return Parts(train, val, None, {})
+def opened(root: Path) -> Splits:
+    train, val = (open_folder(root / split) for split in ("train", "val"))
+    return Splits(train, val, None, {})
 
 
 def checked(root: Path, *, size: int = 64, workers: int = 0) -> Report:
@@ -99,7 +99,7 @@ def test_unreadable_images_are_named_with_the_reason(root: Path) -> None:
     assert reasons["empty.jpg"] == "the file is empty"
     assert "a damaged JPEG" in reasons["cut.jpg"]
     assert "more than 178,956,970 pixels, which is the limit" in reasons["giga.png"]
-    assert {(bad.image.part, bad.image.label) for bad in report.unreadable} == {("train", "cat")}
+    assert {(bad.image.split, bad.image.label) for bad in report.unreadable} == {("train", "cat")}
     assert report.findings[0].kind == "unreadable"
     assert report.findings[0].grave
     assert report.summary.startswith("17 images in 2 classes; 4 cannot be read")
@@ -107,9 +107,9 @@ def test_unreadable_images_are_named_with_the_reason(root: Path) -> None:
 
 
 def test_a_file_that_cannot_be_opened(root: Path) -> None:
-    parts = opened(root)
+    splits = opened(root)
     (root / "train" / "cat" / "1.jpg").unlink()
-    (bad,) = check_data(parts, size=64).unreadable
+    (bad,) = check_data(splits, size=64).unreadable
     assert (Path(bad.image.name).name, bad.reason) == ("1.jpg", "No such file or directory")
 
 
@@ -146,7 +146,7 @@ def test_duplicates_by_kind(root: Path) -> None:
     }
     assert [finding.kind for finding in report.findings] == ["conflicting", "across", "within"]
     assert [finding.grave for finding in report.findings] == [True, True, False]
-    assert "1 duplicate with different labels, 1 duplicate across parts" in report.summary
+    assert "1 duplicate with different labels, 1 duplicate across splits" in report.summary
     detail = only(report, "across").details[0]
     assert "1.jpg (train, cat) = " in detail
     assert "leak.jpg (val, cat)" in detail
@@ -165,7 +165,7 @@ def test_duplicates_among_arrays() -> None:
     images = np.random.default_rng(0).integers(0, 256, (6, 40, 40), np.uint8)
     images[3] = images[0]
     source = Arrays(images, np.array([0, 0, 1, 1, 0, 1]), ("a", "b"))
-    (copies,) = check_data(Parts(source, None, None, {}), size=64).duplicates
+    (copies,) = check_data(Splits(source, None, None, {}), size=64).duplicates
     assert (copies.kind, [which.name for which in copies.images]) == ("conflicting", ["image 0", "image 3"])
 
 
@@ -213,7 +213,7 @@ def test_sixteen_bits_of_colour_are_told_by_the_header() -> None:
 
 def test_images_of_any_number_of_channels_are_decoded() -> None:
     images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 5), np.uint8)
-    report = check_data(Parts(Arrays(images, np.array([0, 0, 1, 1]), ("a", "b")), None, None, {}), size=64)
+    report = check_data(Splits(Arrays(images, np.array([0, 0, 1, 1]), ("a", "b")), None, None, {}), size=64)
     assert (report.unreadable, report.modes) == ((), {"5 channels": 4})
 
 
@@ -223,9 +223,9 @@ def test_classes_missing_from_a_part_and_unbalanced(root: Path) -> None:
         save_image(root / "train" / "cat" / f"more{number}.jpg", 100 + number)
     cats = open_folder(root / "val")
     val = Arrays(np.stack([np.full((40, 40), n, np.uint8) for n in range(len(cats))]), np.zeros(3, int), ("cat", "dog"))
-    report = check_data(Parts(open_folder(root / "train"), val, None, {}), size=64)
+    report = check_data(Splits(open_folder(root / "train"), val, None, {}), size=64)
     missing, unbalanced = only(report, "missing"), only(report, "unbalanced")
-    assert (missing.details, missing.text) == (("dog: none in val",), "1 class is missing from a part")
+    assert (missing.details, missing.text) == (("dog: none in val",), "1 class is missing from a split")
     assert "class 'cat' has 12 times as many images to train on as class 'dog', 36 against 3" in unbalanced.text
     assert "classes unbalanced 12:1" in report.summary
 
@@ -303,8 +303,8 @@ def test_what_is_skipped_in_shards_is_named(root: Path, tmp_path: Path, monkeypa
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     for _ in range(2):  # the second time from the index
-        parts = open_data(shard, val=0, test=0)
-        for report in (check_data(parts, size=64), quick_check(parts, size=64)):
+        splits = open_data(shard, val=0, test=0)
+        for report in (check_data(splits, size=64), quick_check(splits, size=64)):
             assert only(report, "misnamed").details == (
                 f"{shard}/in/photo.v2.jpg: a JPEG; rename it to photo_v2.jpg (in a shard the suffix begins at the "
                 "first dot)",
@@ -355,7 +355,7 @@ def test_every_finding_says_what_to_do_and_the_report_is_json(root: Path) -> Non
     found = json.loads(json.dumps(report.as_dict()))
     assert found["summary"] == report.summary
     assert found["unreadable"][0]["reason"] == "the file is empty"
-    assert found["duplicates"][0]["images"][1]["part"] == "val"
+    assert found["duplicates"][0]["images"][1]["split"] == "val"
     assert [finding["kind"] for finding in found["findings"]] == ["unreadable", "conflicting", "tiny", "modes"]
     assert found["short_sides"][0] == {"low": 0, "high": 32, "images": 1}
 
@@ -429,9 +429,9 @@ class Stamped:
 
 
 def test_what_became_unreadable_or_changed_is_seen_whatever_its_stamp_says(root: Path, decoded: list[bytes]) -> None:
-    parts = Parts(Stamped(open_folder(root / "train")), None, None, {})
-    assert check_data(parts, size=64).findings == ()
-    assert check_data(parts, size=64).findings == ()
+    splits = Splits(Stamped(open_folder(root / "train")), None, None, {})
+    assert check_data(splits, size=64).findings == ()
+    assert check_data(splits, size=64).findings == ()
     assert len(decoded) == 6
     gone, flipped = root / "train/cat/1.jpg", root / "train/dog/2.jpg"
     gone.unlink()
@@ -439,7 +439,7 @@ def test_what_became_unreadable_or_changed_is_seen_whatever_its_stamp_says(root:
     content = bytearray(flipped.read_bytes())
     content[2:4] = b"\0\0"
     flipped.write_bytes(content)
-    reasons = {Path(bad.image.name).name: bad.reason for bad in check_data(parts, size=64).unreadable}
+    reasons = {Path(bad.image.name).name: bad.reason for bad in check_data(splits, size=64).unreadable}
     assert reasons["1.jpg"] == "Is a directory"
     assert "2.jpg" in reasons
     assert len(decoded) == 7
@@ -496,8 +496,8 @@ def test_what_was_done_before_an_interruption_is_kept(root: Path, decoded: list[
 
 
 def test_images_in_memory_are_not_remembered(decoded: list[bytes], tmp_path: Path) -> None:
-    parts = split_source(digits())
-    assert check_data(parts).looked_at == check_data(parts).looked_at == 1797
+    splits = split_source(digits())
+    assert check_data(splits).looked_at == check_data(splits).looked_at == 1797
     assert len(decoded) == 2 * 1797
     assert not list(tmp_path.rglob("*.npz"))
 
@@ -547,6 +547,6 @@ def test_the_quick_check_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     source: Source = Slow(np.zeros((500, 40, 40), np.uint8), np.arange(500) % 2, ("a", "b"))
     began = time.monotonic()
-    report = quick_check(Parts(source, None, None, {}), seconds=0.1)
+    report = quick_check(Splits(source, None, None, {}), seconds=0.1)
     assert time.monotonic() - began < 2
     assert 1 <= report.looked_at < 500

@@ -67,7 +67,7 @@ def test_a_csv_file(folder: Path) -> None:
     assert summary(source) == [(b"b.png", "dog"), (b"in/d.png", "cat"), (b"a.png", "dog")]
     assert (source.key(1), source.name(1)) == ("in/d.png", f"{folder}/in/d.png")
     assert source.stamp(0) == (5, (folder / "b.png").stat().st_ctime_ns)
-    assert source.part_of is None
+    assert source.split_of is None
     assert summary(pickle.loads(pickle.dumps(source))) == summary(source)
 
 
@@ -98,11 +98,11 @@ def test_numbers_with_names(folder: Path) -> None:
     )
 
 
-def test_a_column_of_parts(folder: Path) -> None:
+def test_a_column_of_splits(folder: Path) -> None:
     rows = [("a.png", "train"), ("b.png", "Validation"), ("c.png", "test"), ("in/d.png", "valid")]
     source = open_manifest(jsonl(folder, *({"path": p, "label": "x", "split": s} for p, s in rows)))
-    assert source.part_of is not None
-    assert source.part_of.tolist() == [0, 1, 2, 1]
+    assert source.split_of is not None
+    assert source.split_of.tolist() == [0, 1, 2, 1]
     assert refused(csv(folder, "path,label,split\na.png,x,train\nb.png,x,\n")) == (
         "CSV, line 3 has the split ''; write train, val or test"
     )
@@ -222,8 +222,8 @@ def test_every_fault_is_named_at_once(folder: Path) -> None:
     faults: list[str] = []
     source = open_manifest(path, faults=faults)
     assert summary(source) == [(b"a.png", "x"), (b"in/d.png", "y")]
-    assert source.part_of is not None
-    assert source.part_of.tolist() == [0, 1]
+    assert source.split_of is not None
+    assert source.split_of.tolist() == [0, 1]
     assert [text.split(";")[0] for text in faults[-1:]] == [f"gone.png, which {path} lists, is not there"]
     assert len(faults) == 5
     many = "".join(f"{n}.png,\n" for n in range(40))
@@ -356,7 +356,7 @@ def test_parquet_with_paths(folder: Path) -> None:
     source = open_parquet(parquet(folder, path=["b.png", "in/d.png", "a.png"], label=[3, 11, 3], split=["train"] * 3))
     assert isinstance(source, Manifest)
     assert summary(source) == [(b"b.png", "3"), (b"in/d.png", "11"), (b"a.png", "3")]
-    assert source.part_of is not None
+    assert source.split_of is not None
 
 
 def test_parquet_with_bytes(folder: Path) -> None:

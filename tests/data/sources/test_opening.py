@@ -68,8 +68,8 @@ def test_digits() -> None:
     assert (source.images.min(), source.images.max()) == (0, 255)
     assert np.bincount(source.labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert source.images[0, 0].tolist() == [0, 0, 80, 207, 143, 16, 0, 0]  # 0 0 5 13 9 1 0 0
-    parts = open_data("digits")
-    assert [len(part) for part in parts[:3] if part is not None] == [1259, 179, 359]
+    splits = open_data("digits")
+    assert [len(split) for split in splits[:3] if split is not None] == [1259, 179, 359]
     assert len(open_source("digits")) == 1797
 
 
@@ -80,60 +80,60 @@ def test_a_folder_called_digits_comes_first(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_folder_is_divided(tmp_path: Path) -> None:
-    parts = open_data(folder(tmp_path, cat=20, dog=10), seed=4, val=0.2, test=0.1)
-    assert [len(part) for part in parts[:3] if part is not None] == [21, 6, 3]
-    found = contents(parts.train) + contents(parts.val) + contents(parts.test)
+    splits = open_data(folder(tmp_path, cat=20, dog=10), seed=4, val=0.2, test=0.1)
+    assert [len(split) for split in splits[:3] if split is not None] == [21, 6, 3]
+    found = contents(splits.train) + contents(splits.val) + contents(splits.test)
     assert sorted(found) == sorted(contents(open_source(tmp_path)))
-    assert parts.split["counts"]["val"] == {"cat": 4, "dog": 2}
-    assert all(name.startswith(("cat/", "dog/")) for name in parts.split["names"]["val"])
+    assert splits.record["counts"]["val"] == {"cat": 4, "dog": 2}
+    assert all(name.startswith(("cat/", "dog/")) for name in splits.record["names"]["val"])
 
 
-def test_a_folder_with_parts(tmp_path: Path) -> None:
+def test_a_folder_with_splits(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=4, bee=5, cow=3)
     folder(tmp_path / "validation", cow=2, bee=1)
     folder(tmp_path / "test", bee=2)
     (tmp_path / "notes").mkdir()
-    parts = open_data(tmp_path)
-    assert [len(part) for part in parts[:3] if part is not None] == [12, 3, 2]
-    assert contents(parts.val) == ["bee 0", "cow 0", "cow 1"]
-    assert parts.val is not None
-    assert parts.val.classes == parts.train.classes == ("ant", "bee", "cow")
-    assert parts.val.labels.tolist() == [1, 2, 2]
-    assert parts.val.stamp(0)[0] == 5
-    assert parts.val.name(0) == f"{tmp_path}/validation/bee/00.png"
-    assert (parts.split["method"], parts.split["shares"], parts.split["seed"]) == ("given", {}, None)
-    assert parts.split["names"]["test"] == ["bee/00.png", "bee/01.png"]
-    assert refused(tmp_path, one=True) == "DATA has the parts test, train, validation; name the folder of one of them"
+    splits = open_data(tmp_path)
+    assert [len(split) for split in splits[:3] if split is not None] == [12, 3, 2]
+    assert contents(splits.val) == ["bee 0", "cow 0", "cow 1"]
+    assert splits.val is not None
+    assert splits.val.classes == splits.train.classes == ("ant", "bee", "cow")
+    assert splits.val.labels.tolist() == [1, 2, 2]
+    assert splits.val.stamp(0)[0] == 5
+    assert splits.val.name(0) == f"{tmp_path}/validation/bee/00.png"
+    assert (splits.record["method"], splits.record["shares"], splits.record["seed"]) == ("given", {}, None)
+    assert splits.record["names"]["test"] == ["bee/00.png", "bee/01.png"]
+    assert refused(tmp_path, one=True) == "DATA has the splits test, train, validation; name the folder of one of them"
     assert len(open_source(tmp_path / "test")) == 2
 
 
 def test_images_beside_the_parts_are_not_passed_over(tmp_path: Path) -> None:
-    for part in ("train", "test", "extra"):
-        folder(tmp_path / part, cat=4, dog=4)
+    for split in ("train", "test", "extra"):
+        folder(tmp_path / split, cat=4, dog=4)
     assert "and beside them images in extra, which would be passed over; move them away" in refused(tmp_path)
 
 
 def test_train_alone_is_the_whole(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=10, bee=10)
-    parts = open_data(tmp_path)
-    assert parts.split["method"] == "stratified"
-    assert [len(contents(part)) for part in parts[:3]] == [14, 2, 4]
+    splits = open_data(tmp_path)
+    assert splits.record["method"] == "stratified"
+    assert [len(contents(split)) for split in splits[:3]] == [14, 2, 4]
 
 
 def test_test_without_val(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=10, bee=20)
     folder(tmp_path / "test", ant=3)
-    parts = open_data(tmp_path, seed=2)
-    assert (len(parts.train), len(contents(parts.val)), len(contents(parts.test))) == (27, 3, 3)
-    assert (parts.split["shares"], parts.split["seed"]) == ({"val": 0.1}, 2)
+    splits = open_data(tmp_path, seed=2)
+    assert (len(splits.train), len(contents(splits.val)), len(contents(splits.test))) == (27, 3, 3)
+    assert (splits.record["shares"], splits.record["seed"]) == ({"val": 0.1}, 2)
     assert open_data(tmp_path, val=0).val is None
 
 
 def test_val_without_test(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=4, bee=4)
     folder(tmp_path / "val", ant=3)
-    parts = open_data(tmp_path)
-    assert (len(parts.train), len(contents(parts.val)), parts.test) == (8, 3, None)
+    splits = open_data(tmp_path)
+    assert (len(splits.train), len(contents(splits.val)), splits.test) == (8, 3, None)
 
 
 def test_train_may_be_a_class(tmp_path: Path) -> None:
@@ -144,18 +144,20 @@ def test_a_class_that_train_does_not_have(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=4, bee=4)
     folder(tmp_path / "test", ant=3, cow=1)
     assert refused(tmp_path) == (
-        "the test part of DATA has the class 'cow', which the train part does not have; add it there or remove it"
+        "the test split of DATA has the class 'cow', which the training split does not have; add it there or remove it"
     )
     rows = [f"{tmp_path}/train/ant/0{n}.png,{'ant' if n else 'bee'},train" for n in range(3)]
     table = tmp_path / "list.csv"
     table.write_text("\n".join(["path,label,split", *rows, f"{tmp_path}/test/cow/00.png,cow,val"]))
-    assert refused(table).startswith("the val part of DATA has the class 'cow', which the train part does not have")
+    assert refused(table).startswith(
+        "the validation split of DATA has the class 'cow', which the training split does not have"
+    )
 
 
-def test_two_names_of_one_part(tmp_path: Path) -> None:
+def test_two_names_of_one_split(tmp_path: Path) -> None:
     for name in ("train", "val", "valid"):
         folder(tmp_path / name, ant=4, bee=4)
-    assert refused(tmp_path) == "DATA has val/ and valid/, which are the same part; keep one of them"
+    assert refused(tmp_path) == "DATA has val/ and valid/, which are the same split; keep one of them"
 
 
 def test_too_little_to_train_on(tmp_path: Path) -> None:
@@ -166,14 +168,14 @@ def test_too_little_to_train_on(tmp_path: Path) -> None:
     assert refused(one) == "DATA has only one class, 'cat'; training needs images of at least two classes"
     assert len(open_source(one)) == 9
     assert refused(folder(tmp_path / "few", cat=9, dog=1)) == (
-        "class 'dog' has 1 image, too few for 3 parts; add some, remove the class, or ask for fewer parts"
+        "class 'dog' has 1 image, too few for 3 splits; add some, remove the class, or ask for fewer splits"
     )
     flat = tmp_path / "one" / "cat"
     assert "has 9 images but no class folders; put the images of each class" in refused(flat)
     assert open_source(flat).labels.tolist() == [-1] * 9
 
 
-def test_a_manifest_with_parts(tmp_path: Path) -> None:
+def test_a_manifest_with_splits(tmp_path: Path) -> None:
     folder(tmp_path, ant=6, bee=6)
     rows = [
         {"file": f"{c}/0{n}.png", "label": c, "split": "test" if n > 3 else "train"}
@@ -182,37 +184,39 @@ def test_a_manifest_with_parts(tmp_path: Path) -> None:
     ]
     table = tmp_path / "list.jsonl"
     table.write_text("\n".join(map(json.dumps, rows)))
-    parts = open_data(table, val=0.25)
-    assert (len(parts.train), len(contents(parts.val))) == (6, 2)
-    assert contents(parts.test) == ["ant 4", "ant 5", "bee 4", "bee 5"]
+    splits = open_data(table, val=0.25)
+    assert (len(splits.train), len(contents(splits.val))) == (6, 2)
+    assert contents(splits.test) == ["ant 4", "ant 5", "bee 4", "bee 5"]
     assert len(open_source(table)) == 12
-    again = open_data(table, record=json.loads(json.dumps(parts.split)), seed=99)
-    assert [contents(part) for part in again[:3]] == [contents(part) for part in parts[:3]]
+    again = open_data(table, record=json.loads(json.dumps(splits.record)), seed=99)
+    assert [contents(split) for split in again[:3]] == [contents(split) for split in splits[:3]]
     table.write_text("\n".join(json.dumps({**row, "split": "val"}) for row in rows))
-    assert refused(table) == "DATA has no row of the train part; write train in the split column of some"
+    assert refused(table) == "DATA has no row of the training split; write train in the split column of some"
 
 
 def test_an_earlier_split_comes_back(tmp_path: Path) -> None:
     place = folder(tmp_path / "here", ant=10, bee=10)
-    parts = open_data(place, seed=3)
-    before = [contents(part) for part in parts[:3]]
-    record = json.loads(json.dumps(parts.split))
+    splits = open_data(place, seed=3)
+    before = [contents(split) for split in splits[:3]]
+    record = json.loads(json.dumps(splits.record))
     place = place.rename(tmp_path / "elsewhere")
-    assert [contents(part) for part in open_data(place, record=record)[:3]] == before
-    assert [contents(part) for part in open_data(place, seed=4)[:3]] != before
+    assert [contents(split) for split in open_data(place, record=record)[:3]] == before
+    assert [contents(split) for split in open_data(place, seed=4)[:3]] != before
     gone = record["names"]["val"][0]
     (place / gone).unlink()
-    with pytest.raises(DataError, match=f"^{gone}, of the val part of the recorded split, is gone; put it back, or"):
+    with pytest.raises(
+        DataError, match=f"^{gone}, of the validation split of the recorded split, is gone; put it back, or"
+    ):
         open_data(place, record=record)
 
 
 def test_a_given_part_that_changed_since_the_record(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=4, bee=4)
     folder(tmp_path / "test", ant=3)
-    record = open_data(tmp_path).split
+    record = open_data(tmp_path).record
     assert contents(open_data(tmp_path, record=record).test) == ["ant 0", "ant 1", "ant 2"]
     (tmp_path / "test" / "ant" / "01.png").unlink()
-    with pytest.raises(DataError, match="class 'ant' has 2 images in the test part, but had 3 when the split was"):
+    with pytest.raises(DataError, match="class 'ant' has 2 images in the test split, but had 3 when the split was"):
         open_data(tmp_path, record=record)
 
 
@@ -222,23 +226,23 @@ def test_shards(tmp_path: Path) -> None:
     assert len(open_source(one)) == 12
     for place in (tmp_path / "a", f"{tmp_path}/a/*.tar", f"{tmp_path}/a/{{0..1}}.tar"):
         assert len(open_source(place)) == 24
-        parts = open_data(place)
-        assert parts.train.classes == ("ant", "bee", "cow")
-        assert [len(contents(part)) for part in parts[:3]] == [17, 3, 4]
-        assert parts.split["counts"]["val"] == {"ant": 1, "bee": 1, "cow": 1}
+        splits = open_data(place)
+        assert splits.train.classes == ("ant", "bee", "cow")
+        assert [len(contents(split)) for split in splits[:3]] == [17, 3, 4]
+        assert splits.record["counts"]["val"] == {"ant": 1, "bee": 1, "cow": 1}
 
 
-def test_shards_of_parts(tmp_path: Path) -> None:
+def test_shards_of_splits(tmp_path: Path) -> None:
     for name, counts in (("train", {"ant": 4, "bee": 4}), ("val", {"bee": 2})):
         tar(tmp_path / "named" / f"{name}-000.tar", **counts)
         tar(tmp_path / "folders" / name / "000.tar", **counts)
     for place in (tmp_path / "named", tmp_path / "folders", f"{tmp_path}/named/*.tar"):
-        parts = open_data(place)
-        assert (len(contents(parts.train)), contents(parts.val), parts.test) == (8, ["bee 0", "bee 1"], None)
-        assert parts.val is not None
-        assert parts.val.labels.tolist() == [1, 1]
+        splits = open_data(place)
+        assert (len(contents(splits.train)), contents(splits.val), splits.test) == (8, ["bee 0", "bee 1"], None)
+        assert splits.val is not None
+        assert splits.val.labels.tolist() == [1, 1]
     assert refused(tmp_path / "named", one=True) == (
-        "DATA has shards of the parts train, val; name those of one part by a pattern"
+        "DATA has shards of the splits train, val; name those of one split by a pattern"
     )
     assert len(open_source(f"{tmp_path}/named/val-*.tar")) == 2
 
@@ -273,21 +277,21 @@ def table(path: Path, labels: str, **columns: list[str]) -> Path:
 
 
 def test_a_folder_of_parquet_files_is_one_source(tmp_path: Path) -> None:
-    table(tmp_path / "data/part-0.parquet", "cat cat dog cat cat")
-    table(tmp_path / "data/part-1.parquet", "dog dog dog emu")
-    table(tmp_path / "data/part-2.parquet", "emu emu emu dog emu")
-    for place in (tmp_path / "data", tmp_path / "data" / "*.parquet", tmp_path / "data" / "part-{0..2}.parquet"):
+    table(tmp_path / "data/split-0.parquet", "cat cat dog cat cat")
+    table(tmp_path / "data/split-1.parquet", "dog dog dog emu")
+    table(tmp_path / "data/split-2.parquet", "emu emu emu dog emu")
+    for place in (tmp_path / "data", tmp_path / "data" / "*.parquet", tmp_path / "data" / "split-{0..2}.parquet"):
         source = open_source(place)
         assert isinstance(source, Tables)
         assert source.classes == ("cat", "dog", "emu")
-        assert contents(source)[4:6] == ["cat part-0 4", "dog part-1 0"]
-        assert source.name(5) == f"{tmp_path}/data/part-1.parquet, row 1"
+        assert contents(source)[4:6] == ["cat split-0 4", "dog split-1 0"]
+        assert source.name(5) == f"{tmp_path}/data/split-1.parquet, row 1"
         assert len({source.key(number) for number in range(len(source))}) == len(source) == 14
-        assert source.stamp(5)[0] == (tmp_path / "data/part-1.parquet").stat().st_size
-    parts = open_data(tmp_path / "data")
-    assert sorted(contents(parts.train) + contents(parts.val) + contents(parts.test)) == sorted(contents(source))
-    again = open_data(tmp_path / "data", record=json.loads(json.dumps(parts.split)))
-    assert contents(again.test) == contents(parts.test)
+        assert source.stamp(5)[0] == (tmp_path / "data/split-1.parquet").stat().st_size
+    splits = open_data(tmp_path / "data")
+    assert sorted(contents(splits.train) + contents(splits.val) + contents(splits.test)) == sorted(contents(source))
+    again = open_data(tmp_path / "data", record=json.loads(json.dumps(splits.record)))
+    assert contents(again.test) == contents(splits.test)
     there = pickle.loads(pickle.dumps(source))
     for number in (0, 13, 5, 0, 13):  # in any order, with the row groups of two files at most in memory
         assert there.read(number) == source.read(number)
@@ -295,25 +299,25 @@ def test_a_folder_of_parquet_files_is_one_source(tmp_path: Path) -> None:
         assert len(held) <= FILES_HELD
 
 
-def test_parquet_files_of_parts(tmp_path: Path) -> None:
+def test_parquet_files_of_splits(tmp_path: Path) -> None:
     names = {"train": "cat dog cat dog cat dog", "validation": "dog cat", "test": "cat"}
-    for part, labels in names.items():
+    for split, labels in names.items():
         for number in range(2):
-            table(tmp_path / f"hub/{part}-0000{number}-of-00002.parquet", labels)
-            table(tmp_path / f"folders/{part}/{number}.parquet", labels)
+            table(tmp_path / f"hub/{split}-0000{number}-of-00002.parquet", labels)
+            table(tmp_path / f"folders/{split}/{number}.parquet", labels)
     for place in (tmp_path / "hub", tmp_path / "folders"):
-        parts = open_data(place, val=0)
-        assert parts.val is not None
-        assert parts.test is not None
-        assert [len(part) for part in (parts.train, parts.val, parts.test)] == [12, 4, 2]
-        assert contents(parts.val)[0].startswith("dog ")
-        assert "parts" in refused(place, one=True)
+        splits = open_data(place, val=0)
+        assert splits.val is not None
+        assert splits.test is not None
+        assert [len(split) for split in (splits.train, splits.val, splits.test)] == [12, 4, 2]
+        assert contents(splits.val)[0].startswith("dog ")
+        assert "splits" in refused(place, one=True)
     column = ["train"] * 4 + ["test"] * 2
     table(tmp_path / "column/a.parquet", names["train"], split=column)
     table(tmp_path / "column/b.parquet", names["train"], split=column)
-    parts = open_data(tmp_path / "column", val=0)
-    assert parts.test is not None
-    assert (len(parts.train), len(parts.test)) == (8, 4)
+    splits = open_data(tmp_path / "column", val=0)
+    assert splits.test is not None
+    assert (len(splits.train), len(splits.test)) == (8, 4)
     table(tmp_path / "column/b.parquet", names["train"])
     assert refused(tmp_path / "column").endswith("b.parquet has none; add it there, or remove it")
     tar(tmp_path / "column/c.tar", cat=1)
@@ -327,18 +331,18 @@ def test_what_can_be_used_is_opened_and_the_rest_is_named(tmp_path: Path) -> Non
     message = refused(root)
     assert message.startswith("DATA has 2 faults: ")
     faults: list[str] = []
-    parts = open_data(root, faults=faults)
+    splits = open_data(root, faults=faults)
     assert [text.split(" ", 3)[2] for text in faults[2:]] == ["has", "has"]
-    assert "class 'cat' has 1 image, too few for 3 parts" in faults[2]
-    assert (len(faults), len(parts.train), parts.val) == (4, 8, None)
+    assert "class 'cat' has 1 image, too few for 3 splits" in faults[2]
+    assert (len(faults), len(splits.train), splits.val) == (4, 8, None)
     given = tmp_path / "given"
     folder(given / "train", cat=2, dog=2)
     folder(given / "val", cat=1, emu=1, fox=1)
-    assert refused(given).startswith("DATA has 2 faults: (1) the val part of DATA has the class 'emu'")
+    assert refused(given).startswith("DATA has 2 faults: (1) the validation split of DATA has the class 'emu'")
     faults.clear()
-    parts = open_data(given, faults=faults)
-    assert parts.val is not None
-    assert (len(faults), parts.val.classes, contents(parts.val)) == (2, ("cat", "dog"), ["cat 0"])
+    splits = open_data(given, faults=faults)
+    assert splits.val is not None
+    assert (len(faults), splits.val.classes, contents(splits.val)) == (2, ("cat", "dog"), ["cat 0"])
     faults.clear()
     assert len(open_data(folder(tmp_path / "single", cat=5), faults=faults).train) == 5
     assert faults == [f"{tmp_path}/single has only one class, 'cat'; training needs images of at least two classes"]
@@ -346,5 +350,5 @@ def test_what_can_be_used_is_opened_and_the_rest_is_named(tmp_path: Path) -> Non
 
 def test_good_data_has_no_faults(tmp_path: Path) -> None:
     faults: list[str] = []
-    parts = open_data(folder(tmp_path / "data", cat=10, dog=10), faults=faults)
-    assert (faults, len(parts.train)) == ([], 14)
+    splits = open_data(folder(tmp_path / "data", cat=10, dog=10), faults=faults)
+    assert (faults, len(splits.train)) == ([], 14)

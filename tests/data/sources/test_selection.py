@@ -26,23 +26,23 @@ def names(source: Source, count: int) -> list[str]:
 
 def test_a_plain_folder_is_measured_as_a_whole(tmp_path: Path) -> None:
     found = choose_images(fill(tmp_path / "data", 1, ("cat",)))
-    assert (len(found.source), found.part, found.held_out) == (1, "all", False)
+    assert (len(found.source), found.split, found.held_out) == (1, "all", False)
     assert len(choose_images(fill(tmp_path / "more", 4), "all").source) == 8
 
 
-@pytest.mark.parametrize(("parts", "chosen"), [(("train", "val", "test"), "test"), (("train", "valid"), "val")])
-def test_the_part_for_the_result_comes_first(tmp_path: Path, parts: tuple[str, ...], chosen: str) -> None:
-    for count, part in enumerate(parts, 2):
-        fill(tmp_path / part, count)
+@pytest.mark.parametrize(("splits", "chosen"), [(("train", "val", "test"), "test"), (("train", "valid"), "val")])
+def test_the_part_for_the_result_comes_first(tmp_path: Path, splits: tuple[str, ...], chosen: str) -> None:
+    for count, split in enumerate(splits, 2):
+        fill(tmp_path / split, count)
     found = choose_images(tmp_path)
-    assert (found.part, found.held_out, len(found.source)) == (chosen, True, 2 * (len(parts) + 1))
+    assert (found.split, found.held_out, len(found.source)) == (chosen, True, 2 * (len(splits) + 1))
     train = choose_images(tmp_path, "train")
     assert (train.held_out, len(train.source)) == (False, 4)
 
 
 def test_all_parts_together(tmp_path: Path) -> None:
-    for count, part in enumerate(("train", "val", "test"), 2):
-        fill(tmp_path / part, count)
+    for count, split in enumerate(("train", "val", "test"), 2):
+        fill(tmp_path / split, count)
     found = choose_images(tmp_path, "all").source
     assert isinstance(found, Joined)
     assert names(found, 18) == ["train"] * 4 + ["val"] * 6 + ["test"] * 8
@@ -57,16 +57,16 @@ def test_all_parts_together(tmp_path: Path) -> None:
 
 def test_the_parts_of_a_manifest(tmp_path: Path) -> None:
     fill(tmp_path / "p", 3)
-    rows = [f"p/{label}/{n}.png,{label},{part}" for label in ("cat", "dog") for n, part in enumerate(("test", "val"))]
+    rows = [f"p/{label}/{n}.png,{label},{split}" for label in ("cat", "dog") for n, split in enumerate(("test", "val"))]
     (tmp_path / "list.csv").write_text("path,label,split\n" + "\n".join(rows) + "\n")
     found = choose_images(tmp_path / "list.csv")
-    assert (found.part, len(found.source)) == ("test", 2)
+    assert (found.split, len(found.source)) == ("test", 2)
     assert len(choose_images(tmp_path / "list.csv", "all").source) == 4
-    with pytest.raises(DataError, match="has no train part; it has val, test"):
+    with pytest.raises(DataError, match="has no training split; it has val, test"):
         choose_images(tmp_path / "list.csv", "train")
 
 
-def test_a_train_folder_alone_names_no_part(tmp_path: Path) -> None:
+def test_a_train_folder_alone_names_no_split(tmp_path: Path) -> None:
     fill(tmp_path / "train", 3)
     assert len(choose_images(tmp_path).source) == 6
     found = choose_images(tmp_path, "test")
@@ -74,22 +74,26 @@ def test_a_train_folder_alone_names_no_part(tmp_path: Path) -> None:
 
 
 def test_the_split_of_the_run_is_kept_apart(tmp_path: Path) -> None:
-    parts = open_data(fill(tmp_path / "data", 10), seed=7, val=0.2, test=0.3)
-    for asked, part, own in ((None, "test", parts.test), ("val", "val", parts.val), ("train", "train", parts.train)):
-        found = choose_images(tmp_path / "data", asked, record=parts.split)
-        assert (found.part, found.held_out) == (part, part != "train")
+    splits = open_data(fill(tmp_path / "data", 10), seed=7, val=0.2, test=0.3)
+    for asked, split, own in (
+        (None, "test", splits.test),
+        ("val", "val", splits.val),
+        ("train", "train", splits.train),
+    ):
+        found = choose_images(tmp_path / "data", asked, record=splits.record)
+        assert (found.split, found.held_out) == (split, split != "train")
         assert [found.source.name(i) for i in range(len(found.source))] == [own.name(i) for i in range(len(own))]
-    assert len(choose_images(tmp_path / "data", "all", record=parts.split).source) == 20
-    only_val = open_data(tmp_path / "data", val=0.2, test=0).split
-    assert choose_images(tmp_path / "data", record=only_val).part == "val"
-    with pytest.raises(DataError, match="has no test part"):
+    assert len(choose_images(tmp_path / "data", "all", record=splits.record).source) == 20
+    only_val = open_data(tmp_path / "data", val=0.2, test=0).record
+    assert choose_images(tmp_path / "data", record=only_val).split == "val"
+    with pytest.raises(DataError, match="has no test split"):
         choose_images(tmp_path / "data", "test", record=only_val)
 
 
 def test_other_data_than_the_run_had(tmp_path: Path) -> None:
-    record = open_data(fill(tmp_path / "data", 10)).split
+    record = open_data(fill(tmp_path / "data", 10)).record
     found = choose_images(fill(tmp_path / "other", 3), record=record)
-    assert (found.part, found.held_out, len(found.source)) == ("all", False, 6)
+    assert (found.split, found.held_out, len(found.source)) == ("all", False, 6)
     with pytest.raises(DataError, match="recorded"):
         choose_images(tmp_path / "other", "test", record=record)
 
@@ -97,16 +101,16 @@ def test_other_data_than_the_run_had(tmp_path: Path) -> None:
 def test_what_a_run_drew_from_a_train_folder(tmp_path: Path) -> None:
     fill(tmp_path / "train", 10)
     fill(tmp_path / "test", 2)
-    record = open_data(tmp_path).split
+    record = open_data(tmp_path).record
     assert len(choose_images(tmp_path, "train").source) == 20
     assert len(choose_images(tmp_path, "train", record=record).source) == 18
     assert len(choose_images(tmp_path, "val", record=record).source) == 2
-    with pytest.raises(DataError, match="has no val part; it has train, test"):
+    with pytest.raises(DataError, match="has no validation split; it has train, test"):
         choose_images(tmp_path, "val")
 
 
 def test_what_cannot_be_chosen(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no part is called 'tset'; choose test, val, train, all"):
+    with pytest.raises(ConfigError, match="no split is called 'tset'; choose test, val, train, all"):
         choose_images("digits", "tset")
     with pytest.raises(DataError, match="there is no"):
         choose_images(tmp_path / "nowhere")

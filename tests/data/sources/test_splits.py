@@ -1,4 +1,4 @@
-"""The three parts."""
+"""The three splits."""
 
 import json
 
@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.sources.builtin import digits
-from vitrail.data.sources.source import Arrays, Part
-from vitrail.data.sources.splits import parts_from_record, split_indices, split_source
+from vitrail.data.sources.source import Arrays, Subset
+from vitrail.data.sources.splits import split_indices, split_source, splits_from_record
 from vitrail.errors import ConfigError, DataError
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
@@ -24,16 +24,16 @@ def labels_of(counts: list[int], seed: int) -> np.ndarray:
 
 @PROPERTY
 @given(counts_of_classes, st.integers(0, 2**64 - 1), shares, shares)
-def test_every_image_is_in_one_part(counts: list[int], seed: int, val: float, test: float) -> None:
+def test_every_image_is_in_one_split(counts: list[int], seed: int, val: float, test: float) -> None:
     labels = labels_of(counts, 0)
-    parts = split_indices(labels, seed=seed, val=val, test=test)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(len(labels)))
-    for part, share in zip(parts, (None, val, test), strict=True):
-        assert part.dtype == np.int64
-        assert (np.diff(part) > 0).all()
-        found = np.bincount(labels[part], minlength=len(counts))
+    splits = split_indices(labels, seed=seed, val=val, test=test)
+    assert sorted(np.concatenate(splits).tolist()) == list(range(len(labels)))
+    for split, share in zip(splits, (None, val, test), strict=True):
+        assert split.dtype == np.int64
+        assert (np.diff(split) > 0).all()
+        found = np.bincount(labels[split], minlength=len(counts))
         if share == 0:
-            assert not len(part)
+            assert not len(split)
             continue
         assert found.min() >= 1
         if share is not None:
@@ -43,8 +43,8 @@ def test_every_image_is_in_one_part(counts: list[int], seed: int, val: float, te
 @PROPERTY
 @given(st.integers(3, 40), st.floats(0.01, 0.6), st.floats(0.01, 0.39))
 def test_large_shares_leave_a_image_to_train_on(count: int, val: float, test: float) -> None:
-    parts = split_indices(np.zeros(count, np.int64), seed=0, val=val, test=test)
-    assert min(len(part) for part in parts) >= 1
+    splits = split_indices(np.zeros(count, np.int64), seed=0, val=val, test=test)
+    assert min(len(split) for split in splits) >= 1
 
 
 @PROPERTY
@@ -52,29 +52,29 @@ def test_large_shares_leave_a_image_to_train_on(count: int, val: float, test: fl
 def test_the_split_depends_on_labels_and_seed_only(counts: list[int], seed: int) -> None:
     labels = labels_of(counts, seed)
     once, again = (split_indices(labels, seed=seed, val=0.2, test=0.1) for _ in range(2))
-    assert [part.tolist() for part in once] == [part.tolist() for part in again]
+    assert [split.tolist() for split in once] == [split.tolist() for split in again]
 
 
 def test_a_class_is_divided_alike_whatever_the_others_are() -> None:
     alone = split_indices(np.zeros(50, np.int64), seed=3, val=0.2, test=0.2)
     with_others = split_indices(np.repeat([0, 1, 2], [50, 9, 30]), seed=3, val=0.2, test=0.2)
-    assert [part.tolist() for part in alone] == [part[part < 50].tolist() for part in with_others]
+    assert [split.tolist() for split in alone] == [split[split < 50].tolist() for split in with_others]
 
 
 def test_another_seed_gives_another_split_and_this_one_stays() -> None:
     labels = np.repeat([0, 1], 20)
     first, second = (split_indices(labels, seed=seed, val=0.1, test=0.1)[1].tolist() for seed in (0, 1))
     assert first != second
-    # Fixed for good: a run that is resumed with a newer version must find the same parts.
+    # Fixed for good: a run that is resumed with a newer version must find the same splits.
     assert first == [0, 2, 36, 37]
 
 
 @pytest.mark.parametrize(
     ("counts", "val", "test", "message"),
     [
-        ([5, 2], 0.1, 0.1, "class 'dog' has 2 images, too few for 3 parts; add some, remove the class, or ask for"),
-        ([1, 5], 0.1, 0, "class 'cat' has 1 image, too few for 2 parts"),
-        ([1, 5], 0, 0.1, "class 'cat' has 1 image, too few for 2 parts"),
+        ([5, 2], 0.1, 0.1, "class 'dog' has 2 images, too few for 3 splits; add some, remove the class, or ask for"),
+        ([1, 5], 0.1, 0, "class 'cat' has 1 image, too few for 2 splits"),
+        ([1, 5], 0, 0.1, "class 'cat' has 1 image, too few for 2 splits"),
     ],
 )
 def test_a_class_with_too_few_images(counts: list[int], val: float, test: float, message: str) -> None:
@@ -98,23 +98,23 @@ def test_images_without_labels_are_not_divided() -> None:
 
 def test_a_split_is_recorded_and_comes_back() -> None:
     whole = digits()
-    parts = split_source(whole, seed=5, val=0.15, test=0.05)
-    record = json.loads(json.dumps(parts.split))
+    splits = split_source(whole, seed=5, val=0.15, test=0.05)
+    record = json.loads(json.dumps(splits.record))
     assert (record["method"], record["seed"], record["shares"]) == ("stratified", 5, {"val": 0.15, "test": 0.05})
-    assert sum(record["counts"]["train"].values()) == len(parts.train)
-    assert len(record["names"]["val"]) == len(parts.val)
-    again = parts_from_record(whole, record)
-    for before, after in zip(parts[:3], again[:3], strict=True):
-        assert isinstance(before, Part)
+    assert sum(record["counts"]["train"].values()) == len(splits.train)
+    assert len(record["names"]["val"]) == len(splits.val)
+    again = splits_from_record(whole, record)
+    for before, after in zip(splits[:3], again[:3], strict=True):
+        assert isinstance(before, Subset)
         assert before.indices.tolist() == after.indices.tolist()
-    assert again.split == record
+    assert again.record == record
 
 
 def test_a_part_that_was_not_asked_for_is_none() -> None:
-    parts = split_source(digits(), val=0.1, test=0)
-    assert parts.test is None
-    assert len(parts.train) + len(parts.val) == 1797
-    assert parts_from_record(digits(), parts.split).test is None
+    splits = split_source(digits(), val=0.1, test=0)
+    assert splits.test is None
+    assert len(splits.train) + len(splits.val) == 1797
+    assert splits_from_record(digits(), splits.record).test is None
 
 
 def chosen(source: Arrays, kept: np.ndarray) -> Arrays:
@@ -123,15 +123,15 @@ def chosen(source: Arrays, kept: np.ndarray) -> Arrays:
 
 def test_a_recorded_image_that_is_gone() -> None:
     whole = digits()
-    record = split_source(whole).split
+    record = split_source(whole).record
     last = 1 + max(int(name.split()[1]) for name in record["names"]["val"] + record["names"]["test"])
-    with pytest.raises(DataError, match=r"of the (val|test) part of the recorded split, is gone; put it back, or"):
-        parts_from_record(chosen(whole, np.arange(last - 1)), record)
-    with pytest.raises(DataError, match="class '0' has 125 images in the train part, but had 124 when the split"):
-        parts_from_record(chosen(whole, np.append(np.arange(1797), 0)), record)
+    with pytest.raises(DataError, match=r"of the (val|test) split of the recorded split, is gone; put it back, or"):
+        splits_from_record(chosen(whole, np.arange(last - 1)), record)
+    with pytest.raises(DataError, match="class '0' has 125 images in the training split, but had 124 when the split"):
+        splits_from_record(chosen(whole, np.append(np.arange(1797), 0)), record)
 
 
 @pytest.mark.parametrize("record", [{}, {"names": 3, "counts": {}}, {"names": {}}])
 def test_a_record_that_is_none(record: dict[str, object]) -> None:
     with pytest.raises(DataError, match="record of the split is incomplete"):
-        parts_from_record(digits(), record)
+        splits_from_record(digits(), record)

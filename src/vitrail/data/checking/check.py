@@ -36,7 +36,7 @@ from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
-from vitrail.data.sources.splits import Parts
+from vitrail.data.sources.splits import Splits
 from vitrail.errors import DataError
 
 SIDES = (0, 32, 64, 128, 224, 384, 512, 768, 1024, 2048, 4096)
@@ -69,7 +69,7 @@ class Report:
     """What kept some of the data from being opened at all."""
     classes: tuple[str, ...]
     counts: dict[str, dict[str, int]]
-    """Images by part and class."""
+    """Images by split and class."""
     unreadable: tuple[Unreadable, ...]
     duplicates: tuple[Copies, ...] | None
     """None where none were found, but not all images were compared."""
@@ -112,7 +112,7 @@ class Report:
         }
 
 
-def open_to_check(place: str, *, on_progress: Progress | None = None) -> tuple[Parts, Faults]:
+def open_to_check(place: str, *, on_progress: Progress | None = None) -> tuple[Splits, Faults]:
     """Open what can be used of some data, and say what cannot; where nothing can, the error says all that is wrong."""
     faults: Faults = []
     try:
@@ -123,7 +123,7 @@ def open_to_check(place: str, *, on_progress: Progress | None = None) -> tuple[P
 
 
 def check_data(
-    parts: Parts,
+    splits: Splits,
     *,
     size: int = 224,
     workers: int = 0,
@@ -136,21 +136,21 @@ def check_data(
     `workers` processes decode; 0 does it in this one. With `cache`, images whose content has not changed since the
     last check are read, but not decoded again. `faults` are those that `open_data` found.
     """
-    found = survey(_by_name(parts), workers=workers, on_progress=on_progress, cache=cache)
-    return _report(found, size, [*fault_finding(faults), *skipped_findings(find_skipped(parts[:3]))], tuple(faults))
+    found = survey(_by_name(splits), workers=workers, on_progress=on_progress, cache=cache)
+    return _report(found, size, [*fault_finding(faults), *skipped_findings(find_skipped(splits[:3]))], tuple(faults))
 
 
-def quick_check(parts: Parts, *, size: int = 224, most: int = QUICK_IMAGES, seconds: float = QUICK_SECONDS) -> Report:
+def quick_check(splits: Splits, *, size: int = 224, most: int = QUICK_IMAGES, seconds: float = QUICK_SECONDS) -> Report:
     """Read the headers of at most so many images, compare contents for at most so many seconds, say what is wrong."""
-    sources = _by_name(parts)
+    sources = _by_name(splits)
     end = time.monotonic() + seconds
     order = draws(0, 0, "quick check").permutation(sum(map(len, sources.values()))).astype(np.int64)
-    skipped = skipped_findings(find_skipped(parts[:3], most=most))
+    skipped = skipped_findings(find_skipped(splits[:3], most=most))
     return _report(survey_headers(sources, order, most, lambda: time.monotonic() > end), size, skipped)
 
 
-def _by_name(parts: Parts) -> dict[str, Source]:
-    named = {"train": parts.train, "val": parts.val, "test": parts.test}
+def _by_name(splits: Splits) -> dict[str, Source]:
+    named = {"train": splits.train, "val": splits.val, "test": splits.test}
     return {name: source for name, source in named.items() if source is not None}
 
 
@@ -200,7 +200,7 @@ def _contents(index: Index) -> Contents:
     read = index.found.rows["state"] != UNREAD
     digests, images = [], []
     for name in ("train", "val"):
-        here = index.part == index.names.index(name) if name in index.names else np.zeros(len(read), bool)
+        here = index.split == index.names.index(name) if name in index.names else np.zeros(len(read), bool)
         digests.append(np.sort(index.found.rows["content"][here & read, 0]))
         images.append(len(index.found.sources.get(name, ())) - int((here & ~read).sum()))
     return Contents(digests[0], digests[1], (images[0], images[1]))

@@ -31,12 +31,12 @@ class Which(NamedTuple):
     """One image of the data."""
 
     name: str
-    part: str
+    split: str
     label: str | None
     """The name of its class."""
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.part}, {self.label})"
+        return f"{self.name} ({self.split}, {self.label})"
 
 
 class Unreadable(NamedTuple):
@@ -50,7 +50,7 @@ class Copies(NamedTuple):
     """Images with the same content."""
 
     kind: CopiesKind
-    """They have different labels (the worst), or lie in different parts, or within one part."""
+    """They have different labels (the worst), or lie in different splits, or within one split."""
     images: tuple[Which, ...]
 
 
@@ -77,16 +77,16 @@ class Index:
         self.found = found
         self.names, self.sources = list(found.sources), list(found.sources.values())
         self.starts = np.cumsum([0, *map(len, self.sources)])
-        self.part = np.searchsorted(self.starts, found.indices, side="right") - 1
+        self.split = np.searchsorted(self.starts, found.indices, side="right") - 1
         labels = np.concatenate([np.asarray(source.labels) for source in self.sources])
         self.label = labels[found.indices]
         self.classes = self.sources[0].classes
 
     def which(self, row: int) -> Which:
         """Return what a person would call the image of a row."""
-        part, label = int(self.part[row]), int(self.label[row])
-        name = self.sources[part].name(int(self.found.indices[row] - self.starts[part]))
-        return Which(name, self.names[part], self.classes[label] if label >= 0 else None)
+        split, label = int(self.split[row]), int(self.label[row])
+        name = self.sources[split].name(int(self.found.indices[row] - self.starts[split]))
+        return Which(name, self.names[split], self.classes[label] if label >= 0 else None)
 
 
 def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
@@ -102,7 +102,7 @@ def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
         kind: CopiesKind = "within"
         if len(set(index.label[rows].tolist())) > 1:
             kind = "conflicting"
-        elif len(set(index.part[rows].tolist())) > 1:
+        elif len(set(index.split[rows].tolist())) > 1:
             kind = "across"
         groups[kind].append(Copies(kind, tuple(map(index.which, rows.tolist()))))
     return tuple(copies for group in groups.values() for copies in sorted(group, key=lambda c: c.images[0].name))
@@ -137,8 +137,8 @@ def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> lis
 
 _COPIES: dict[CopiesKind, tuple[str, str]] = {
     "conflicting": ("with different labels", "decide which label is right, and keep only the image that has it"),
-    "across": ("across parts", "keep one of each; a score on images that were trained on is too good"),
-    "within": ("within a part", "keep one of each, unless they are meant to count more"),
+    "across": ("across splits", "keep one of each; a score on images that were trained on is too good"),
+    "within": ("within a split", "keep one of each, unless they are meant to count more"),
 }
 
 
@@ -156,13 +156,13 @@ def duplicate_findings(duplicates: tuple[Copies, ...]) -> list[Finding]:
 
 
 def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
-    """Find classes that a part lacks, and great differences between classes. `counts` is by part and class."""
-    missing = tuple(f"{label}: none in {part}" for part in counts for label, n in counts[part].items() if not n)
+    """Find classes that a split lacks, and great differences between classes. `counts` is by split and class."""
+    missing = tuple(f"{label}: none in {split}" for split in counts for label, n in counts[split].items() if not n)
     findings = []
     if missing:
         classes = f"{len({line.rsplit(':', 1)[0] for line in missing}):,}"
-        what = f"{classes} class{'es are' if classes != '1' else ' is'} missing from a part"
-        advice = "add images; what a part lacks is not learned, or not measured"
+        what = f"{classes} class{'es are' if classes != '1' else ' is'} missing from a split"
+        advice = "add images; what a split lacks is not learned, or not measured"
         findings.append(Finding("missing", len(missing), what, what, advice, missing, grave=True))
     some = {label: n for label, n in counts["train"].items() if n}
     if some and (ratio := max(some.values()) / min(some.values())) > UNBALANCED:

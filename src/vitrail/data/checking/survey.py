@@ -80,7 +80,7 @@ class Survey:
     """What was found out about some images of some sources, which are counted through in order."""
 
     sources: dict[str, Source]
-    """By the name of the part."""
+    """By the name of the split."""
     indices: NDArray[np.int64]
     """Which images were looked at, counted through all sources."""
     rows: Rows

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.labels import check_classes, label_text, order_classes
 from vitrail.data.sources.source import SUFFIXES, Labels
-from vitrail.data.sources.splits import PARTS
+from vitrail.data.sources.splits import SPLITS
 from vitrail.errors import DataError
 
 IMAGE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
@@ -75,7 +75,7 @@ def choose_columns(
 
 
 class LabelCollector:
-    """Gathers labels and parts row by row, and turns them into numbers at the end."""
+    """Gathers labels and splits row by row, and turns them into numbers at the end."""
 
     def __init__(
         self, place: str, columns: Columns, *, unit: str, unknown: str | None = None, any_label: bool = False
@@ -86,11 +86,11 @@ class LabelCollector:
         self.any_label = any_label or named
         self._codes: dict[str, int] = {}
         self._labels = array("q")
-        self._parts = array("b")
+        self._splits = array("b")
         self._names: dict[str, str] = {}
 
     def read(self, row: ManifestRow) -> tuple[int, int | None]:
-        """Return a number for the label of a row, which equal labels share, and one for its part."""
+        """Return a number for the label of a row, which equal labels share, and one for its split."""
         where = f"{shown(self.place)}, {self.unit} {row.number}"
         code = -1
         if self.columns.label is not None:
@@ -104,19 +104,19 @@ class LabelCollector:
                     )
         if self.columns.split is None:
             return code, None
-        part = PARTS.get(str(row.split).strip().lower())
-        if part is None:
+        split = SPLITS.get(str(row.split).strip().lower())
+        if split is None:
             raise DataError(f"{where} has the split {row.split!r}; write train, val or test")
-        return code, _PART_NUMBERS[part]
+        return code, _PART_NUMBERS[split]
 
-    def keep(self, code: int, part: int | None) -> None:
+    def keep(self, code: int, split: int | None) -> None:
         """Take what `read` returned for the next image."""
         self._labels.append(code)
-        if part is not None:
-            self._parts.append(part)
+        if split is not None:
+            self._splits.append(split)
 
     def finish(self, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels, NDArray[np.int8] | None]:
-        """Return the classes, the label of every row and the part of every row; `names` are those of whole numbers."""
+        """Return the classes, the label of every row and the split of every row; `names` are those of whole numbers."""
         if not self._labels:
             raise DataError(f"{shown(self.place)} lists no images; add a {self.unit} for each")
         codes = np.array(self._labels, np.int64)
@@ -128,5 +128,5 @@ class LabelCollector:
         if names is None and self._names:
             classes = tuple(self._names[text] for text in classes)
             order_classes((), classes, place=shown(self.place))  # no two with one name
-        parts = np.array(self._parts, np.int8) if self.columns.split is not None else None
-        return classes, lookup[codes], parts
+        splits = np.array(self._splits, np.int8) if self.columns.split is not None else None
+        return classes, lookup[codes], splits

@@ -78,7 +78,7 @@ def _read(folder: Path) -> Contents | None:
     if arrays is None:
         return None
     train, val, images = arrays["train"], arrays["val"], arrays["images"]
-    if any(part.dtype != np.uint64 or part.ndim != 1 for part in (train, val)) or images.shape != (2,):
+    if any(split.dtype != np.uint64 or split.ndim != 1 for split in (train, val)) or images.shape != (2,):
         return None
     return Contents(np.sort(train), np.sort(val), (int(images[0]), int(images[1])))
 

@@ -40,7 +40,7 @@ class Manifest:
     paths: Names
     classes: tuple[str, ...]
     labels: Labels
-    part_of: NDArray[np.int8] | None
+    split_of: NDArray[np.int8] | None
     """Of every image, 0 for train, 1 for val, 2 for test, where the manifest says so."""
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ def manifest_of(
     for count, row in enumerate(rows, start=1):
         try:
             path = path_of(row, f"{shown(place)}, {unit} {row.number}")
-            code, part = labels.read(row)
+            code, split = labels.read(row)
             file = os.path.normpath(os.path.join(folder, path))
             before, its_code = first.setdefault(file, (row.number, code))
             if before != row.number:
@@ -145,7 +145,7 @@ def manifest_of(
             continue
         if _is_file(file):
             paths.extend([path])
-            labels.keep(code, part)
+            labels.keep(code, split)
         else:
             missing.add(shown(path))
         if on_progress is not None and not count % PROGRESS_EVERY:

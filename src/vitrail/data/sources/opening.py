@@ -18,14 +18,14 @@ from vitrail.data.sources.patterns import expand_pattern, is_pattern
 from vitrail.data.sources.shards import open_shards
 from vitrail.data.sources.source import SUFFIXES, Keyed, Labels, Pixels, Source, place_of, reason_of
 from vitrail.data.sources.splits import (
-    PARTS,
-    Parts,
+    SPLITS,
+    Splits,
     check_counts,
     make_record,
-    part_of,
-    parts_from_record,
     split_indices,
+    split_of,
     split_source,
+    splits_from_record,
     too_few,
 )
 from vitrail.data.sources.tables import Table, Tables, open_tables
@@ -33,7 +33,7 @@ from vitrail.errors import DataError
 
 MANIFESTS = (".csv", ".tsv", ".jsonl", ".parquet")
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.lz4", ".zip")
-_SHARD_OF_PART = re.compile(r"(" + "|".join(PARTS) + r")(?![a-z])", re.IGNORECASE)
+_SHARD_OF_SPLIT = re.compile(r"(" + "|".join(SPLITS) + r")(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,23 +74,23 @@ def open_data(
     record: Mapping[str, Any] | None = None,
     faults: Faults | None = None,
     on_progress: Progress | None = None,
-) -> Parts:
-    """Open data to train on, in three parts: those that the data itself names, the others drawn from train.
+) -> Splits:
+    """Open data to train on, in three splits: those that the data itself names, the others drawn from train.
 
     `place` is a folder with a sub-folder for each class (or with such folders in train/, val/ and test/), a manifest
     (.csv, .tsv, .jsonl, .parquet), tar shards or Parquet files (one, a folder of them, a pattern), or the word
-    "digits". With the `record` of an earlier split the parts are the same as then, whatever `seed` and the shares say.
+    "digits". With the `record` of an earlier split the splits are the same as then, whatever `seed` and the shares say.
     With `faults`, what cannot be used is left out and named there, and data that cannot be divided is all for training.
     """
     place = place_of(place)
-    named = _open_parts(place, faults, on_progress)
+    named = _open_splits(place, faults, on_progress)
     train = named["train"]
     wrong = _too_few_classes(place, train)
     for name in named.keys() - {"train"}:
-        strange = strange_classes(named[name], train, f"the {name} part of {shown(place)}")
+        strange = strange_classes(named[name], train, f"the {name} split of {shown(place)}")
         if strange and faults is not None:
             known = np.isin(np.array(named[name].classes)[named[name].labels], np.array(train.classes))
-            named[name] = part_of(named[name], np.flatnonzero(known))
+            named[name] = split_of(named[name], np.flatnonzero(known))
         wrong += strange
     if faults is None:
         settle(wrong, shown(place), None)
@@ -103,14 +103,14 @@ def open_data(
         few = too_few(train.labels, val=shares.get("val", 0), test=shares.get("test", 0), classes=train.classes)
         faults += [*wrong, *few]
         if wrong or few:
-            return Parts(train, named.get("val"), named.get("test"), {})
+            return Splits(train, named.get("val"), named.get("test"), {})
     if alone:
         return split_source(train, seed=seed, val=val, test=test)
     if shares:
         for_train, for_val, _ = split_indices(train.labels, seed=seed, val=val, test=0, classes=train.classes)
-        named |= {"train": part_of(train, for_train), "val": part_of(train, for_val)}
-    parts = (named["train"], named.get("val"), named.get("test"))
-    return Parts(*parts, make_record("given", *parts, seed=seed if shares else None, shares=shares))
+        named |= {"train": split_of(train, for_train), "val": split_of(train, for_val)}
+    splits = (named["train"], named.get("val"), named.get("test"))
+    return Splits(*splits, make_record("given", *splits, seed=seed if shares else None, shares=shares))
 
 
 def _too_few_classes(place: str, train: Source) -> list[str]:
@@ -131,8 +131,8 @@ def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None =
     if os.path.isdir(place):
         inside = _look_into(place)
         if found := _part_folders(place, inside.folders):
-            parts = ", ".join(sorted(os.path.basename(folder) for folder in found.values()))
-            raise DataError(f"{shown(place)} has the parts {parts}; name the folder of one of them")
+            splits = ", ".join(sorted(os.path.basename(folder) for folder in found.values()))
+            raise DataError(f"{shown(place)} has the splits {splits}; name the folder of one of them")
         if inside.shards:
             return _one(place, _group_shards(inside.shards), on_progress)
         return open_folder(place, unlabelled=True, on_progress=on_progress)
@@ -142,10 +142,10 @@ def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None =
 
 
 def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None) -> Source:
-    """Open shards as one source, if they are not those of several parts."""
+    """Open shards as one source, if they are not those of several splits."""
     if len(shards) > 1:
         raise DataError(
-            f"{shown(place)} has shards of the parts {', '.join(shards)}; name those of one part by a pattern"
+            f"{shown(place)} has shards of the splits {', '.join(shards)}; name those of one split by a pattern"
         )
     paths = next(iter(shards.values()))
     if _are_tables(paths):
@@ -153,18 +153,18 @@ def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None)
     return open_shards(paths, unlabelled=True, on_progress=on_progress)
 
 
-def _open_parts(place: str, faults: Faults | None, on_progress: Progress | None) -> dict[str, Source]:
-    """Open the parts that the data names; one that names none is "train" as a whole."""
+def _open_splits(place: str, faults: Faults | None, on_progress: Progress | None) -> dict[str, Source]:
+    """Open the splits that the data names; one that names none is "train" as a whole."""
     if not os.path.lexists(place):
         if place == "digits":
             return {"train": digits()}
-        return _open_shards_of_parts(place, _existing_shards(place), faults, on_progress)
+        return _open_shards_of_splits(place, _existing_shards(place), faults, on_progress)
     if os.path.isdir(place):
         inside = _look_into(place)
         if found := _part_folders(place, inside.folders):
-            return {name: _open_part(folder, faults, on_progress) for name, folder in found.items()}
+            return {name: _open_split(folder, faults, on_progress) for name, folder in found.items()}
         if inside.shards:
-            return _open_shards_of_parts(place, inside.shards, faults, on_progress)
+            return _open_shards_of_splits(place, inside.shards, faults, on_progress)
         return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
     if _kind_of_file(place) == "shard":
         return {"train": open_shards([place], on_progress=on_progress)}
@@ -173,12 +173,12 @@ def _open_parts(place: str, faults: Faults | None, on_progress: Progress | None)
 
 def _parts_in(place: str, table: Table | Tables) -> dict[str, Source]:
     """Divide a manifest by its column of splits, where it has one."""
-    if table.part_of is None:
+    if table.split_of is None:
         return {"train": table}
-    rows = {name: np.flatnonzero(table.part_of == number) for number, name in enumerate(("train", "val", "test"))}
+    rows = {name: np.flatnonzero(table.split_of == number) for number, name in enumerate(("train", "val", "test"))}
     if not len(rows["train"]):
-        raise DataError(f"{shown(place)} has no row of the train part; write train in the split column of some")
-    return {name: part_of(table, indices) for name, indices in rows.items() if len(indices)}
+        raise DataError(f"{shown(place)} has no row of the training split; write train in the split column of some")
+    return {name: split_of(table, indices) for name, indices in rows.items() if len(indices)}
 
 
 def _open_table(place: str, unlabelled: bool, faults: Faults | None, on_progress: Progress | None) -> Table:
@@ -186,8 +186,8 @@ def _open_table(place: str, unlabelled: bool, faults: Faults | None, on_progress
     return opener(place, unlabelled=unlabelled, faults=faults, on_progress=on_progress)
 
 
-def _open_part(place: str, faults: Faults | None, on_progress: Progress | None) -> Source:
-    """Open the folder of one part."""
+def _open_split(place: str, faults: Faults | None, on_progress: Progress | None) -> Source:
+    """Open the folder of one split."""
     inside = _look_into(place)
     if _are_tables(inside.shards):
         return open_tables(inside.shards, faults=faults, on_progress=on_progress)
@@ -196,7 +196,7 @@ def _open_part(place: str, faults: Faults | None, on_progress: Progress | None) 
     return open_folder(place, faults=faults, on_progress=on_progress)
 
 
-def _open_shards_of_parts(
+def _open_shards_of_splits(
     place: str, shards: list[str], faults: Faults | None, on_progress: Progress | None
 ) -> dict[str, Source]:
     groups = _group_shards(shards)
@@ -237,23 +237,23 @@ def _look_into(place: str) -> _Inside:
 
 
 def _part_folders(place: str, folders: list[str]) -> dict[str, str]:
-    """Return the folders of the parts, if these are some: train with another part beside it, or train alone."""
+    """Return the folders of the splits, if these are some: train with another split beside it, or train alone."""
     found: dict[str, str] = {}
     for folder in folders:
-        part = PARTS.get(os.path.basename(folder).lower())
-        if part is not None and part in found:
-            both = f"{shown(os.path.basename(found[part]))}/ and {shown(os.path.basename(folder))}/"
-            raise DataError(f"{shown(place)} has {both}, which are the same part; keep one of them")
-        if part is not None:
-            found[part] = folder
+        split = SPLITS.get(os.path.basename(folder).lower())
+        if split is not None and split in found:
+            both = f"{shown(os.path.basename(found[split]))}/ and {shown(os.path.basename(folder))}/"
+            raise DataError(f"{shown(place)} has {both}, which are the same split; keep one of them")
+        if split is not None:
+            found[split] = folder
     if "train" not in found or (len(found) == 1 and len(folders) > 1):
         return {}
     beside = [folder for folder in folders if folder not in found.values() and _holds_images(folder)]
     others = [shown(os.path.basename(folder)) for folder in beside]
     if others:
         raise DataError(
-            f"{shown(place)} has the parts {', '.join(found)} and beside them images in {', '.join(others)}, which "
-            f"would be passed over; move them away, or into one of the parts"
+            f"{shown(place)} has the splits {', '.join(found)} and beside them images in {', '.join(others)}, which "
+            f"would be passed over; move them away, or into one of the splits"
         )
     return found
 
@@ -264,11 +264,11 @@ def _holds_images(folder: str) -> bool:
 
 
 def _group_shards(tars: list[str]) -> dict[str, list[str]]:
-    """Sort shards by the part that their names begin with ("val-0001.tar"), if all do so and some are for training."""
+    """Sort shards by the split that their names begin with ("val-0001.tar"), if all do so and some are for training."""
     groups: dict[str, list[str]] = {}
     for tar in tars:
-        match = _SHARD_OF_PART.match(os.path.basename(tar))
-        groups.setdefault(PARTS[match[1].lower()] if match else "", []).append(tar)
+        match = _SHARD_OF_SPLIT.match(os.path.basename(tar))
+        groups.setdefault(SPLITS[match[1].lower()] if match else "", []).append(tar)
     return groups if "train" in groups and "" not in groups else {"train": tars}
 
 
@@ -296,18 +296,18 @@ def _kind_of_file(place: str) -> str:
 
 
 def strange_classes(source: Source, train: Source, place: str) -> list[str]:
-    """Say which classes a part has that the training part does not have. `place` is what messages call the part."""
+    """Say which classes a split has that the training split does not have. `place` is what messages call the split."""
     trained = {train.classes[label] for label in np.unique(train.labels).tolist()}
     present = [source.classes[label] for label in np.unique(source.labels).tolist()]
     return [
-        f"{place} has the class {name!r}, which the train part does not have; add it there or remove it"
+        f"{place} has the class {name!r}, which the training split does not have; add it there or remove it"
         for name in present
         if name not in trained
     ]
 
 
 def renumber(source: Source, train: Source) -> Source:
-    """Return a source with its classes counted as the training part counts them, which has them all."""
+    """Return a source with its classes counted as the training split counts them, which has them all."""
     if source.classes == train.classes:
         return source
     numbers = {name: number for number, name in enumerate(train.classes)}
@@ -315,14 +315,16 @@ def renumber(source: Source, train: Source) -> Source:
     return Renumbered(source, train.classes, lookup[source.labels])
 
 
-def _as_recorded(named: Mapping[str, Source], record: Mapping[str, Any]) -> Parts:
-    """Return the parts as a record says: those that the data names must have as many images, the others are drawn."""
+def _as_recorded(named: Mapping[str, Source], record: Mapping[str, Any]) -> Splits:
+    """Return the splits as a record says: those that the data names must have as many images, the others are drawn."""
     drawn = {
-        key: {part: value for part, value in dict(record.get(key, {})).items() if part == "train" or part not in named}
+        key: {
+            split: value for split, value in dict(record.get(key, {})).items() if split == "train" or split not in named
+        }
         for key in ("names", "counts")
     }
-    parts = parts_from_record(named["train"], drawn)
+    splits = splits_from_record(named["train"], drawn)
     for name in named.keys() - {"train"}:
         check_counts(name, named[name], dict(record.get("counts", {})).get(name, {}))
-    val, test = named.get("val", parts.val), named.get("test", parts.test)
-    return Parts(parts.train, val, test, dict(record))
+    val, test = named.get("val", splits.val), named.get("test", splits.test)
+    return Splits(splits.train, val, test, dict(record))

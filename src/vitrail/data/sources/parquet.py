@@ -38,7 +38,7 @@ class ParquetImages:
     group_ends: NDArray[np.int64]
     classes: tuple[str, ...]
     labels: Labels
-    part_of: NDArray[np.int8] | None
+    split_of: NDArray[np.int8] | None
     """Of every image, 0 for train, 1 for val, 2 for test, where the file says so."""
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
 

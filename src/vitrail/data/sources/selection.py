@@ -14,7 +14,7 @@ from vitrail.data.sources.manifests import Manifest
 from vitrail.data.sources.opening import Renumbered, open_data, open_source
 from vitrail.data.sources.parquet import ParquetImages
 from vitrail.data.sources.source import Labels, Pixels, Source, check_source, place_of
-from vitrail.data.sources.splits import Parts, keys_of, part_of
+from vitrail.data.sources.splits import Splits, keys_of, split_of
 from vitrail.data.sources.tables import Tables
 from vitrail.errors import ConfigError, DataError, suggest
 from vitrail.io import ContentError, read_json
@@ -66,7 +66,7 @@ class Chosen(NamedTuple):
     """The images to measure on."""
 
     source: Source
-    part: str
+    split: str
     """One of `CHOICES`."""
     held_out: bool
     """Whether somebody said, the data or the model's own run, that these are not for training."""
@@ -74,37 +74,37 @@ class Chosen(NamedTuple):
 
 def choose_images(
     place: str | os.PathLike[str],
-    part: str | None = None,
+    split: str | None = None,
     *,
     record: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> Chosen:
     """Open the images that a model is measured on.
 
-    By default they are the test part that the data names, else its val part. Where it names neither they are the test
-    part of `record`, the split that the model was trained with, if this is the data of that split; else all of them.
-    Asked for a part that nobody has named, it takes the one that training would draw by default.
+    By default they are the test split that the data names, else its validation split. Where it names neither they are
+    the test split of `record`, the split that the model was trained with, if this is the data of that split; else all
+    of them. Asked for a split that nobody has named, it takes the one that training would draw by default.
     """
-    if part is not None and part not in CHOICES:
-        raise ConfigError(f"no part is called {part!r}; choose {', '.join(CHOICES)}")
+    if split is not None and split not in CHOICES:
+        raise ConfigError(f"no split is called {split!r}; choose {', '.join(CHOICES)}")
     place = place_of(place)
     whole, own = _open(place, on_progress)
-    if part is None:
-        part = next((name for name in ("test", "val") if name in own), None)
-    if part is None:
+    if split is None:
+        split = next((name for name in ("test", "val") if name in own), None)
+    if split is None:
         return _recorded_test(place, record, on_progress) or Chosen(whole, "all", False)
-    if part == "all":
+    if split == "all":
         return Chosen(whole, "all", False)
-    # Where a run drew its val part from the train part, only the record knows what was trained on.
-    if part in own and not (part == "train" and record is not None):
-        return Chosen(own[part], part, part != "train")
+    # Where a run drew its validation split from the training split, only the record knows what was trained on.
+    if split in own and not (split == "train" and record is not None):
+        return Chosen(own[split], split, split != "train")
     if own and record is None:
-        raise DataError(f"{shown(os.fspath(place))} has no {part} part; it has {', '.join(own)}")
-    parts = open_data(place, record=record, on_progress=on_progress)
-    source = {"train": parts.train, "val": parts.val, "test": parts.test}[part]
+        raise DataError(f"{shown(os.fspath(place))} has no {split} split; it has {', '.join(own)}")
+    splits = open_data(place, record=record, on_progress=on_progress)
+    source = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
     if source is None:
-        raise DataError(f"the split that the model was trained with has no {part} part")
-    return Chosen(source, part, record is not None and part != "train")
+        raise DataError(f"the split that the model was trained with has no {split} split")
+    return Chosen(source, split, record is not None and split != "train")
 
 
 class Seen(NamedTuple):
@@ -137,19 +137,19 @@ def seen_by_run(source: Source, record: Mapping[str, Any] | None, contents: Cont
     if contents is None:
         return by_name
     digests = digests_of(source)
-    selected, trained = (int(np.isin(digests, part).sum()) for part in (contents.val, contents.train))
+    selected, trained = (int(np.isin(digests, split).sum()) for split in (contents.val, contents.train))
     if contents.complete:
         return Seen(selected, trained, CONTENT)
     known, of = len(contents.train) + len(contents.val), sum(contents.images)
-    part = f"the content of {known:,} of {of:,}"
-    compared = part if record is None else f"name and {part}"
+    split = f"the content of {known:,} of {of:,}"
+    compared = split if record is None else f"name and {split}"
     return Seen(max(selected, by_name.selected_on), max(trained, by_name.trained_on), compared)
 
 
 def _seen_by_name(source: Source, record: Mapping[str, Any]) -> Seen:
     """Find images among those that a run's record of its split names."""
     names = record["names"] if isinstance(record["names"], Mapping) else {}
-    val, test = (set(names.get(part) or ()) for part in ("val", "test"))
+    val, test = (set(names.get(split) or ()) for split in ("val", "test"))
     keys = set(_keys_of(source))
     if keys <= test:  # folders of val and test may hold files of the same names
         return Seen(compared_by="name")
@@ -190,35 +190,35 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
 def _recorded_test(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None, on_progress: Progress | None
 ) -> Chosen | None:
-    """Return the test part of a recorded split, or its val part; None if these are not the images that were split."""
+    """Return the test split of a recorded split, or its val split; None if these are not the images that were split."""
     if record is None:
         return None
     try:
-        parts = open_data(place, record=record, on_progress=on_progress)
+        splits = open_data(place, record=record, on_progress=on_progress)
     except DataError:
         return None
-    if parts.test is not None:
-        return Chosen(parts.test, "test", True)
-    return None if parts.val is None else Chosen(parts.val, "val", True)
+    if splits.test is not None:
+        return Chosen(splits.test, "test", True)
+    return None if splits.val is None else Chosen(splits.val, "val", True)
 
 
 def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
-    """Return all images, and those of each part where the data names parts."""
+    """Return all images, and those of each split where the data names splits."""
     try:
         source = open_source(place, on_progress=on_progress)
-    except DataError:  # several parts are no single source; what cannot be opened at all fails again
-        return _whole_and_parts(open_data(place, val=0, test=0, on_progress=on_progress))
-    if not isinstance(source, Manifest | ParquetImages | Tables) or source.part_of is None:
+    except DataError:  # several splits are no single source; what cannot be opened at all fails again
+        return _whole_and_splits(open_data(place, val=0, test=0, on_progress=on_progress))
+    if not isinstance(source, Manifest | ParquetImages | Tables) or source.split_of is None:
         return source, {}
-    rows = {name: np.flatnonzero(source.part_of == number) for number, name in enumerate(("train", "val", "test"))}
-    return source, {name: part_of(source, indices) for name, indices in rows.items() if len(indices)}
+    rows = {name: np.flatnonzero(source.split_of == number) for number, name in enumerate(("train", "val", "test"))}
+    return source, {name: split_of(source, indices) for name, indices in rows.items() if len(indices)}
 
 
-def _whole_and_parts(parts: Parts) -> tuple[Source, dict[str, Source]]:
-    sources = {"train": parts.train, "val": parts.val, "test": parts.test}
+def _whole_and_splits(splits: Splits) -> tuple[Source, dict[str, Source]]:
+    sources = {"train": splits.train, "val": splits.val, "test": splits.test}
     own = {name: source for name, source in sources.items() if source is not None}
     if len(own) == 1:
-        return parts.train, {}
+        return splits.train, {}
     return Joined(tuple(own.values()), np.concatenate([source.labels for source in own.values()])), own
 
 

@@ -73,7 +73,7 @@ class Keyed(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Subset:
     """Some images of a source, as a source: the part for training, for instance."""
 
     whole: Source

@@ -30,7 +30,7 @@ class Tables:
     tables: tuple[Table, ...]
     classes: tuple[str, ...]
     labels: Labels
-    part_of: NDArray[np.int8] | None
+    split_of: NDArray[np.int8] | None
     """Of every image, 0 for train, 1 for val, 2 for test, where the files say so."""
     _recent: OrderedDict[int, None] = field(default_factory=OrderedDict, repr=False)
 
@@ -94,10 +94,10 @@ def open_tables(
     tables = tuple(open_parquet(path, unlabelled=unlabelled, faults=faults, on_progress=on_progress) for path in paths)
     if len(tables) == 1:
         return tables[0]
-    divided = [table.part_of for table in tables if table.part_of is not None]
+    divided = [table.split_of for table in tables if table.split_of is not None]
     if divided and len(divided) < len(tables):
         has, lacks = (
-            next(table.place for table in tables if (table.part_of is None) is without) for without in (False, True)
+            next(table.place for table in tables if (table.split_of is None) is without) for without in (False, True)
         )
         raise DataError(f"{shown(has)} has a column of splits and {shown(lacks)} has none; add it there, or remove it")
     classes = tables[0].classes
