@@ -27,7 +27,7 @@ from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT
 from vitrail.runtime import Processes, choose_device, faster_in_bf16
 from vitrail.training.averaging import Average
-from vitrail.training.defaults import DataFacts, Plan, choose
+from vitrail.training.defaults import DataFacts, TrainingPlan, resolve_defaults
 from vitrail.training.distributed import Ranks
 from vitrail.training.forward import forward_of, uses_fused_pass
 from vitrail.training.optimizers import freeze, make_optimizer
@@ -38,7 +38,7 @@ from vitrail.training.step import Stepper
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
-def batch_of(plan: Plan, device: torch.device) -> Batch:
+def batch_of(plan: TrainingPlan, device: torch.device) -> Batch:
     """Return random images, mixed in pairs as the recipe says."""
     generator, count = torch.Generator().manual_seed(0), plan.batch
     height, width = plan.model.image_size
@@ -48,7 +48,7 @@ def batch_of(plan: Plan, device: torch.device) -> Batch:
     return Batch(pixels, labels, torch.arange(count), torch.full((count,), 0.75), box).to(device)
 
 
-def prepared(plan: Plan, options: argparse.Namespace, device: torch.device) -> tuple[Stepper, State, nn.Module]:
+def prepared(plan: TrainingPlan, options: argparse.Namespace, device: torch.device) -> tuple[Stepper, State, nn.Module]:
     """Return everything a step needs, as a run makes it."""
     ranks, recipe = Ranks(Processes(), device), plan.recipe
     precision = recipe.precision if recipe.precision != "auto" else "bf16" if faster_in_bf16(device) else "float32"
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=32, help="of the images")
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--mode", choices=MODES, help="torch.compile's, in place of the one that training takes")
+    parser.add_argument("--mode", defaults=MODES, help="torch.compile's, in place of the one that training takes")
     parser.add_argument(
         "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
     )
@@ -90,7 +90,7 @@ def main() -> None:
     short_attention.LONGEST = options.short
     device = choose_device(options.device)
     names = tuple(map(str, range(options.classes)))
-    plan = choose(
+    plan = resolve_defaults(
         read_recipe(options.recipe, options.set),
         DataFacts(50_000, names, options.side, grey=False, device=device.type),
         None,

@@ -434,7 +434,7 @@ KINDS: dict[str, Kind] = {
         f"report of {file}": Kind(make_run, f"run/{file}", _report, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "result.json", "check.json",
-            "held_out.parquet", "best/config.json", "best/model.safetensors",
+            "test_predictions.parquet", "best/config.json", "best/model.safetensors",
         )
     },
     **{

@@ -189,7 +189,7 @@ def recipe_fields(config: type[BaseModel], path: str = "") -> Iterator[str]:
 def test_every_setting_of_a_recipe_is_explained() -> None:
     page = (DOCS / "reference" / "recipes.md").read_text(encoding="utf-8")
     fields = set(recipe_fields(Recipe))
-    assert {"steps", "start.head", "augmentation.randaugment.layers"} <= fields
+    assert {"steps", "pretrained.head", "augmentation.randaugment.layers"} <= fields
     written = {name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall("`(.*?)`", row)}
     assert written == fields | set(preset_names())
 

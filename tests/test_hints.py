@@ -14,7 +14,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
-from vitrail.training.defaults import DataFacts, choose
+from vitrail.training.defaults import DataFacts, resolve_defaults
 from vitrail.training.recipe import ALSO_CALLED, full_name, option_names, read_recipe
 
 
@@ -84,19 +84,21 @@ def test_a_gpu_is_called_cuda() -> None:
 
 def test_the_papers_model_of_any_size() -> None:
     facts = DataFacts(1_000, ("cat", "dog"), 64, grey=False)
-    model = choose(read_recipe("scratch-small", ["model.paper=true"]), facts, None).model
+    model = resolve_defaults(read_recipe("scratch-small", ["model.paper=true"]), facts, None).model
     assert {name: getattr(model, name) for name in PAPER} == PAPER
     size = {name: getattr(model, name) for name in ("image_size", "patch_size", "width", "depth", "heads")}
     assert model == ViTConfig(**size, classes=2)
     # The plain stem alone is not the paper's model: it has no class token.
-    assert choose(read_recipe("scratch-small", ["model.stem=conv"]), facts, None).model != model
-    mean = choose(read_recipe("scratch-small", ["model.paper=true", "model.pool=mean"]), facts, None).model
+    assert resolve_defaults(read_recipe("scratch-small", ["model.stem=conv"]), facts, None).model != model
+    mean = resolve_defaults(read_recipe("scratch-small", ["model.paper=true", "model.pool=mean"]), facts, None).model
     assert mean == model.replace(pool="mean")
-    named = choose(read_recipe("scratch-small", ["model.paper=true", "model.name=R+Ti/16"]), facts, None).model
+    named = resolve_defaults(
+        read_recipe("scratch-small", ["model.paper=true", "model.name=R+Ti/16"]), facts, None
+    ).model
     assert named == variant_config("R+Ti/16").replace(classes=2)
     assert PAPER.items() <= dict(variant_config("S/16")).items()
     with pytest.raises(ConfigError, match=r"model\.paper is 1"):
-        choose(read_recipe("scratch-small", ["model.paper=1"]), facts, None)
+        resolve_defaults(read_recipe("scratch-small", ["model.paper=1"]), facts, None)
 
 
 @pytest.mark.parametrize("changes", ["epochs=1", {"epochs": 1}])

@@ -72,7 +72,7 @@ def test_in_python_too(bundle: Path, data: Path, tmp_path: Path) -> None:
 
 def test_what_is_advised_works(bundle: Path, data: Path, tmp_path: Path) -> None:
     changes = ["steps=1", "batch=4", "model.pool=cls"]
-    run = train(data, start=bundle, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
+    run = train(data, pretrained=bundle, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert run.bundle.model.config.pool == "cls"
     config = json.loads((bundle / "config.json").read_text())
     config["vitrail"]["vit"]["pool"] = "cls"

@@ -89,7 +89,7 @@ def train(
     *,
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
-    start: str | Path | Bundle | None = None,
+    pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     folder: str | Path | None = None,
@@ -109,8 +109,8 @@ def train(
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
     run = train_run(
-        data, recipe=recipe, changes=changes, start=start, overrides=overrides, keys=keys, folder=folder, device=device,
-        workers=workers, quiet=quiet, evaluate_on=evaluate_on,
+        data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys,
+        folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
     )  # fmt: skip
     if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # torchrun has started others that do not report
         return run

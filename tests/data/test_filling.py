@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.augmentation import augment
-from vitrail.data.augmentation.augment import Affine, Augmentation, Jitter, Plan
+from vitrail.data.augmentation.augment import Affine, Augmentation, AugmentationPlan, Jitter
 from vitrail.data.augmentation.device_operations import kind_of
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import Mixing
@@ -36,7 +36,7 @@ AUGMENTATIONS = {
 }  # fmt: skip
 
 
-def plans_of(augmentation: Augmentation, batch: int, first: int = 0) -> list[Plan]:
+def plans_of(augmentation: Augmentation, batch: int, first: int = 0) -> list[AugmentationPlan]:
     places = range(first, first + batch)
     return [augment.plan(augmentation, *SIZE, SIZE, draws(3, place)) for place in places]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data.augmentation import augment
-from vitrail.data.augmentation.augment import Affine, Augmentation, Jitter, Plan
+from vitrail.data.augmentation.augment import Affine, Augmentation, AugmentationPlan, Jitter
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.on_device import apply_all, check_on_device
 from vitrail.data.augmentation.randaugment import BIG_VISION, USUAL, Operation, RandAugment, draw, usual_magnitude
@@ -29,7 +29,7 @@ def images(count: int, channels: int = 3) -> np.ndarray:
     return np.stack(made)
 
 
-def compare(plans: list[Plan], given: np.ndarray) -> tuple[float, int]:
+def compare(plans: list[AugmentationPlan], given: np.ndarray) -> tuple[float, int]:
     """Return the share of numbers that differ, and by how much the most."""
     expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, given, strict=True)])
     found = apply_all(plans, torch.from_numpy(given).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
@@ -38,7 +38,7 @@ def compare(plans: list[Plan], given: np.ndarray) -> tuple[float, int]:
     return float((apart > 0).mean()), int(apart.max())
 
 
-def planned(augmentation: Augmentation, count: int) -> list[Plan]:
+def planned(augmentation: Augmentation, count: int) -> list[AugmentationPlan]:
     return [augment.plan(augmentation, *SIZE, SIZE, draws(3, position)) for position in range(count)]
 
 

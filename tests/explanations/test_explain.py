@@ -231,10 +231,10 @@ def test_a_grid_of_heads_or_layers() -> None:
         (ExplanationRequest("pca"), "tokens", "heads or layers, not 'tokens'"),
     ],
 )
-def test_a_grid_of_what_has_none(wanted: ExplanationRequest, each: Any, message: str) -> None:
+def test_a_grid_of_what_has_none(request: ExplanationRequest, each: Any, message: str) -> None:
     item = Item(b"", content=noise())
     with pytest.raises(ConfigError, match=message):
-        Explainer(bundle(), wanted, device="cpu").grid(item, each)
+        Explainer(bundle(), request, device="cpu").grid(item, each)
 
 
 # ── images and files ──

@@ -41,8 +41,8 @@ def trained(pool: str) -> ViT:
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3)
     for step in range(1500):  # as a rule some 300 are enough
         x, labels, _ = planted(24, 1000 + step)
-        wanted = F.one_hot(labels, CLASSES + 1)[:, :CLASSES].float()
-        loss = CLASSES * F.binary_cross_entropy_with_logits(model(x), wanted)
+        request = F.one_hot(labels, CLASSES + 1)[:, :CLASSES].float()
+        loss = CLASSES * F.binary_cross_entropy_with_logits(model(x), request)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -45,7 +45,7 @@ def curves(folder: Path) -> dict[str, Any]:
 
 def _curve(name: str, changes: list[str], folder: Path, first: Path) -> dict[str, Any]:
     def run() -> Path:
-        begun = {"start": first} if name == "finetune" else {}
+        begun = {"pretrained": first} if name == "finetune" else {}
         with contextlib.redirect_stdout(sys.stderr):
             done = vitrail.train(
                 "digits", recipe=name, changes=[*COMMON, *changes], folder=folder / name,

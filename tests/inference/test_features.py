@@ -49,8 +49,8 @@ def normalised(source: Arrays) -> torch.Tensor:
     return PRE.normalise(pixels)
 
 
-def features(model: Bundle, kind: Kind = "pooled", **wanted: Any) -> torch.Tensor:
-    found = gather(model, images(), FeatureRequest(kind, **wanted), Computing("cpu", batch=2, workers=0))
+def features(model: Bundle, kind: Kind = "pooled", **request: Any) -> torch.Tensor:
+    found = gather(model, images(), FeatureRequest(kind, **request), Computing("cpu", batch=2, workers=0))
     return torch.from_numpy(found.features)
 
 
@@ -181,9 +181,9 @@ def test_order_labels_and_bad_images() -> None:
         ({}, {"raw": True}, "raw features are tokens as they leave a layer"),
     ],
 )
-def test_what_a_model_does_not_have(fields: dict[str, Any], wanted: dict[str, Any], message: str) -> None:
+def test_what_a_model_does_not_have(fields: dict[str, Any], request: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gather(bundle(**fields), images(), FeatureRequest(**wanted), HERE)
+        gather(bundle(**fields), images(), FeatureRequest(**request), HERE)
 
 
 @pytest.mark.parametrize("layer", [3, -4])
@@ -215,12 +215,12 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
     """Also where a head would read one token only, and features are of others."""
     model = bundle(class_token=class_token, pool=pool, registers=2).model.eval().double()
     x = normalised(images()).double()
-    for wanted in ASKED:
+    for request in ASKED:
         with torch.inference_mode():
-            expected = wanted.take(model, x)
-            found = wanted.take(wanted.folded(model, Numbers(torch.float64, exact=True)), x)
-        assert found.shape == expected.shape == (len(x), *wanted.shape(model.config))
-        assert relative_error(found, expected) <= 1e-6, wanted
+            expected = request.take(model, x)
+            found = request.take(request.folded(model, Numbers(torch.float64, exact=True)), x)
+        assert found.shape == expected.shape == (len(x), *request.shape(model.config))
+        assert relative_error(found, expected) <= 1e-6, request
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
 )
 def test_on_a_cpu_features_are_those_of_the_model_bit_for_bit(precision: Precision) -> None:
     model, x = bundle().model.eval(), normalised(images())
-    for wanted in ASKED:
-        ready = wanted.ready(model, precision)
+    for request in ASKED:
+        ready = request.ready(model, precision)
         assert isinstance(ready, ViT)
         with torch.inference_mode(), autocast(torch.device("cpu"), precision):
-            assert torch.equal(wanted.take(ready, x), wanted.take(model, x))
+            assert torch.equal(request.take(ready, x), request.take(model, x))

@@ -17,7 +17,7 @@ from vitrail.data.sources.opening import open_data
 from vitrail.errors import ConfigError
 from vitrail.inference.features import Features
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
-from vitrail.inference.probe import Collected, Plan, measure, open_splits
+from vitrail.inference.probe import Collected, ProbePlan, measure, open_splits
 from vitrail.inference.probe_result import Probed, Row
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -82,7 +82,7 @@ def test_the_rows_are_the_protocols_and_nothing_else() -> None:
         Features(features[split], labels[split], np.arange(60), ()) for split in (slice(0, 60), slice(60, 120))
     )
     collected = Collected(train, None, test, ("a", "b", "c", "d"), "given")
-    found = measure(collected, Plan(shots=(3,), seeds=4, k=(5,)), device="cpu")
+    found = measure(collected, ProbePlan(shots=(3,), seeds=4, k=(5,)), device="cpu")
     expected = []
     for seed in range(4):
         drawn = draw_examples(train.labels, 3, seed)
@@ -139,8 +139,11 @@ def test_few_images(run: Run, photos: Path) -> None:
 
 def test_more_neighbours_than_examples_are_refused_before_features_are_computed(photos: Path) -> None:
     with pytest.raises(ConfigError, match="k is 500; it should be from 1 to 14, the number of examples"):
-        open_splits(photos, Plan(("knn",), k=(1, 500)))
-    assert open_splits(photos, Plan(("linear",), k=(1, 500))).train.classes == ("cat", "dog")  # nobody asks for them
+        open_splits(photos, ProbePlan(("knn",), k=(1, 500)))
+    assert open_splits(photos, ProbePlan(("linear",), k=(1, 500))).train.classes == (
+        "cat",
+        "dog",
+    )  # nobody asks for them
 
 
 def test_a_class_of_which_nothing_can_be_read_is_not_passed_over(run: Run, photos: Path) -> None:
@@ -231,6 +234,6 @@ def test_data_that_cannot_be_probed(run: Run, photos: Path) -> None:
 
 def test_a_plan_says_what_is_wrong_with_it() -> None:
     with pytest.raises(ConfigError, match="seeds is 0; it should be 1 or more"):
-        Plan(seeds=0)
+        ProbePlan(seeds=0)
     with pytest.raises(ConfigError, match="shots is empty"):
-        Plan(shots=())
+        ProbePlan(shots=())

@@ -40,7 +40,7 @@ def test_the_settings_that_differ_are_listed_and_no_others(page: Page) -> None:
 
 def test_the_same_images_are_compared_one_by_one(page: Page, run: Path, other_run: Path) -> None:
     right = [
-        np.array(pq.read_table(folder / "held_out.parquet", columns=["correct"])["correct"])
+        np.array(pq.read_table(folder / "test_predictions.parquet", columns=["correct"])["correct"])
         for folder in (run, other_run)
     ]
     only_a, only_b = int((right[0] & ~right[1]).sum()), int((~right[0] & right[1]).sum())
@@ -60,8 +60,8 @@ def test_classes_that_changed_are_in_the_order_of_the_change(page: Page) -> None
 
 
 def test_other_images_are_not_compared_one_by_one(run: Path, copy: Path) -> None:
-    table = pq.read_table(copy / "held_out.parquet")
-    pq.write_table(table.slice(1), copy / "held_out.parquet")
+    table = pq.read_table(copy / "test_predictions.parquet")
+    pq.write_table(table.slice(1), copy / "test_predictions.parquet")
     both, why = answers_of_both(read_run(run), read_run(copy))
     assert both is None
     assert "evaluated on different images" in why
@@ -72,10 +72,10 @@ def test_runs_on_different_data_are_shown_side_by_side_and_neither_is_better(
     run: Path, copy: Path, tmp_path: Path
 ) -> None:
     """The same names and classes, other images: B would have been called better."""
-    table = pq.read_table(copy / "held_out.parquet")
+    table = pq.read_table(copy / "test_predictions.parquet")
     place = table.schema.get_field_index("digest")
     other = pa.array([f"{number:016x}" for number in range(table.num_rows)])
-    pq.write_table(table.set_column(place, "digest", other), copy / "held_out.parquet")
+    pq.write_table(table.set_column(place, "digest", other), copy / "test_predictions.parquet")
     result = json.loads((copy / "result.json").read_text())
     result |= {"top1": 1.0, "top1_interval": [0.98, 1.0]}
     (copy / "result.json").write_text(json.dumps(result))
@@ -94,10 +94,10 @@ def test_runs_on_different_data_are_shown_side_by_side_and_neither_is_better(
 
 
 def test_the_same_data_in_another_place_is_the_same(run: Path, copy: Path) -> None:
-    table = pq.read_table(copy / "held_out.parquet")
+    table = pq.read_table(copy / "test_predictions.parquet")
     place = table.schema.get_field_index("name")
     moved = pa.array([f"elsewhere/{number}.png" for number in range(table.num_rows)])
-    pq.write_table(table.set_column(place, "name", moved), copy / "held_out.parquet")
+    pq.write_table(table.set_column(place, "name", moved), copy / "test_predictions.parquet")
     both, _ = answers_of_both(read_run(run), read_run(copy))
     assert both is not None
 
@@ -105,7 +105,7 @@ def test_the_same_data_in_another_place_is_the_same(run: Path, copy: Path) -> No
 def test_without_predictions_the_recorded_split_tells_whether_the_images_are_the_same(
     run: Path, copy: Path, tmp_path: Path
 ) -> None:
-    (copy / "held_out.parquet").unlink()
+    (copy / "test_predictions.parquet").unlink()
     assert "No clear difference" in Page(report(run, copy, tmp_path / "a.html")).sections[""]
     split = json.loads((copy / "split.json").read_text())
     split["names"]["test"][0] = "another.png"
@@ -114,9 +114,9 @@ def test_without_predictions_the_recorded_split_tells_whether_the_images_are_the
 
 
 def test_what_is_missing_in_either_is_said(run: Path, copy: Path, tmp_path: Path) -> None:
-    (copy / "held_out.parquet").unlink()
-    assert "has no held_out.parquet" in Page(report(run, copy, tmp_path / "a.html")).sections["pairs"]
-    (copy / "held_out.parquet").write_bytes(b"PAR1 no")
+    (copy / "test_predictions.parquet").unlink()
+    assert "has no test_predictions.parquet" in Page(report(run, copy, tmp_path / "a.html")).sections["pairs"]
+    (copy / "test_predictions.parquet").write_bytes(b"PAR1 no")
     assert "cannot be read" in Page(report(run, copy, tmp_path / "a.html")).sections["pairs"]
     (copy / "result.json").unlink()
     page = Page(report(copy, run, tmp_path / "a.html"))

@@ -194,7 +194,7 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
     [
         {
             "check.json": ("data", "check.json is not there"),
-            "held_out.parquet": ("reproduce", "is not there; pip install 'vitrail[train]' adds it"),
+            "test_predictions.parquet": ("reproduce", "is not there; pip install 'vitrail[train]' adds it"),
             "metrics.jsonl": ("curves", "holds no steps"),
             "split.json": ("mistakes", "does not say where it is"),
             "best/model.safetensors": ("inside", "The best model cannot be opened"),
@@ -464,13 +464,13 @@ def test_a_whole_run_and_one_cut_short_by_a_crash_warn_of_nothing(
 def test_two_runs_name_the_predictions_that_cannot_be_read(
     copy: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (copy / "held_out.parquet").write_text("no parquet")
+    (copy / "test_predictions.parquet").write_text("no parquet")
     (copy / "check.json").write_text("{")
     assert call("report", str(run), str(copy), "--out", str(copy / "both.html")) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith(f"WARNING: {copy}/") for line in lines] == [True, True]
-    assert "held_out.parquet cannot be read" in " ".join(lines)
-    assert "held_out.parquet cannot be read" in " ".join(Page(copy / "both.html").sections[""].split())
+    assert "test_predictions.parquet cannot be read" in " ".join(lines)
+    assert "test_predictions.parquet cannot be read" in " ".join(Page(copy / "both.html").sections[""].split())
 
 
 def test_small_differences_have_no_sign() -> None:

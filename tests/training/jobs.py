@@ -8,7 +8,7 @@ from vitrail.data.batches import Batch
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, Processes, autocast
 from vitrail.training.averaging import Average
-from vitrail.training.defaults import DataFacts, choose
+from vitrail.training.defaults import DataFacts, resolve_defaults
 from vitrail.training.distributed import Ranks
 from vitrail.training.memory import Job, evaluation_batch
 from vitrail.training.optimizers import freeze, make_optimizer
@@ -25,7 +25,7 @@ def job(
 ) -> Job:
     """Return a run as `vitrail train` would plan it, with some of its recipe changed."""
     recipe = read_recipe("scratch-small").replace(**{"model": SMALL, "batch": 16, **changes})
-    plan = choose(recipe, DataFacts(IMAGES, tuple("0123456789"), side, grey=False), None)
+    plan = resolve_defaults(recipe, DataFacts(IMAGES, tuple("0123456789"), side, grey=False), None)
     return Job(plan, torch.device(device), precision, processes)
 
 

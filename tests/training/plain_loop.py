@@ -55,14 +55,14 @@ class Case(NamedTuple):
     objective: Objective = Objective()
     averaging: Averaging = Averaging()
     mixed: str = "none"
-    micro_batches: int = 1
+    gradient_accumulation: int = 1
     weights: tuple[float, ...] | None = None
 
     def recipe(self) -> Recipe:
         mixing = Mixing(mixup=1.0) if self.mixed != "none" else Mixing()
         return Recipe(
             optimizer=self.optimizer, objective=self.objective, averaging=self.averaging, mixing=mixing,
-            micro_batches=self.micro_batches,
+            gradient_accumulation=self.gradient_accumulation,
         )  # fmt: skip
 
 

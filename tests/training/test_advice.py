@@ -93,7 +93,7 @@ def test_a_run_says_it_once_before_it_trains(photos: Path, tmp_path: Path) -> No
     assert lines[places[0] + 1].startswith("WARNING: better: start from a pretrained model")
     assert places[0] < next(place for place, line in enumerate(lines) if line.startswith("step 1: "))
     tuned = train(
-        photos, start=run.bundle, changes=["steps=1"], folder=tmp_path / "tuned", device="cpu", workers=0,
+        photos, pretrained=run.bundle, changes=["steps=1"], folder=tmp_path / "tuned", device="cpu", workers=0,
         quiet=True,
     )  # fmt: skip
     assert "few photographs" not in (tuned.folder / "log.txt").read_text()

@@ -15,14 +15,16 @@ import pytest
 from rich.console import Console
 
 from vitrail.training.console import RunConsole
-from vitrail.training.defaults import Choice
-from vitrail.training.display import Status, choices_lines, choices_table, used_memory
+from vitrail.training.defaults import ResolvedDefault
+from vitrail.training.display import Status, defaults_lines, defaults_table, used_memory
 from vitrail.training.train import train
 
 CHANGES = ["epochs=1", "evaluations=2", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]
 CHOICES = [
-    Choice("model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 are enough for so few images"),
-    Choice("batch", 64, "about 24 steps for each time the 1,439 images are shown [bold]"),
+    ResolvedDefault(
+        "model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 are enough for so few images"
+    ),
+    ResolvedDefault("batch", 64, "about 24 steps for each time the 1,439 images are shown [bold]"),
 ]
 
 
@@ -111,10 +113,10 @@ def test_memory_is_the_most_so_far() -> None:
 
 
 def test_choices_are_aligned() -> None:
-    table = printed(choices_table(CHOICES), 140)
+    table = printed(defaults_table(CHOICES), 140)
     assert [line.index(word) for line, word in zip(table, ("because", "the", "about"), strict=True)] == [25, 25, 25]
-    assert choices_lines(CHOICES)[1] == f"batch             64   {CHOICES[1].reason}"
-    narrow = printed(choices_table(CHOICES), 60)
+    assert defaults_lines(CHOICES)[1] == f"batch             64   {CHOICES[1].reason}"
+    narrow = printed(defaults_table(CHOICES), 60)
     assert [line[:16].strip() for line in narrow] == ["chosen", "model.image_size", "", "", "batch", "", ""][
         : len(narrow)
     ]
@@ -123,13 +125,13 @@ def test_choices_are_aligned() -> None:
 
 def test_quiet_is_quiet_and_still_logs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with RunConsole(tmp_path, quiet=True) as screen:
-        screen.choices(CHOICES)
+        screen.defaults(CHOICES)
         screen.step(row(1))
         screen.note("a [red]note")
         screen.result("good")
     assert capfd.readouterr() == ("", "")
     log = (tmp_path / "log.txt").read_text().splitlines()
-    assert log == [*choices_lines(CHOICES), "a [red]note", "good"]
+    assert log == [*defaults_lines(CHOICES), "a [red]note", "good"]
 
 
 # ── whole runs ──
@@ -200,10 +202,10 @@ train("digits", changes={CHANGES!r}, folder={str(tmp_path / "run")!r}, device="c
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    note = "not written: curves.png, tensorboard, held_out.parquet; pip install 'vitrail[train]' adds them"
+    note = "not written: curves.png, tensorboard, test_predictions.parquet; pip install 'vitrail[train]' adds them"
     assert done.stderr.splitlines().count(note) == 1
     assert "held-out images" in done.stderr.splitlines()[-1]
-    files = {"curves.png", "tensorboard", "held_out.parquet"}
+    files = {"curves.png", "tensorboard", "test_predictions.parquet"}
     assert files.isdisjoint(path.name for path in (tmp_path / "run").iterdir())
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)

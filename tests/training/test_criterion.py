@@ -79,7 +79,7 @@ def test_it_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:
             uneven, changes=[*TINY, "steps=1", change], folder=folder, device="cpu", workers=0, quiet=True
         )  # fmt: skip
         assert read_recipe(folder / "recipe.toml").criterion == expected
-        assert any(choice.field == "criterion" for choice in run.choices) == (expected != "accuracy")
+        assert any(choice.field == "criterion" for choice in run.defaults) == (expected != "accuracy")
     weighted = read_recipe("scratch-small", ["data.balance=true", "criterion=loss"])
     assert weighted.settled_criterion() == "loss"
     with pytest.raises(ConfigError, match=r"criterion is 'acuracy', .*did you mean 'accuracy'"):

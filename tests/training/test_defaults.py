@@ -11,7 +11,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
 from vitrail.models.cost import cost
 from vitrail.models.vit import ViT
-from vitrail.training.defaults import DataFacts, Plan, choose, describe_data
+from vitrail.training.defaults import DataFacts, TrainingPlan, describe_data, resolve_defaults
 from vitrail.training.recipe import read_recipe
 
 TEN = tuple("0123456789")
@@ -21,8 +21,8 @@ CIFAR = DataFacts(45_000, TEN, 32, False, "cuda")
 FASHION = DataFacts(54_000, TEN, 28, True, "cuda")
 
 
-def planned(facts: DataFacts, *changes: str, start: Bundle | None = None) -> Plan:
-    return choose(read_recipe("finetune" if start else "scratch-small", changes), facts, start)
+def planned(facts: DataFacts, *changes: str, pretrained: Bundle | None = None) -> TrainingPlan:
+    return resolve_defaults(read_recipe("finetune" if pretrained else "scratch-small", changes), facts, pretrained)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_every_choice_can_be_built_and_has_a_reason(facts: DataFacts) -> None:
         logits = ViT(plan.model.replace(depth=1)).eval()(torch.zeros(1, channels, *plan.model.image_size))
     assert logits.shape == (1, 10)
     assert max(plan.model.image_size) <= max(facts.side, plan.model.patch_size[0])
-    assert all(choice.reason for choice in plan.choices)
+    assert all(choice.reason for choice in plan.defaults)
     # The settled recipe leaves nothing open, also where the facts are others.
-    again = choose(plan.recipe, facts._replace(device="cuda" if facts.device == "cpu" else "cpu"), None)
-    assert (again.recipe, again.model, again.choices) == (plan.recipe, plan.model, [])
+    again = resolve_defaults(plan.recipe, facts._replace(device="cuda" if facts.device == "cpu" else "cpu"), None)
+    assert (again.recipe, again.model, again.defaults) == (plan.recipe, plan.model, [])
 
 
 @pytest.mark.parametrize(("facts", "minutes"), [(DIGITS, 1.5), (PHOTOS, 10)])
@@ -63,12 +63,12 @@ def test_what_is_asked_for_is_built_around(changes: list[str], expected: dict[st
     plan = planned(DIGITS, *changes)
     assert {name: getattr(plan.model, name) for name in expected} == expected
     asked = {change.split("=")[0] for change in changes}
-    assert not asked & {choice.field for choice in plan.choices}
+    assert not asked & {choice.field for choice in plan.defaults}
 
 
 def test_a_named_model_stays_what_it_is() -> None:
     plan = planned(PHOTOS, "model.name=Ti/16", "model.image_size=64", "epochs=1")
-    assert choose(plan.recipe, PHOTOS, None).model == plan.model
+    assert resolve_defaults(plan.recipe, PHOTOS, None).model == plan.model
 
 
 def test_muon_learns_faster() -> None:
@@ -87,7 +87,7 @@ def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
     def rate(width: int) -> float:
         model = ViT(planned(CIFAR, f"model.width={width}", "model.depth=1").model)
         preprocess = Preprocess(size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-        return planned(CIFAR, start=Bundle(model, preprocess, TEN, {})).rate
+        return planned(CIFAR, pretrained=Bundle(model, preprocess, TEN, {})).rate
 
     assert (rate(64), rate(512)) == (1e-3, 1e-4)
 

@@ -13,7 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.resample import resample_grid
 from vitrail.models.vit import ViT
-from vitrail.training.finetune_init import Start, fitted, planned_model
+from vitrail.training.finetune_init import FinetuneInit, fitted, planned_model
 from vitrail.training.recipe import read_recipe
 from vitrail.training.train import train
 
@@ -30,8 +30,8 @@ def old_bundle(**options: Any) -> Bundle:
     return Bundle(model, Preprocess(size=(8, 8), channels=channels, mean=half, std=half), OLD)
 
 
-def fit(start: Bundle, how: Start, classes: tuple[str, ...] = DIGITS, **fields: Any) -> Bundle:
-    return fitted(start, how, planned_model(start, how, fields, len(classes)), classes)
+def fit(pretrained: Bundle, how: FinetuneInit, classes: tuple[str, ...] = DIGITS, **fields: Any) -> Bundle:
+    return fitted(pretrained, how, planned_model(pretrained, how, fields, len(classes)), classes)
 
 
 def weights(bundle: Bundle) -> dict[str, torch.Tensor]:
@@ -39,9 +39,9 @@ def weights(bundle: Bundle) -> dict[str, torch.Tensor]:
 
 
 def test_a_zero_head_stands_alone() -> None:
-    start = old_bundle(representation=12)
-    before = weights(start)
-    found = fit(start, Start(head="zero"))
+    pretrained = old_bundle(representation=12)
+    before = weights(pretrained)
+    found = fit(pretrained, FinetuneInit(head="zero"))
     after = weights(found)
     assert (found.model.config.representation, found.classes) == (None, DIGITS)
     assert after["head.weight"].shape == (10, 24)
@@ -56,52 +56,59 @@ def test_a_zero_head_stands_alone() -> None:
 
 
 def test_both_heads_of_a_distilled_model_become_zero() -> None:
-    found = fit(old_bundle(distillation_token=True), Start(head="zero"))
+    found = fit(old_bundle(distillation_token=True), FinetuneInit(head="zero"))
     assert not any(tensor.any() for name, tensor in weights(found).items() if name.startswith("head"))
 
 
 def test_a_head_is_kept_only_where_the_classes_are_the_same() -> None:
-    start = old_bundle(representation=12)
-    before = weights(start)
-    kept = weights(fit(start, Start(), OLD))
+    pretrained = old_bundle(representation=12)
+    before = weights(pretrained)
+    kept = weights(fit(pretrained, FinetuneInit(), OLD))
     assert all(torch.equal(kept[name], before[name]) for name in before)
-    other = weights(fit(start, Start(), ("dog", "cat")))
+    other = weights(fit(pretrained, FinetuneInit(), ("dog", "cat")))
     assert not torch.equal(other["head.weight"], before["head.weight"])
-    fresh = weights(fit(start, Start(head="fresh"), OLD))
+    fresh = weights(fit(pretrained, FinetuneInit(head="fresh"), OLD))
     assert not torch.equal(fresh["head.weight"], before["head.weight"])
     assert torch.equal(fresh["pre_logits.fc.weight"], before["pre_logits.fc.weight"])
 
 
 @pytest.mark.parametrize("positions", ["google", "timm"])
 def test_positions_are_resampled_the_way_that_was_asked_for(positions: Any) -> None:
-    start = old_bundle()
-    found = fit(start, Start(positions=positions), image_size=16)
-    grid = resample_grid(start.model.pos_embed[:, 1:].detach(), (2, 2), (4, 4), positions)
+    pretrained = old_bundle()
+    found = fit(pretrained, FinetuneInit(positions=positions), image_size=16)
+    grid = resample_grid(pretrained.model.pos_embed[:, 1:].detach(), (2, 2), (4, 4), positions)
     torch.testing.assert_close(found.model.pos_embed[:, 1:].detach(), grid)
 
 
 def test_what_was_given_stays_as_it_was() -> None:
-    start = old_bundle(representation=12)
-    before, config, preprocess = weights(start), start.model.config, start.preprocess
-    found = fit(start, Start(head="zero"), image_size=16, channels=1, mlp_dropout=0.3)
+    pretrained = old_bundle(representation=12)
+    before, config, preprocess = weights(pretrained), pretrained.model.config, pretrained.preprocess
+    found = fit(pretrained, FinetuneInit(head="zero"), image_size=16, channels=1, mlp_dropout=0.3)
     with torch.no_grad():
         for parameter in found.model.parameters():
             parameter.add_(1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(start).items())
-    assert (start.model.config, start.preprocess, start.classes, start.provenance) == (config, preprocess, OLD, {})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(pretrained).items())
+    assert (pretrained.model.config, pretrained.preprocess, pretrained.classes, pretrained.provenance) == (
+        config,
+        preprocess,
+        OLD,
+        {},
+    )
 
 
 def test_metrics_of_the_model_that_it_was_are_left_behind() -> None:
-    start = old_bundle()
-    start.provenance.update({"source": "elsewhere", "metrics": {"accuracy": "99.0%"}})
-    found = fit(start, Start(head="zero"))
+    pretrained = old_bundle()
+    pretrained.provenance.update({"source": "elsewhere", "metrics": {"accuracy": "99.0%"}})
+    found = fit(pretrained, FinetuneInit(head="zero"))
     assert found.provenance["source"] == "elsewhere"
     assert "metrics" not in found.provenance
-    assert "metrics" in start.provenance
+    assert "metrics" in pretrained.provenance
 
 
 def test_fields_that_need_no_other_weights_are_taken() -> None:
-    found = fit(old_bundle(mlp_dropout=0.5), Start(), mlp_dropout=0.0, stochastic_depth=0.2, init="paper", pool="mean")
+    found = fit(
+        old_bundle(mlp_dropout=0.5), FinetuneInit(), mlp_dropout=0.0, stochastic_depth=0.2, init="paper", pool="mean"
+    )
     config = found.model.config
     assert (config.mlp_dropout, config.stochastic_depth, config.pool) == (0.0, 0.2, "mean")
     assert {module.p for module in found.model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
@@ -110,34 +117,34 @@ def test_fields_that_need_no_other_weights_are_taken() -> None:
 
 def test_another_structure_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.depth, model.mlp_width cannot be changed in a model that training"):
-        fit(old_bundle(), Start(), depth=3, mlp_width=7)
+        fit(old_bundle(), FinetuneInit(), depth=3, mlp_width=7)
 
 
 def test_another_structure_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.width cannot be changed in a model that training starts from"):
-        train("digits", start=old_bundle(), changes=["model.width=48"], folder=tmp_path / "run", quiet=True)
+        train("digits", pretrained=old_bundle(), changes=["model.width=48"], folder=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 
 
 def test_half_precision_is_trained_in_single() -> None:
-    start = old_bundle()
-    start.model.to(torch.bfloat16)
-    assert {tensor.dtype for tensor in weights(fit(start, Start())).values()} == {torch.float32}
+    pretrained = old_bundle()
+    pretrained.model.to(torch.bfloat16)
+    assert {tensor.dtype for tensor in weights(fit(pretrained, FinetuneInit())).values()} == {torch.float32}
 
 
 # ── whole runs ──
 
 
-def run(recipe: str, start: Bundle, folder: Path, *changes: str) -> Bundle:
+def run(recipe: str, pretrained: Bundle, folder: Path, *changes: str) -> Bundle:
     few = ["batch=64", "evaluations=1", *changes]
-    return train("digits", recipe=recipe, start=start, changes=few, folder=folder, device="cpu", workers=0,
+    return train("digits", recipe=recipe, pretrained=pretrained, changes=few, folder=folder, device="cpu", workers=0,
                  quiet=True).bundle  # fmt: skip
 
 
 def test_a_linear_probe_changes_the_head_alone(tmp_path: Path) -> None:
-    start = old_bundle(channels=1, stem="conv_stem", mlp_dropout=0.5)
-    found = run("linear-probe", start, tmp_path / "run", "epochs=none", "steps=3")
-    before, after = weights(start), weights(found)
+    pretrained = old_bundle(channels=1, stem="conv_stem", mlp_dropout=0.5)
+    found = run("linear-probe", pretrained, tmp_path / "run", "epochs=none", "steps=3")
+    before, after = weights(pretrained), weights(found)
     assert all(torch.equal(after[name], before[name]) for name in before if not name.startswith("head"))
     assert after["head.weight"].shape == (10, 24)
     assert found.model.config.mlp_dropout == 0
@@ -154,12 +161,12 @@ def test_two_runs_begin_with_the_same_new_head(tmp_path: Path) -> None:
 
 
 def test_the_papers_fine_tuning_runs(tmp_path: Path) -> None:
-    start = old_bundle(representation=12, patch_dropout=0.0)
-    changes = ("steps=3", "micro_batches=2", "model.image_size=16", "schedule.warmup_steps=1")
-    found = run("finetune-paper", start, tmp_path / "run", *changes)
+    pretrained = old_bundle(representation=12, patch_dropout=0.0)
+    changes = ("steps=3", "gradient_accumulation=2", "model.image_size=16", "schedule.warmup_steps=1")
+    found = run("finetune-paper", pretrained, tmp_path / "run", *changes)
     assert found.model.config.image_size == found.preprocess.size == (16, 16)
     assert found.model.head.weight.any()
     assert found.provenance["adapted"] == ["position 2x2 -> 4x4 by google", "image 8x8 -> 16x16",
                                            "zero head for 10 classes"]  # fmt: skip
     kept = read_recipe(tmp_path / "run" / "recipe.toml")
-    assert (kept.steps, kept.epochs, kept.start) == (3, None, Start(head="zero", positions="google"))
+    assert (kept.steps, kept.epochs, kept.pretrained) == (3, None, FinetuneInit(head="zero", positions="google"))

@@ -48,7 +48,7 @@ def really_taken(work: Callable[[], None]) -> int:
     "changes",
     [
         {},
-        {"batch": 32, "micro_batches": 4},
+        {"batch": 32, "gradient_accumulation": 4},
         {"gradient_checkpointing": True, "model": {**SMALL, "depth": 5}},
         {"averaging": {"kind": "none"}, "optimizer": {"kind": "sgd"}, "mixing": {"mixup": 0.0}},
         {"freeze": ("*", "!head.*", "!blocks.1.*")},
@@ -86,7 +86,7 @@ def test_images_count_and_nothing_else_grows() -> None:
     assert one.standing == two.standing
     assert two.in_flight == pytest.approx(2 * one.in_flight, rel=0.05)
     assert one.with_images(32, 1) == pytest.approx(two.total, rel=0.05)
-    in_splits = forecast(job(batch=64, micro_batches=2))
+    in_splits = forecast(job(batch=64, gradient_accumulation=2))
     assert two.with_images(32, 2) == pytest.approx(in_splits.total, rel=0.05)
 
 
@@ -209,18 +209,18 @@ def test_a_batch_that_fits_stays(tmp_path: Path) -> None:
     found = fit_batch_to_memory(job(batch="auto"), tmp_path, IMAGES, MemoryLimit(10**12, "the GPU"))
     usual = job(batch=None).plan
     assert (found.recipe.batch, found.batch, found.steps) == (usual.batch, usual.batch, usual.steps)
-    assert (found.choices[-1].field, found.choices[-1].value) == ("batch", usual.batch)
-    assert "fits into 1000.0 GB" in found.choices[-1].reason
+    assert (found.defaults[-1].field, found.defaults[-1].value) == ("batch", usual.batch)
+    assert "fits into 1000.0 GB" in found.defaults[-1].reason
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"micro_batches": 2, "data": {"repeats": 3}}, {"processes": 3}],
+    [{"gradient_accumulation": 2, "data": {"repeats": 3}}, {"processes": 3}],
     ids=["micro-batches and repeats", "processes"],
 )
 def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path) -> None:
     usual = job(**{"batch": "auto", **changes})
-    unit = 2 * usual.plan.recipe.micro_batches * usual.plan.recipe.data.repeats * usual.processes
+    unit = 2 * usual.plan.recipe.gradient_accumulation * usual.plan.recipe.data.repeats * usual.processes
     whole = forecast(usual._replace(plan=usual.plan._replace(batch=-(-usual.plan.batch // unit) * unit)))
     there = MemoryLimit(whole.standing + whole.in_flight // 3, "the GPU")
     found = fit_batch_to_memory(usual, tmp_path, IMAGES, there)
@@ -229,7 +229,7 @@ def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path
     known = forecast(usual._replace(plan=found))
     assert known.total <= 0.85 * there.free
     assert known.with_images(3 * known.images, known.parts) > 0.85 * there.free  # not smaller than it must be
-    assert "would need about" in found.choices[-1].reason
+    assert "would need about" in found.defaults[-1].reason
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_the_same_command_finds_the_same_run(tmp_path: Path, monkeypatch: pytest
     recipe.write_text(recipe.read_text().replace("batch = 64", "batch = 32"))
     again = train("digits", changes=changes, device="cpu", workers=0, quiet=True)
     assert again.folder == first.folder
-    assert [choice.value for choice in again.choices if choice.field == "batch"] == [32]
+    assert [choice.value for choice in again.defaults if choice.field == "batch"] == [32]
     assert read_recipe(recipe).batch == 32
 
 
@@ -300,7 +300,8 @@ def test_a_lack_that_was_not_foreseen_still_names_a_smaller_batch(tmp_path: Path
     assert len(notes) == 1
     words = str(caught.value)
     assert (
-        "a batch of 16 needs more; use --set batch=8, or keep the batch and cut it with --set micro_batches=" in words
+        "a batch of 16 needs more; use --set batch=8, or keep the batch and cut it with --set gradient_accumulation="
+        in words
     )
     assert words.endswith("; the last saved state is kept")
 
@@ -355,7 +356,7 @@ def test_too_large_a_batch_is_one_clear_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @on_linux
-@pytest.mark.parametrize("remedy", ["--set batch=", "--set micro_batches="])
+@pytest.mark.parametrize("remedy", ["--set batch=", "--set gradient_accumulation="])
 def test_what_is_said_to_fit_fits(remedy: str, tmp_path: Path) -> None:
     failed = limited(600 * MB, tmp_path / "run", "batch=512")
     number = failed.stderr.splitlines()[-1].partition(remedy)[2].partition(",")[0]

@@ -1,4 +1,4 @@
-"""held_out.parquet: the answers that the result is made of, image by image."""
+"""test_predictions.parquet: the answers that the result is made of, image by image."""
 
 import json
 from pathlib import Path
@@ -26,9 +26,9 @@ def test_every_column_is_what_it_says(classes: int, tmp_path: Path) -> None:
     order = rng.permutation(40)[:37]  # three could not be read, and batches came as they liked
     probabilities = rng.dirichlet(np.ones(classes), 37).astype(np.float32)
     predictions = Predictions(probabilities, source.labels[order], order)
-    write_test_predictions(predictions, source, tmp_path / "held_out.parquet")
+    write_test_predictions(predictions, source, tmp_path / "test_predictions.parquet")
 
-    table = pq.read_table(tmp_path / "held_out.parquet")
+    table = pq.read_table(tmp_path / "test_predictions.parquet")
     rows = table.to_pylist()
     assert [row["index"] for row in rows] == sorted(order.tolist())
     by_index = dict(zip(order.tolist(), probabilities, strict=True))
@@ -44,21 +44,21 @@ def test_every_column_is_what_it_says(classes: int, tmp_path: Path) -> None:
         assert row["top_probabilities"] == [answer[number] for number in ranked]
     assert json.loads(table.schema.metadata[b"classes"]) == list(source.classes)
     assert measure(predictions, source).loss == pytest.approx(np.mean(table["log_loss"].to_numpy()))
-    compressed = pq.ParquetFile(tmp_path / "held_out.parquet").metadata.row_group(0).column(0).compression
-    assert (compressed, [path.name for path in tmp_path.iterdir()]) == ("ZSTD", ["held_out.parquet"])
+    compressed = pq.ParquetFile(tmp_path / "test_predictions.parquet").metadata.row_group(0).column(0).compression
+    assert (compressed, [path.name for path in tmp_path.iterdir()]) == ("ZSTD", ["test_predictions.parquet"])
 
 
 def test_it_agrees_with_the_summary(tmp_path: Path) -> None:
     changes = ["epochs=1", "evaluations=1", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]
     run = train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
-    table = pq.read_table(tmp_path / "run" / "held_out.parquet")
+    table = pq.read_table(tmp_path / "run" / "test_predictions.parquet")
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (table.num_rows, table["correct"].to_numpy().mean()) == (result["images"], result["top1"])
     assert table["log_loss"].to_numpy().mean() == pytest.approx(result["loss"])
     first = result["worst"][0]
     row = table.filter([index == first["index"] for index in table["index"].to_pylist()]).to_pylist()[0]
     assert {name: row[name] for name in first} == first
-    assert {"curves.png", "tensorboard", "held_out.parquet"} <= {path.name for path in run.folder.iterdir()}
+    assert {"curves.png", "tensorboard", "test_predictions.parquet"} <= {path.name for path in run.folder.iterdir()}
     assert "vitrail[train]" not in (run.folder / "log.txt").read_text()
 
 
@@ -67,9 +67,9 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
     predictions = Predictions(
         np.full((4, 2), 0.5, np.float32), source.labels, np.arange(4), (BadImage("image 5", "empty"),)
     )
-    path = tmp_path / "held_out.parquet"
+    path = tmp_path / "test_predictions.parquet"
     path.write_text("as it was")
-    (tmp_path / ".held_out.parquet.part").mkdir()
-    with pytest.raises(CheckpointError, match=r"held_out\.parquet could not be written"):
+    (tmp_path / ".test_predictions.parquet.part").mkdir()
+    with pytest.raises(CheckpointError, match=r"test_predictions\.parquet could not be written"):
         write_test_predictions(predictions, source, path)
     assert path.read_text() == "as it was"

@@ -31,9 +31,9 @@ SMALL = [
 def command(folder: Path, processes: int, *changes: str, data: str = "digits") -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     rest = ["--"] if processes > 1 else []  # torchrun would take --run for an option of its own
-    start = [sys.executable, *(torchrun if processes > 1 else []), "-m", *rest, "vitrail", "train", data]
+    pretrained = [sys.executable, *(torchrun if processes > 1 else []), "-m", *rest, "vitrail", "train", data]
     words = [word for change in (*SMALL, *changes) for word in ("--set", change)]
-    return [*start, "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
+    return [*pretrained, "--run", str(folder), "--device", "cpu", "--workers", "0", *words]
 
 
 def environment() -> dict[str, str]:
@@ -128,7 +128,7 @@ def test_a_run_of_two_goes_on_with_another_number(after: int, by_one: Path, tmp_
 @pytest.mark.slow
 def test_two_processes_killed_at_any_moment(tmp_path: Path) -> None:
     straight, folder = tmp_path / "straight", tmp_path / "run"
-    changes = ("steps=150", "save_minutes=0", "model.mlp_dropout=0.1", "mixing.mixup=0.2", "micro_batches=2")
+    changes = ("steps=150", "save_minutes=0", "model.mlp_dropout=0.1", "mixing.mixup=0.2", "gradient_accumulation=2")
     assert run(straight, 2, *changes).returncode == 0
     generator = np.random.default_rng(0)
     kills = 0

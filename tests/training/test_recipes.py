@@ -16,7 +16,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.training.defaults import DataFacts, Plan, choose
+from vitrail.training.defaults import DataFacts, TrainingPlan, resolve_defaults
 from vitrail.training.recipe import Recipe, preset_names, read_recipe, write_toml
 from vitrail.training.schedules import learning_rate
 from vitrail.training.train import train
@@ -31,9 +31,9 @@ def old_model(**options: Any) -> Bundle:
     return Bundle(ViT(ViTConfig(**fields)), Preprocess())
 
 
-def planned(name: str, *changes: str) -> Plan:
-    start = old_model() if name in WITH_START else None
-    return choose(read_recipe(name, changes), IMAGENET if name not in WITH_START else PETS, start)
+def planned(name: str, *changes: str) -> TrainingPlan:
+    pretrained = old_model() if name in WITH_START else None
+    return resolve_defaults(read_recipe(name, changes), IMAGENET if name not in WITH_START else PETS, pretrained)
 
 
 def text_of(name: str) -> str:
@@ -72,7 +72,7 @@ def test_the_header_says_command_cost_and_result(name: str) -> None:
 def test_every_change_the_header_names_can_be_made(name: str) -> None:
     large = IMAGENET._replace(images=14_000_000)
     for line in header_of(name).splitlines():
-        plan = choose(read_recipe(name, changes_in(line)), large, old_model() if name in WITH_START else None)
+        plan = resolve_defaults(read_recipe(name, changes_in(line)), large, old_model() if name in WITH_START else None)
         for path, text in dict(change.split("=") for change in changes_in(line)).items():
             if path not in ("model.name", "model.image_size"):
                 number = re.fullmatch(r"-?[0-9].*", text)
@@ -86,11 +86,11 @@ def test_a_plan_leaves_nothing_open_and_can_be_repeated(name: str, tmp_path: Pat
     settled = plan.recipe
     assert None not in (settled.batch, settled.optimizer.lr, settled.augmentation, settled.mixing)
     assert (settled.epochs is None) is (settled.steps is not None)
-    assert (settled.start is not None) is (name in WITH_START)
+    assert (settled.pretrained is not None) is (name in WITH_START)
     (tmp_path / "again.toml").write_text(write_toml(settled))
-    again = choose(read_recipe(tmp_path / "again.toml"), PETS if name in WITH_START else IMAGENET, None if
+    again = resolve_defaults(read_recipe(tmp_path / "again.toml"), PETS if name in WITH_START else IMAGENET, None if
                    name not in WITH_START else old_model())  # fmt: skip
-    assert again._replace(choices=[]) == plan._replace(choices=[])
+    assert again._replace(defaults=[]) == plan._replace(defaults=[])
 
 
 @pytest.mark.parametrize("name", sorted(WITH_START))
@@ -121,10 +121,10 @@ VALUES: dict[str, dict[str, Any]] = {
         "optimizer.weight_decay": 0.3, "augmentation.randaugment": None, "mixing.mixup": 0.0,
     },
     "finetune-paper": {
-        **CROPS, **PLAIN, "batch": 512, "steps": 500, "micro_batches": 8, "optimizer.kind": "sgd",
+        **CROPS, **PLAIN, "batch": 512, "steps": 500, "gradient_accumulation": 8, "optimizer.kind": "sgd",
         "optimizer.momentum": 0.9, "optimizer.nesterov": False, "optimizer.weight_decay": 0.0, "optimizer.clip": 1.0,
-        "schedule.kind": "cosine", "augmentation.randaugment": None, "mixing.mixup": 0.0, "start.head": "zero",
-        "start.positions": "google", "data.val": 0.1,
+        "schedule.kind": "cosine", "augmentation.randaugment": None, "mixing.mixup": 0.0, "pretrained.head": "zero",
+        "pretrained.positions": "google", "data.val": 0.1,
     },
     "augreg": {
         **CROPS, **ADAM, **WARM, **PLAIN, **BIG_VISION, "batch": 4096, "epochs": 300, "optimizer.lr": 1e-3,
@@ -214,7 +214,7 @@ def test_the_columns_of_table_3() -> None:
     assert (plan.recipe.schedule.kind, plan.recipe.optimizer.clip, plan.model.mlp_dropout) == ("linear", None, 0.1)
     jft = changes_in(rows[rows.index("JFT-300M") : rows.index("Another model")])
     recipe = read_recipe("pretrain-paper", [*jft, "epochs=14", "optimizer.lr=3e-4", "model.name=H/14"])
-    plan = choose(recipe, IMAGENET._replace(images=303_000_000), None)
+    plan = resolve_defaults(recipe, IMAGENET._replace(images=303_000_000), None)
     assert (plan.recipe.optimizer.weight_decay, plan.recipe.schedule.kind, plan.model.depth) == (0.1, "linear", 32)
     assert plan.model.embed_dropout == plan.model.proj_dropout == plan.model.mlp_dropout == 0
     extras = ("objective.loss=sigmoid", "model.head_bias=-10", "schedule.end_lr=1e-5", "schedule.kind=linear")
@@ -258,7 +258,7 @@ def test_a_run_is_as_long_as_it_is_told() -> None:
     assert planned("scratch-small", "steps=77").steps == 77
     assert planned("scratch-small", "epochs=2", "batch=1000").steps == 2563  # 2 × 1,281,167 / 1000, rounded up
     assert planned("finetune-paper", "steps=none", "epochs=40").steps == 259  # 40 × 3,312 / 512, rounded up
-    assert all(choice.field != "epochs" for choice in planned("scratch-small", "steps=77").choices)
+    assert all(choice.field != "epochs" for choice in planned("scratch-small", "steps=77").defaults)
 
 
 @pytest.mark.parametrize(
@@ -270,8 +270,8 @@ def test_a_run_is_as_long_as_it_is_told() -> None:
         ("finetune-paper", "steps=50", "a warm-up of 100 steps does not fit into a run of 50 steps"),
         ("finetune-paper", "model.classes=3", "model.classes is 3, but the data has 37 classes"),
         ("finetune-paper", "model.name=B/16", "model.name and a model to start from contradict each other"),
-        ("finetune-paper", "start.head=none", "start.head is None"),
-        ("finetune-paper", "start.haed=zero", "did you mean 'head'"),
+        ("finetune-paper", "pretrained.head=none", "pretrained.head is None"),
+        ("finetune-paper", "pretrained.haed=zero", "did you mean 'head'"),
         ("plain-baseline", "preprocess.size=256", "preprocess.size follows from the model; set model.image_size"),
         ("plain-baseline", "preprocess.resise=cover", "did you mean 'resize'"),
     ],

@@ -217,7 +217,7 @@ def test_another_recipe_in_the_same_folder(straight: Path) -> None:
         ("model.widht=3", "widht"),
         ("nonsense", "'nonsense' changes nothing; write optimizer.lr=3e-4"),
         ("batch=7", "use a batch that is a multiple of 2"),
-        ("batch=6 micro_batches=2", "use a batch that is a multiple of 4"),
+        ("batch=6 gradient_accumulation=2", "use a batch that is a multiple of 4"),
     ],
 )
 def test_settings_that_cannot_be(change: str, words: str, tmp_path: Path) -> None:
@@ -481,10 +481,10 @@ def test_a_run_is_not_taken_for_one_with_another_start(tmp_path: Path) -> None:
     for number, bundle in enumerate(bundles):
         folder = tmp_path / "run"
         if number == 0:
-            train("digits", start=bundle, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
+            train("digits", pretrained=bundle, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
         else:
             with pytest.raises(ConfigError, match="holds a run that began with other weights; choose another --run"):
-                train("digits", start=bundle, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
+                train("digits", pretrained=bundle, changes=changes, folder=folder, device="cpu", workers=0, quiet=True)
     origins = [origin_of("digits", bundle) for bundle in bundles]
     recipe = read_recipe("finetune")
     assert default_folder(origins[0], [recipe]) != default_folder(origins[1], [recipe])

@@ -27,7 +27,15 @@ from vitrail.training.state import Progress, State
 from vitrail.training.step import PendingStep, Stepper
 from vitrail.training.train import train
 
-SMALL = ["batch=64", "steps=9", "evaluations=2", "model.width=16", "model.depth=1", "model.heads=2", "micro_batches=2"]
+SMALL = [
+    "batch=64",
+    "steps=9",
+    "evaluations=2",
+    "model.width=16",
+    "model.depth=1",
+    "model.heads=2",
+    "gradient_accumulation=2",
+]
 
 
 class Arrival:
@@ -171,11 +179,11 @@ def test_where_a_step_cannot_be_left_out_it_is_waited_for() -> None:
 
 @pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(where: str) -> None:
+def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(context: str) -> None:
     stepper, state = begin()
     model, (first, second) = state.model, batches(2)
     stepper.take(state, model, first, 0.01).read()
-    if where == "gradient":
+    if context == "gradient":
         model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     else:
         second = second._replace(pixels=torch.full_like(second.pixels, float("nan"), dtype=torch.float32))

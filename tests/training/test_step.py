@@ -127,12 +127,12 @@ def test_clipping_was_put_to_the_test() -> None:
 
 
 @pytest.mark.parametrize("mixed", ["none", "both"])
-@pytest.mark.parametrize("micro_batches", [2, 4])
-def test_a_batch_in_parts_is_the_whole(micro_batches: int, mixed: str) -> None:
+@pytest.mark.parametrize("gradient_accumulation", [2, 4])
+def test_a_batch_in_parts_is_the_whole(gradient_accumulation: int, mixed: str) -> None:
     case = CASES["adamw"]._replace(mixed=mixed, weights=(2.0, 0.5, 0.25, 3.0))
     data = batches(3, mixed)
     expected = reference(tiny().double(), case, data)
-    assert_same(*ours(tiny().double(), case._replace(micro_batches=micro_batches), data), expected)
+    assert_same(*ours(tiny().double(), case._replace(gradient_accumulation=gradient_accumulation), data), expected)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "clipped", "everything"])
@@ -219,9 +219,9 @@ def test_dropout_is_drawn_from_the_place_in_the_run() -> None:
     for chance in (7, 8):
         model = tiny(mlp_dropout=0.5).double()
         torch.manual_seed(chance)
-        losses.append([step.loss for step in ours(model, CASES["sgd"]._replace(micro_batches=2), data)[1]])
+        losses.append([step.loss for step in ours(model, CASES["sgd"]._replace(gradient_accumulation=2), data)[1]])
     assert losses[0] == losses[1]
-    still = [step.loss for step in ours(tiny().double(), CASES["sgd"]._replace(micro_batches=2), data)[1]]
+    still = [step.loss for step in ours(tiny().double(), CASES["sgd"]._replace(gradient_accumulation=2), data)[1]]
     assert losses[0] != still
 
 
@@ -241,7 +241,7 @@ class Remembering(Double):
 def test_dropout_differs_between_steps_parts_and_processes() -> None:
     (batch,) = batches(1)
     same = batch._replace(pixels=batch.pixels[:4].repeat(2, 1, 1, 1), labels=batch.labels[:4].repeat(2))
-    case = CASES["sgd"]._replace(micro_batches=2)
+    case = CASES["sgd"]._replace(gradient_accumulation=2)
     answers: list[Tensor] = []
     for rank in (0, 1, 0):
         model = tiny(mlp_dropout=0.5).double()

@@ -156,13 +156,13 @@ def test_every_candidate_starts_from_the_same_model(tmp_path: Path) -> None:
     torch.manual_seed(5)
     preprocess = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
     Bundle(ViT(config.replace(init="timm")), preprocess).save(tmp_path / "start")
-    start = vitrail.load(tmp_path / "start")
-    weights = {name: tensor.clone() for name, tensor in start.model.state_dict().items()}
+    pretrained = vitrail.load(tmp_path / "start")
+    weights = {name: tensor.clone() for name, tensor in pretrained.model.state_dict().items()}
     changes = [change for change in TINY if not change.startswith("model.")]
-    sweep("digits", over={"optimizer.lr": [0.1, 0.05]}, recipe="finetune", changes=changes, start=start,
+    sweep("digits", over={"optimizer.lr": [0.1, 0.05]}, recipe="finetune", changes=changes, pretrained=pretrained,
           folder=tmp_path / "sweep", device="cpu", workers=0, quiet=True)  # fmt: skip
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in start.model.state_dict().items())
-    train("digits", recipe="finetune", changes=[*changes, "optimizer.lr=0.05"], start=tmp_path / "start",
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in pretrained.model.state_dict().items())
+    train("digits", recipe="finetune", changes=[*changes, "optimizer.lr=0.05"], pretrained=tmp_path / "start",
           folder=tmp_path / "alone", device="cpu", workers=0, quiet=True)  # fmt: skip
     for name in ("recipe.toml", "metrics.jsonl"):
         assert (tmp_path / "sweep" / "lr=0.05" / name).read_text() == (tmp_path / "alone" / name).read_text()
@@ -254,7 +254,7 @@ def test_settings_are_judged_together() -> None:
         (["model.widht=16,32"], "widht"),
         (["optimizer.lr=.1,fast"], "optimizer.lr is 'fast'"),
         (["optimizer.lr=.1,nan"], "optimizer.lr"),
-        (["micro_batches=1,3"], "a batch of 32 is no multiple of data.repeats 1 × micro_batches 3"),
+        (["gradient_accumulation=1,3"], "a batch of 32 is no multiple of data.repeats 1 × gradient_accumulation 3"),
         (["freeze=[],['blokcs.*']"], "no parameter is called 'blokcs.*'"),
         (["epochs=1,2"], "epochs is swept, but epochs=0.25 sets it; leave one of them out"),
         (["model=1,2"], "model is swept, but model.width=16 sets it"),

@@ -51,8 +51,8 @@ def embed(
 
     how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
-    model, wanted = open_model(bundle, override, keys), FeatureRequest(tokens, layer, normalise, raw)  # type: ignore[arg-type]
-    wanted.check(model.model.config)
+    model, request = open_model(bundle, override, keys), FeatureRequest(tokens, layer, normalise, raw)  # type: ignore[arg-type]
+    request.check(model.model.config)
     with progress("listing") as on_found:
         chosen = choose_images(
             data, split, record=recorded_split(model.origin), on_progress=lambda found: on_found(found, None)
@@ -62,7 +62,7 @@ def embed(
             model,
             chosen.source,
             output,
-            wanted,
+            request,
             replace(how, on_progress=on_embedded),
             dtype=dtype,  # type: ignore[arg-type]
             overwrite=overwrite,

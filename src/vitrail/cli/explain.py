@@ -60,18 +60,18 @@ def explain(
     from vitrail.inference.skipped import Skipped
     from vitrail.reports.formatting import cut
 
-    wanted = ExplanationRequest(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
+    request = ExplanationRequest(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
-        check_grid(wanted, grid)
+        check_grid(request, grid)
     skipped = Skipped()
     items = list(list_items(images, stdin=read_stdin(), skipped=skipped))
     for text in skipped.said():
         echo(f"vitrail: {text}", err=True)
     if not items:
         raise DataError(f"there are no images in {', '.join(map(shown, images))}")
-    ending = ending_of(wanted, target, grid)
+    ending = ending_of(request, target, grid)
     planned = plan_outputs([item.name for item in items], out, ending, arrays=arrays, overwrite=overwrite)
-    explainer = Explainer(open_model(bundle, override, keys), wanted, target=target, device=device)
+    explainer = Explainer(open_model(bundle, override, keys), request, target=target, device=device)
     rows, bad = [], []
     with progress("explaining") as on_explained:
         for number, (item, files) in enumerate(zip(items, planned, strict=True)):
@@ -85,9 +85,9 @@ def explain(
             rows.append((cut(name), *_said(found), str(files.image)))
     if not rows:
         raise bad[0]
-    titles = ("image", "class", "sure", "written") if explainer.wanted.targeted else ("image", "written")
+    titles = ("image", "class", "sure", "written") if explainer.request.targeted else ("image", "written")
     print_table(
-        titles, [row if explainer.wanted.targeted else (row[0], row[-1]) for row in rows[:LISTED]], numbers=("sure",)
+        titles, [row if explainer.request.targeted else (row[0], row[-1]) for row in rows[:LISTED]], numbers=("sure",)
     )
     if len(rows) > LISTED:
         echo(f"… and {len(rows) - LISTED:,} more in {out}")

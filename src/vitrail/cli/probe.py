@@ -43,10 +43,10 @@ def probe(
     numbers = _numbers("--shots", shots), _numbers("--k", k)
     from vitrail.data.sources.selection import recorded_split
     from vitrail.inference.features import Computing, FeatureRequest
-    from vitrail.inference.probe import Plan, collect, measure, open_splits
+    from vitrail.inference.probe import ProbePlan, collect, measure, open_splits
 
     words = tuple(word.strip() for word in only.split(",") if word.strip())
-    plan = Plan(words, numbers[0], seeds, numbers[1], split)  # type: ignore[arg-type]
+    plan = ProbePlan(words, numbers[0], seeds, numbers[1], split)  # type: ignore[arg-type]
     how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
     model = open_model(bundle, override, keys)

@@ -39,7 +39,9 @@ def train(
             "--from the second."
         ),
     ] = None,
-    start: Annotated[str | None, typer.Option("--from", help="A model to start from: whatever inspect opens.")] = None,
+    pretrained: Annotated[
+        str | None, typer.Option("--from", help="A model to start from: whatever inspect opens.")
+    ] = None,
     override: Overrides = None,
     keys: Keys = None,
     run: Annotated[Path | None, typer.Option(help="The folder of the run; by default runs/<data>-<recipe>.")] = None,
@@ -63,13 +65,13 @@ def train(
     is_main = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
     try:
         if sweep:
-            done = _sweep(data, sweep, recipe, changes or [], start, said, keys, run, device, workers)
+            done = _sweep(data, sweep, recipe, changes or [], pretrained, said, keys, run, device, workers)
         else:
             done = run_training(
                 data,
                 recipe=recipe,
                 changes=changes or (),
-                start=start,
+                pretrained=pretrained,
                 overrides=said,
                 keys=keys,
                 folder=run,
@@ -108,7 +110,7 @@ def _sweep(
     texts: list[str],
     recipe: str | None,
     changes: list[str],
-    start: str | None,
+    pretrained: str | None,
     overrides: dict[str, Any],
     keys: Path | None,
     folder: Path | None,
@@ -125,7 +127,7 @@ def _sweep(
         over=over,
         recipe=recipe,
         changes=changes,
-        start=start,
+        pretrained=pretrained,
         overrides=overrides,
         keys=keys,
         folder=folder,

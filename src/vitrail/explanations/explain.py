@@ -82,8 +82,8 @@ def explain(
     it, the likeliest. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column"; without it,
     what the head reads. Layers, heads, rows and columns count from 0. The model goes to the device.
     """
-    wanted = ExplanationRequest(method, layer, head, query, fuse, discard)
-    explainer = Explainer(bundle, wanted, target=target, device=device)
+    request = ExplanationRequest(method, layer, head, query, fuse, discard)
+    explainer = Explainer(bundle, request, target=target, device=device)
     if is_one(images):
         return explainer.explain(item_of(images, explainer.channels), name_of(images, None))
     if not isinstance(images, Iterable):
@@ -116,15 +116,15 @@ class Explainer:
     def __init__(
         self,
         bundle: Bundle | str | Path,
-        wanted: ExplanationRequest,
+        request: ExplanationRequest,
         *,
         target: str | int | None = None,
         device: str = "auto",
     ) -> None:
         self.device = choose_device(device)
         opened = ready_bundle(bundle)
-        wanted.check(opened.model.config, target=target)
-        self.bundle, self.wanted, self.channels = opened, wanted, opened.preprocess.channels
+        request.check(opened.model.config, target=target)
+        self.bundle, self.request, self.channels = opened, request, opened.preprocess.channels
         self.target = None if target is None else read_class(target, opened)
         self.model = opened.model.to(self.device)
         opened.announce()
@@ -134,23 +134,23 @@ class Explainer:
         seen, pixels = self._prepared(item, name)
         with in_use(self.model):
             told = self._told(pixels)
-            map = explain_pixels(self.model, pixels, self.wanted, told.target)[0]
+            map = explain_pixels(self.model, pixels, self.request, told.target)[0]
         return self._explanation(map, seen, told)
 
     def grid(self, item: Item, each: Each, name: str = "the image") -> list[Tile]:
         """Explain one image for every head of the layer, or for every layer."""
-        check_grid(self.wanted, each)
+        check_grid(self.request, each)
         seen, pixels = self._prepared(item, name)
         with in_use(self.model):
             told = self._told(pixels)
             if each == "heads":
-                maps = list(attention_maps(self.model, pixels, self.wanted.layer, self.wanted.query)[0])
-            elif self.wanted.method == "attention":
-                every = maps_of_layers(self.model, pixels, self.wanted.query)
-                maps = [choose_head(of_layer, self.wanted.head)[0] for of_layer in every]
+                maps = list(attention_maps(self.model, pixels, self.request.layer, self.request.query)[0])
+            elif self.request.method == "attention":
+                every = maps_of_layers(self.model, pixels, self.request.query)
+                maps = [choose_head(of_layer, self.request.head)[0] for of_layer in every]
             else:
-                layers = [replace(self.wanted, layer=layer) for layer in range(self.model.config.depth)]
-                maps = [explain_pixels(self.model, pixels, wanted, told.target)[0] for wanted in layers]
+                layers = [replace(self.request, layer=layer) for layer in range(self.model.config.depth)]
+                maps = [explain_pixels(self.model, pixels, request, told.target)[0] for request in layers]
         unit = each.removesuffix("s")
         return [Tile(f"{unit} {i}", self._explanation(map, seen, told)) for i, map in enumerate(maps)]
 
@@ -167,12 +167,12 @@ class Explainer:
     def _told(self, pixels: Tensor) -> "_Told":
         """Return the class to explain and the class that is predicted, each with its probability."""
         config = self.model.config
-        if not config.classes or (config.pool == "none" and not self.wanted.targeted):
+        if not config.classes or (config.pool == "none" and not self.request.targeted):
             return _Told(None, None, None, None)  # nothing is said of a whole image
         logits = self.model(pixels)[0]
-        answer = logits[answering_token(config, self.wanted.query)] if config.pool == "none" else logits
+        answer = logits[answering_token(config, self.request.query)] if config.pool == "none" else logits
         shares, best = answer.softmax(dim=0), int(answer.argmax())
-        if not self.wanted.targeted:
+        if not self.request.targeted:
             return _Told(None, None, best, float(shares[best]))
         target = best if self.target is None else self.target
         return _Told(target, float(shares[target]), best, float(shares[best]))
@@ -185,23 +185,23 @@ class Explainer:
             for number in (told.target, told.predicted)
         )
         numbers = map.float().cpu().numpy()
-        return Explanation(numbers, seen, self.wanted.method, target, told.probability, predicted, told.confidence)
+        return Explanation(numbers, seen, self.request.method, target, told.probability, predicted, told.confidence)
 
 
-def check_grid(wanted: ExplanationRequest, each: str) -> None:
+def check_grid(request: ExplanationRequest, each: str) -> None:
     """Refuse a grid of what has no heads or no layers."""
     if each not in ("heads", "layers"):
         raise ConfigError(f"a grid shows heads or layers, not {each!r}")
-    if each == "heads" and wanted.method != "attention":
-        raise ConfigError(f"only attention has a map for every head, not {wanted.method}")
-    if each == "heads" and wanted.head is not None:
-        raise ConfigError(f"a grid of heads shows all of them; leave head {wanted.head} out")
-    if each == "layers" and wanted.method in ("rollout", "relevance"):
+    if each == "heads" and request.method != "attention":
+        raise ConfigError(f"only attention has a map for every head, not {request.method}")
+    if each == "heads" and request.head is not None:
+        raise ConfigError(f"a grid of heads shows all of them; leave head {request.head} out")
+    if each == "layers" and request.method in ("rollout", "relevance"):
         raise ConfigError(
-            f"{wanted.method} joins all layers in one map; a grid of layers is for attention, gradcam, pca"
+            f"{request.method} joins all layers in one map; a grid of layers is for attention, gradcam, pca"
         )
-    if each == "layers" and wanted.layer is not None:
-        raise ConfigError(f"a grid of layers shows all of them; leave layer {wanted.layer} out")
+    if each == "layers" and request.layer is not None:
+        raise ConfigError(f"a grid of layers shows all of them; leave layer {request.layer} out")
 
 
 def read_class(target: str | int, bundle: Bundle) -> int:

@@ -26,22 +26,22 @@ class Outputs(NamedTuple):
     array: Path | None
 
 
-def ending_of(wanted: ExplanationRequest, target: str | None, grid: str | None) -> str:
+def ending_of(request: ExplanationRequest, target: str | None, grid: str | None) -> str:
     """Say in a file's name what was asked, so that another layer, head or class is another file.
 
     >>> ending_of(Wanted("attention", layer=5, query="2,5"), None, "heads")
     'attention-layer5-2_5-heads'
     """
     chosen = [
-        "" if wanted.layer is None else f"layer{wanted.layer}",
-        "" if wanted.head is None else f"head{wanted.head}",
-        "" if wanted.query is None else str(wanted.query),
-        "" if wanted.fuse == "mean" else wanted.fuse,
-        f"discard{wanted.discard:g}" if wanted.discard else "",
+        "" if request.layer is None else f"layer{request.layer}",
+        "" if request.head is None else f"head{request.head}",
+        "" if request.query is None else str(request.query),
+        "" if request.fuse == "mean" else request.fuse,
+        f"discard{request.discard:g}" if request.discard else "",
         target or "",
         grid or "",
     ]
-    return "-".join([wanted.method, *(_TROUBLE.sub("_", one)[:LONGEST_CHOICE] for one in chosen if one)])
+    return "-".join([request.method, *(_TROUBLE.sub("_", one)[:LONGEST_CHOICE] for one in chosen if one)])
 
 
 def plan_outputs(names: Sequence[bytes], folder: Path, ending: str, *, arrays: bool, overwrite: bool) -> list[Outputs]:

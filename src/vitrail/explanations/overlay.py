@@ -39,12 +39,12 @@ def enlarged(image: Image.Image, side: int | None) -> Image.Image:
     longer = max(image.size)
     if side is not None and side < 1:
         raise ConfigError(f"side is {side}; it is the longer side of the image in pixels, 1 or more")
-    wanted = max(longer, LEAST_SIDE) if side is None else side
-    if wanted == longer:
+    request = max(longer, LEAST_SIDE) if side is None else side
+    if request == longer:
         return image
-    size = tuple(max(1, round(length * wanted / longer)) for length in image.size)
+    size = tuple(max(1, round(length * request / longer)) for length in image.size)
     # Pixels that are few stay squares, which is what the model sees; others are smoothed.
-    kind = Image.Resampling.NEAREST if wanted >= 4 * longer else Image.Resampling.BICUBIC
+    kind = Image.Resampling.NEAREST if request >= 4 * longer else Image.Resampling.BICUBIC
     return image.resize((size[0], size[1]), kind)
 
 

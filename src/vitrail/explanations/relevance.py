@@ -34,8 +34,8 @@ def relevance(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | N
         leaving = tokens.detach().requires_grad_()
         logits, pooling = model.classify(leaving)
         score = class_score(logits, target, model.config, query)
-        wanted = [leaving] if pooling is None else [leaving, pooling]
-        gradient, *of_pooling = torch.autograd.grad(score, wanted)
+        request = [leaving] if pooling is None else [leaving, pooling]
+        gradient, *of_pooling = torch.autograd.grad(score, request)
     if pooling is None:
         row = _what_is_read(model.config, query).to(pixels.device).expand(len(pixels), -1)
     else:

@@ -83,21 +83,21 @@ class ExplanationRequest:
 
 
 def explain_pixels(
-    model: ViT, pixels: Tensor, wanted: ExplanationRequest, target: int | Tensor | None = None
+    model: ViT, pixels: Tensor, request: ExplanationRequest, target: int | Tensor | None = None
 ) -> Tensor:
     """Return the maps (B, rows, columns), of colours (B, rows, columns, 3) for pca, of normalised pixels (B, C, H, W).
 
     `target` is the class to explain, one number or one for each image.
     """
-    match wanted.method:
+    match request.method:
         case "attention":
-            return choose_head(attention_maps(model, pixels, wanted.layer, wanted.query), wanted.head)
+            return choose_head(attention_maps(model, pixels, request.layer, request.query), request.head)
         case "rollout":
-            return rollout_maps(model, pixels, wanted.query, fuse=wanted.fuse, discard=wanted.discard)
+            return rollout_maps(model, pixels, request.query, fuse=request.fuse, discard=request.discard)
         case "pca":
-            return pca_maps(model, pixels, wanted.layer)
+            return pca_maps(model, pixels, request.layer)
     if target is None:
-        raise InputError(f"{wanted.method} explains a class; say which")
-    if wanted.method == "gradcam":
-        return gradcam_maps(model, pixels, target, wanted.layer, wanted.query)
-    return relevance_maps(model, pixels, target, wanted.query)
+        raise InputError(f"{request.method} explains a class; say which")
+    if request.method == "gradcam":
+        return gradcam_maps(model, pixels, target, request.layer, request.query)
+    return relevance_maps(model, pixels, target, request.query)

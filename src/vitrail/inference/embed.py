@@ -77,11 +77,11 @@ def embed(
     target = check_output(output, overwrite=overwrite)
     bundle = ready_bundle(bundle)
     chosen = choose_images(data, split, record=recorded_split(bundle.origin))
-    wanted, how = (
+    request, how = (
         FeatureRequest(tokens, layer, normalise, raw),
         Computing(device, precision, batch, workers, on_progress),
     )
-    return embed_source(bundle, chosen.source, target, wanted, how, dtype=dtype, overwrite=overwrite)
+    return embed_source(bundle, chosen.source, target, request, how, dtype=dtype, overwrite=overwrite)
 
 
 def _is_there(folder: Path) -> bool:
@@ -110,7 +110,7 @@ def embed_source(
     bundle: Bundle,
     source: Source,
     output: Path,
-    wanted: FeatureRequest,
+    request: FeatureRequest,
     how: Computing = AS_A_RULE,
     *,
     dtype: DType = "float32",
@@ -119,18 +119,18 @@ def embed_source(
     """Write the features of a source's images."""
     check_dtype(dtype)
     config = bundle.model.config
-    wanted.check(config)
-    shape, names = wanted.shape(config), sidecar(output) if has_sidecar(output) else None
+    request.check(config)
+    shape, names = request.shape(config), sidecar(output) if has_sidecar(output) else None
     bad: list[BadImage] = []
     written = 0
-    batches = feature_batches(bundle, source, wanted, how)
+    batches = feature_batches(bundle, source, request, how)
     bundle.announce()
     with ExitStack() as files:
         # In this order, so that what the disk refuses is said of the output.
         beside = None if names is None else files.enter_context(whole_file(names, overwrite=overwrite))
         temporary = files.enter_context(whole_file(output, overwrite=overwrite))
         file = open_rows(
-            temporary, beside, output.suffix.lower(), len(source), shape, dtype, _facts(wanted, config.depth, source)
+            temporary, beside, output.suffix.lower(), len(source), shape, dtype, _facts(request, config.depth, source)
         )
         try:
             for some in batches:
@@ -155,15 +155,15 @@ def _rows(some: FeatureBatch, source: Source, dtype: DType) -> Rows:
     return Rows(as_written(some.features, dtype, names), indices, names, classes)
 
 
-def _facts(wanted: FeatureRequest, depth: int, source: Source) -> str:
+def _facts(request: FeatureRequest, depth: int, source: Source) -> str:
     """Say in JSON what the features are, for files that have a place for it."""
-    layer = (depth - 1 if wanted.layer is None else wanted.layer) % depth
+    layer = (depth - 1 if request.layer is None else request.layer) % depth
     facts = {
-        "tokens": wanted.tokens,
+        "tokens": request.tokens,
         "layer": layer,
         "layers": depth,
-        "normalised": wanted.normalise,
-        "raw": wanted.raw,
+        "normalised": request.normalise,
+        "raw": request.raw,
         "classes": list(source.classes),
         "written_by": f"vitrail {__version__}",
     }

@@ -148,20 +148,20 @@ class FeatureBatch(NamedTuple):
 
 
 def feature_batches(
-    bundle: Bundle, source: Source, wanted: FeatureRequest, how: Computing = AS_A_RULE
+    bundle: Bundle, source: Source, request: FeatureRequest, how: Computing = AS_A_RULE
 ) -> Iterator[FeatureBatch]:
     """Give the features of every image once, in order; the bundle's model goes to the device."""
-    wanted.check(bundle.model.config)
+    request.check(bundle.model.config)
     place = how.check()
-    model, done = wanted.ready(bundle.model.to(place), how.precision), 0
+    model, done = request.ready(bundle.model.to(place), how.precision), 0
     data = Evaluation(source, bundle.preprocess, how.batch, bad_files="skip")
     with in_use(model):
         for images in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):
-            features = np.zeros((0, *wanted.shape(model.config)), np.float32)
+            features = np.zeros((0, *request.shape(model.config)), np.float32)
             if len(images.labels):
                 # Only here, since what the caller does between two batches is no business of ours.
                 with torch.inference_mode(), autocast(place, how.precision):
-                    found = wanted.take(model, bundle.preprocess.normalise(images.to(place).pixels))
+                    found = request.take(model, bundle.preprocess.normalise(images.to(place).pixels))
                     check_finite(found.flatten(1), images.indices, source.name, how.precision)
                     features = found.cpu().numpy()
             yield FeatureBatch(features, images.labels.numpy(), images.indices.numpy(), images.bad)
@@ -181,17 +181,17 @@ class Features(NamedTuple):
 
 
 def gather(
-    bundle: Bundle, source: Source, wanted: FeatureRequest | None = None, how: Computing = AS_A_RULE
+    bundle: Bundle, source: Source, request: FeatureRequest | None = None, how: Computing = AS_A_RULE
 ) -> Features:
     """Return the features of every image as one array; as a rule what the head sees."""
-    wanted = FeatureRequest() if wanted is None else wanted
-    wanted.check(bundle.model.config)
-    shape = wanted.shape(bundle.model.config)
+    request = FeatureRequest() if request is None else request
+    request.check(bundle.model.config)
+    shape = request.shape(bundle.model.config)
     features = np.empty((len(source), *shape), np.float32)
     labels, indices = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
     bad: list[BadImage] = []
     rows = 0
-    for some in feature_batches(bundle, source, wanted, how):
+    for some in feature_batches(bundle, source, request, how):
         place = slice(rows, rows + len(some.labels))
         features[place], labels[place], indices[place] = some.features, some.labels, some.indices
         rows = place.stop

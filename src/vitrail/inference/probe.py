@@ -30,7 +30,7 @@ NEIGHBOURS = (20,)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProbePlan:
     """What is measured. Shots and neighbours that are None are the usual ones, as far as there are examples enough."""
 
     only: tuple[Method, ...] = METHODS
@@ -88,7 +88,7 @@ def probe(
     The training split gives the examples, the validation split chooses the linear probe's regularisation, accuracy is
     measured on the test split. Features are what the head sees, or would see if the model ended after `layer`.
     """
-    plan = Plan(tuple(only), _tuple(shots), seeds, _tuple(k), split)
+    plan = ProbePlan(tuple(only), _tuple(shots), seeds, _tuple(k), split)
     bundle = ready_bundle(bundle)
     splits = open_splits(data, plan, recorded_split(bundle.origin))
     collected = collect(bundle, splits, plan, Computing(device, precision, batch, workers), layer=layer)
@@ -96,7 +96,7 @@ def probe(
 
 
 def open_splits(
-    data: str | Path, plan: Plan, record: Mapping[str, Any] | None = None, *, on_progress: Progress | None = None
+    data: str | Path, plan: ProbePlan, record: Mapping[str, Any] | None = None, *, on_progress: Progress | None = None
 ) -> Splits:
     """Open data in its splits: as the model's own run had them, if `record` is of this data, else as training would."""
     splits = _open(data, record, on_progress)
@@ -121,7 +121,7 @@ def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progr
 
 
 def collect(
-    bundle: Bundle, splits: Splits, plan: Plan, how: Computing = AS_A_RULE, *, layer: int | None = None
+    bundle: Bundle, splits: Splits, plan: ProbePlan, how: Computing = AS_A_RULE, *, layer: int | None = None
 ) -> Collected:
     """Compute the features of every image that a plan needs, once."""
     measured, val = (splits.test, splits.val) if plan.split == "test" else (splits.val, None)
@@ -146,7 +146,7 @@ def collect(
 
 def measure(
     collected: Collected,
-    plan: Plan,
+    plan: ProbePlan,
     *,
     device: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
@@ -222,7 +222,9 @@ def _linear(at_hand: _Tensors, on_progress: Callable[[int, int], None] | None) -
     return Row("linear", found.decay, (at_hand.accuracy(found.scores(at_hand.test_x)),))
 
 
-def _settle_shots(plan: Plan, labels: NDArray[np.int64], classes: tuple[str, ...]) -> tuple[tuple[int, ...], list[str]]:
+def _settle_shots(
+    plan: ProbePlan, labels: NDArray[np.int64], classes: tuple[str, ...]
+) -> tuple[tuple[int, ...], list[str]]:
     """Return the shots for which every class has examples enough, and notes on those for which one has not."""
     if "fewshot" not in plan.only:
         return (), []
@@ -239,7 +241,7 @@ def _settle_shots(plan: Plan, labels: NDArray[np.int64], classes: tuple[str, ...
     return plan.shots, []
 
 
-def _settle_k(plan: Plan, examples: int, notes: list[str]) -> tuple[int, ...]:
+def _settle_k(plan: ProbePlan, examples: int, notes: list[str]) -> tuple[int, ...]:
     """Return the numbers of neighbours; those that were asked for were checked before."""
     if plan.k is None and NEIGHBOURS[0] > examples:
         notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because there are no more train images")

@@ -174,7 +174,7 @@ def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
     ]
     if one.data != other.data:
         rows.insert(0, [Cell("data"), Cell(escape(one.data)), Cell(escape(other.data))])
-    if one.origin.get("start") != other.origin.get("start"):
+    if one.origin.get("pretrained") != other.origin.get("pretrained"):
         begun = [Cell(escape(_beginning(run))) for run in (one, other)]
         rows.insert(0, [Cell("began with"), *begun])
     if not rows:
@@ -186,8 +186,8 @@ def _settings(one: Record, other: Record, names: tuple[str, str]) -> Section:
 
 
 def _beginning(run: Record) -> str:
-    start = str(run.origin.get("start", ""))
-    return f"{run.provenance.get('source', 'a model')} ({start[:8]})" if start else "fresh weights"
+    pretrained = str(run.origin.get("pretrained", ""))
+    return f"{run.provenance.get('source', 'a model')} ({pretrained[:8]})" if pretrained else "fresh weights"
 
 
 def _setting(found: dict[str, object], name: str) -> Cell:

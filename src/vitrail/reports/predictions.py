@@ -1,4 +1,4 @@
-"""The answers to every held-out image, as held_out.parquet holds them, and those of two runs side by side."""
+"""The answers to every held-out image, as test_predictions.parquet holds them, and those of two runs side by side."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from vitrail.metrics.pairs import Paired, paired
 from vitrail.reports.run_record import Record
-from vitrail.training.run_folder import HELD_OUT
+from vitrail.training.run_folder import TEST_PREDICTIONS
 
 COLUMNS = ["index", "name", "true", "predicted", "confidence", "correct", "digest"]
 
@@ -49,7 +49,7 @@ def answers_of_both(one: Record, other: Record) -> tuple[Both | None, str]:
 
 def unreadable_answers(run: Record) -> tuple[str, ...]:
     """Say that a run's file of predictions is there and cannot be read, where that is so."""
-    there = (run.folder / HELD_OUT).exists() and run.result is not None
+    there = (run.folder / TEST_PREDICTIONS).exists() and run.result is not None
     found, why = _read(run) if there else (None, "")
     return (why.rstrip("."),) if there and found is None else ()
 
@@ -74,12 +74,12 @@ def _images(answers: Answers) -> list[tuple[str, str]]:
 
 
 def _read(run: Record) -> tuple[Answers | None, str]:
-    path = run.folder / HELD_OUT
+    path = run.folder / TEST_PREDICTIONS
     if run.result is None:
         return None, f"{run.name}: {run.why_no_result}"
     if not path.is_file():
         return None, (
-            f"{run.name} has no {HELD_OUT}, so the runs cannot be compared image by image; pip install "
+            f"{run.name} has no {TEST_PREDICTIONS}, so the runs cannot be compared image by image; pip install "
             "'vitrail[train]' and the same train command add it."
         )
     try:
@@ -87,8 +87,8 @@ def _read(run: Record) -> tuple[Answers | None, str]:
         import pyarrow.parquet as pq
     except ImportError:
         return None, (
-            f"{HELD_OUT} cannot be read without pyarrow, so the runs are not compared image by image; pip install "
-            "'vitrail[train]' brings it."
+            f"{TEST_PREDICTIONS} cannot be read without pyarrow, so the runs are not compared image by image; pip "
+            "install 'vitrail[train]' brings it."
         )
     try:
         table = pq.read_table(path, columns=COLUMNS)

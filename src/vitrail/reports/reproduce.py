@@ -11,7 +11,7 @@ from vitrail.charts.svg import escape
 from vitrail.checkpoints.bundle import WEIGHTS
 from vitrail.reports.page import Section, paragraph
 from vitrail.reports.run_record import BEST, Record
-from vitrail.training.run_folder import HELD_OUT, METRICS, RECIPE, SPLIT
+from vitrail.training.run_folder import METRICS, RECIPE, SPLIT, TEST_PREDICTIONS
 
 PACKAGES = ("torch", "numpy", "pillow", "simplejpeg", "safetensors")
 FILES = {
@@ -19,18 +19,18 @@ FILES = {
     RECIPE: "every setting",
     SPLIT: "which image is in which split",
     METRICS: "every step, as numbers",
-    HELD_OUT: "the answer to every held-out image",
+    TEST_PREDICTIONS: "the answer to every held-out image",
 }
 
 
 def reproduce(run: Record) -> Section:
     """Return all that is needed to make the run again, and to see that it came out the same."""
-    start = str(run.origin.get("start", ""))
+    pretrained = str(run.origin.get("pretrained", ""))
     body = f'<pre class="wrap"><code>{escape(command(run))}</code></pre>'
-    if start:
+    if pretrained:
         source = run.provenance.get("source")
         named = f" ({source})" if source else ""
-        body += paragraph(f"MODEL is what the run began with{named}: the weights whose checksum is {start}.")
+        body += paragraph(f"MODEL is what the run began with{named}: the weights whose checksum is {pretrained}.")
     body += paragraph(
         "With the same versions, machine and number of threads the weights come out bit for bit the same; elsewhere, "
         "as good within the intervals above."
@@ -44,7 +44,7 @@ def reproduce(run: Record) -> Section:
 def command(run: Record) -> str:
     """Return the command that makes a run again."""
     words = ["vitrail", "train", run.data or "DATA", "--recipe", str(run.folder / RECIPE)]
-    if run.origin.get("start"):
+    if run.origin.get("pretrained"):
         words += ["--from", "MODEL"]
     return shlex.join([*words, "--run", f"{run.folder}-again"])
 
@@ -71,7 +71,7 @@ def _files(folder: Path) -> str:
                 checksum = f"cannot be read: {error.strerror or error}"
             about = f"{escape(what)}, {_size(path.stat().st_size)}<br><code>{escape(checksum)}</code>"
         else:
-            why = "is not there; pip install 'vitrail[train]' adds it" if name == HELD_OUT else "is not there"
+            why = "is not there; pip install 'vitrail[train]' adds it" if name == TEST_PREDICTIONS else "is not there"
             about = f'{escape(what)}<br><span class="quiet">{escape(why)}</span>'
         said.append(f"<dt><code>{escape(name)}</code></dt><dd>{about}</dd>")
     return f'<dl class="facts">{"".join(said)}</dl>'

@@ -45,7 +45,7 @@ class Answering(Protocol):
     precision: Precision
     """In which features are computed."""
 
-    def ready(self, wanted: FeatureRequest) -> ViT | FastModel:
+    def ready(self, request: FeatureRequest) -> ViT | FastModel:
         """Return what computes these features."""
         ...
 
@@ -83,18 +83,18 @@ class Predict:
 class Embed:
     """What are the features of the image?"""
 
-    wanted: FeatureRequest
+    request: FeatureRequest
     alone: bool = False
 
     def check(self, model: Answering, images: int) -> None:  # noqa: ARG002 - as all questions are asked
         """Refuse what a model does not have."""
-        self.wanted.check(model.bundle.model.config)
+        self.request.check(model.bundle.model.config)
 
     def answer(self, model: Answering, images: Sequence[Pixels]) -> list[Answer]:
         """Return one vector an image."""
-        ready = model.ready(self.wanted)  # made once, so outside of what holds for these images only
+        ready = model.ready(self.request)  # made once, so outside of what holds for these images only
         with torch.inference_mode(), autocast(model.device, model.precision):
-            found = self.wanted.take(ready, _normalised(model, images)).cpu()
+            found = self.request.take(ready, _normalised(model, images)).cpu()
         return _finite([{"embedding": row} for row in found.tolist()], found)
 
 
@@ -102,7 +102,7 @@ class Embed:
 class Explain:
     """Where does the model look, or what speaks for a class?"""
 
-    wanted: ExplanationRequest
+    request: ExplanationRequest
     target: str | int | None = None
     every_token: bool = False
     """All attention weights of a layer instead of one token's map."""
@@ -111,12 +111,12 @@ class Explain:
     def check(self, model: Answering, images: int) -> None:
         """Refuse what a model cannot answer, and more than an answer may hold."""
         config = model.bundle.model.config
-        self.wanted.check(config, target=self.target)
+        self.request.check(config, target=self.target)
         if self.target is not None:
             read_class(self.target, model.bundle)
         if not self.every_token:
             return
-        if self.wanted.method != "attention" or self.wanted.head is not None:
+        if self.request.method != "attention" or self.request.head is not None:
             raise ConfigError("query=all gives the attention of every token and head; use method=attention and no head")
         size = 2 * config.heads * config.tokens**2
         if size * images > LARGEST_ATTENTION:
@@ -134,12 +134,12 @@ class Explain:
         vit, pixels = model.bundle.model, _normalised(model, [image])
         seen = {"image": as_data_url(as_image(image))}
         if self.every_token:
-            layer = -1 if self.wanted.layer is None else self.wanted.layer
+            layer = -1 if self.request.layer is None else self.request.layer
             weights = attention_rows(vit, pixels, read_layer(layer, vit.config.depth))[0]
             _check_finite(weights)
             return {"attention": packed(weights, "float16"), **seen, "target": None}
         target, probability = self._target(model, pixels)
-        map = explain_pixels(vit, pixels, self.wanted, target)[0].detach()
+        map = explain_pixels(vit, pixels, self.request, target)[0].detach()
         _check_finite(map)
         said = None if target is None else _named(target, probability, model.bundle.classes)
         return {"map": packed(map, "float32"), **seen, "target": said}
@@ -147,11 +147,11 @@ class Explain:
     @torch.no_grad()
     def _target(self, model: Answering, pixels: Tensor) -> tuple[int | None, float]:
         """Return the class to explain, and how likely it is."""
-        if not self.wanted.targeted:
+        if not self.request.targeted:
             return None, 0.0
         vit = model.bundle.model
         logits = vit(pixels)[0]
-        answer = logits[answering_token(vit.config, self.wanted.query)] if vit.config.pool == "none" else logits
+        answer = logits[answering_token(vit.config, self.request.query)] if vit.config.pool == "none" else logits
         target = int(answer.argmax()) if self.target is None else read_class(self.target, model.bundle)
         return target, float(answer.softmax(dim=0)[target])
 

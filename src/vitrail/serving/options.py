@@ -95,14 +95,14 @@ class ExplainOptions(_Options):
     def work_item(self) -> Explain:
         """Return what is asked."""
         every_token = self.query == EVERY_TOKEN
-        wanted = ExplanationRequest(
+        request = ExplanationRequest(
             _one_of("method", self.method or "relevance", get_args(Method)),
             self.layer,
             self.head,
             None if every_token else self.query,
             _one_of("fuse", self.fuse or "mean", get_args(Fuse)),
         )
-        return Explain(wanted, self.target, every_token)
+        return Explain(request, self.target, every_token)
 
 
 Options = PredictOptions | EmbedOptions | ExplainOptions

@@ -113,11 +113,11 @@ def _ready_for(model: ViT, precision: Precision) -> Callable[[FeatureRequest], V
     """Return what makes a model ready for some features, and remembers it."""
 
     @lru_cache(maxsize=READY)
-    def ready(wanted: FeatureRequest) -> ViT | FastModel:
-        return wanted.ready(model, precision)
+    def ready(request: FeatureRequest) -> ViT | FastModel:
+        return request.ready(model, precision)
 
     if precision == "bf16" and runs_fast(model):
-        return lambda wanted: ready(wanted.alike(model.config))
+        return lambda request: ready(request.alike(model.config))
     return lambda _: ready(FeatureRequest())  # the model itself, which has all of them
 
 

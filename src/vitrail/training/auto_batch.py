@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 from vitrail.errors import ConfigError
-from vitrail.training.defaults import Plan, steps_said, with_batch
+from vitrail.training.defaults import TrainingPlan, steps_said, with_batch
 from vitrail.training.memory import Forecast, Job, fits_really, forecast
 from vitrail.training.memory_limits import MemoryLimit, memory_limit
 from vitrail.training.recipe import read_recipe
@@ -21,7 +21,7 @@ FILLED = 0.85
 """How much of the memory a batch that is chosen may fill: kernels, pieces and other programs need some, too."""
 
 
-def fit_batch_to_memory(job: Job, folder: Path, images: int, there: MemoryLimit) -> Plan:
+def fit_batch_to_memory(job: Job, folder: Path, images: int, there: MemoryLimit) -> TrainingPlan:
     """Settle a batch that is "auto" by the memory there is, for a run of so many images in this folder.
 
     Any other plan stays as it is. A run that goes on keeps the batch it began with, however much memory there is now.
@@ -31,7 +31,7 @@ def fit_batch_to_memory(job: Job, folder: Path, images: int, there: MemoryLimit)
     if (began_with := _of_the_main_process(_recorded(folder), job.device)) > 0:
         return with_batch(job.plan, began_with, images, "as this run began")
     there = there._replace(free=_least(there.free, job.device))
-    unit = _unit(job.plan, job.processes, job.plan.recipe.micro_batches)
+    unit = _unit(job.plan, job.processes, job.plan.recipe.gradient_accumulation)
     usual = batch = -(-job.plan.batch // unit) * unit
     needed = 0
     while True:
@@ -119,7 +119,7 @@ def _remedies(job: Job, known: Forecast, there: MemoryLimit) -> str:
     more = 2 * parts
     while batch % _unit(job.plan, job.processes, more) == 0:
         if known.with_images(batch // (job.processes * more), more) <= limit:
-            found.append(f"keep the batch and cut it with --set micro_batches={more}")
+            found.append(f"keep the batch and cut it with --set gradient_accumulation={more}")
             break
         more *= 2
     return ", or ".join([*found, _other_remedies(job)])
@@ -130,7 +130,7 @@ def _other_remedies(job: Job) -> str:
     return f"{checkpointing}a smaller model or image"
 
 
-def _unit(plan: Plan, processes: int, parts: int) -> int:
+def _unit(plan: TrainingPlan, processes: int, parts: int) -> int:
     """Return what a batch must be a multiple of, so that every part of it is whole pairs of images."""
     return 2 * processes * parts * plan.recipe.data.repeats
 
@@ -140,7 +140,7 @@ def _next_smaller(batch: int, unit: int) -> int:
 
 
 def _at_once(job: Job, batch: int) -> int:
-    return max(1, batch // (job.processes * job.plan.recipe.micro_batches))
+    return max(1, batch // (job.processes * job.plan.recipe.gradient_accumulation))
 
 
 def _recorded(folder: Path) -> int:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from vitrail.terminal import printable
 from vitrail.training.criterion import COLUMNS, TITLES, Criterion
-from vitrail.training.defaults import Choice
-from vitrail.training.display import Status, choices_lines, choices_table
+from vitrail.training.defaults import ResolvedDefault
+from vitrail.training.display import Status, defaults_lines, defaults_table
 
 EVERY = 15.0
 """Seconds between two plain lines."""
@@ -61,10 +61,10 @@ class RunConsole:
         self._say(text, Text(text, "bold yellow" if loud else ""), wrap=False, shown=text not in self.said)
         self.said.add(text)
 
-    def choices(self, choices: Sequence[Choice]) -> None:
+    def defaults(self, defaults: Sequence[ResolvedDefault]) -> None:
         """Say what was chosen and why."""
-        if choices:
-            self._say("\n".join(choices_lines(choices)), choices_table(choices))
+        if defaults:
+            self._say("\n".join(defaults_lines(defaults)), defaults_table(defaults))
 
     def warning(self, text: str) -> None:
         """Say loudly, on a line of its own, what must not be overlooked."""

@@ -18,7 +18,7 @@ from vitrail.models.checks import per_token
 from vitrail.models.config import ConvLayer, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.training.criterion import Criterion
-from vitrail.training.finetune_init import Start, planned_model
+from vitrail.training.finetune_init import FinetuneInit, planned_model
 from vitrail.training.recipe import Recipe
 from vitrail.training.schedules import learning_rate
 
@@ -48,7 +48,7 @@ class DataFacts(NamedTuple):
     """What the run computes on: "cpu", "cuda" or "mps". On a CPU a model has to be small to be done in minutes."""
 
 
-class Choice(NamedTuple):
+class ResolvedDefault(NamedTuple):
     """Something that was left open, and how it was settled."""
 
     field: str
@@ -56,7 +56,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-class Plan(NamedTuple):
+class TrainingPlan(NamedTuple):
     """A recipe with nothing left open, and what follows from it."""
 
     recipe: Recipe
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     """The highest learning rate."""
     augmentation: Augmentation
     mixing: Mixing
-    choices: list[Choice]
+    defaults: list[ResolvedDefault]
 
 
 def describe_data(source: Source, device: str = "cpu") -> DataFacts:
@@ -92,20 +92,20 @@ def describe_data(source: Source, device: str = "cpu") -> DataFacts:
     return DataFacts(len(source), source.classes, int(np.median(sides)), all(grey), device)
 
 
-def choose(recipe: Recipe, facts: DataFacts, start: Bundle | None) -> Plan:
+def resolve_defaults(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None) -> TrainingPlan:
     """Settle what a recipe leaves open."""
-    choices: list[Choice] = []
-    model = _model(recipe, facts, start, choices)
+    defaults: list[ResolvedDefault] = []
+    model = _model(recipe, facts, pretrained, defaults)
     if refusal := per_token(model):
         raise ConfigError(refusal)
-    preprocess = _preprocess(recipe, model, start)
-    batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, choices)
+    preprocess = _preprocess(recipe, model, pretrained)
+    batch = recipe.batch if isinstance(recipe.batch, int) else _batch(recipe, facts, defaults)
     epochs = recipe.epochs
     if epochs is None and recipe.steps is None:
-        epochs = _epochs(facts, start, choices)
-    rate = _rate(recipe, facts, model, start, choices) if recipe.optimizer.lr is None else recipe.optimizer.lr
-    augmentation = _augmentation(facts, choices) if recipe.augmentation is None else recipe.augmentation
-    mixing = _mixing(facts, choices) if recipe.mixing is None else recipe.mixing
+        epochs = _epochs(facts, pretrained, defaults)
+    rate = _rate(recipe, facts, model, pretrained, defaults) if recipe.optimizer.lr is None else recipe.optimizer.lr
+    augmentation = _augmentation(facts, defaults) if recipe.augmentation is None else recipe.augmentation
+    mixing = _mixing(facts, defaults) if recipe.mixing is None else recipe.mixing
     if recipe.data.on_device:
         check_on_device(augmentation)
     settled = recipe.replace(
@@ -115,19 +115,19 @@ def choose(recipe: Recipe, facts: DataFacts, start: Bundle | None) -> Plan:
         optimizer=recipe.optimizer.replace(lr=rate),
         augmentation=augmentation,
         mixing=mixing,
-        start=recipe.start if start is None else recipe.start or Start(),
-        criterion=_criterion(recipe, choices),
+        pretrained=recipe.pretrained if pretrained is None else recipe.pretrained or FinetuneInit(),
+        criterion=_criterion(recipe, defaults),
     )
     steps = _steps(settled, facts.images, batch)
     learning_rate(settled.schedule, 0, steps, rate)  # refuses a schedule that does not fit, before anything is written
-    return Plan(settled, model, preprocess, batch, steps, rate, augmentation, mixing, choices)
+    return TrainingPlan(settled, model, preprocess, batch, steps, rate, augmentation, mixing, defaults)
 
 
-def with_batch(plan: Plan, batch: int, images: int, reason: str) -> Plan:
+def with_batch(plan: TrainingPlan, batch: int, images: int, reason: str) -> TrainingPlan:
     """Settle a batch that was "auto", in a plan for so many images."""
     recipe = plan.recipe.replace(batch=batch)
-    choices = [*plan.choices, Choice("batch", batch, reason)]
-    return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, images, batch), choices=choices)
+    defaults = [*plan.defaults, ResolvedDefault("batch", batch, reason)]
+    return plan._replace(recipe=recipe, batch=batch, steps=_steps(recipe, images, batch), defaults=defaults)
 
 
 def _steps(recipe: Recipe, images: int, batch: int) -> int:
@@ -141,11 +141,11 @@ def _written(model: ViTConfig) -> dict[str, Any]:
     return {name: value for name, value in model.model_dump(mode="json").items() if value is not None}
 
 
-def _model(recipe: Recipe, facts: DataFacts, start: Bundle | None, choices: list[Choice]) -> ViTConfig:
+def _model(recipe: Recipe, facts: DataFacts, pretrained: Bundle | None, defaults: list[ResolvedDefault]) -> ViTConfig:
     fields = dict(recipe.model)
     classes = len(facts.classes)
     paper = fields.pop("paper", False)
-    if not isinstance(paper, bool) or (paper and start is not None):
+    if not isinstance(paper, bool) or (paper and pretrained is not None):
         raise ConfigError(
             f"model.paper is {paper!r}; it is true for a fresh model as the ViT paper has it, else left out"
         )
@@ -153,17 +153,17 @@ def _model(recipe: Recipe, facts: DataFacts, start: Bundle | None, choices: list
         fields = {**PAPER, **fields}
     if fields.get("classes", classes) != classes:
         raise ConfigError(f"model.classes is {fields['classes']}, but the data has {classes} classes; leave it out")
-    if start is not None:
+    if pretrained is not None:
         if "name" in fields:
             raise ConfigError("model.name and a model to start from contradict each other; leave one of them out")
-        return planned_model(start, recipe.start or Start(), fields, classes)
+        return planned_model(pretrained, recipe.pretrained or FinetuneInit(), fields, classes)
     name = fields.pop("name", None)
     if name is not None:
         return variant_config(name).replace(**{**fields, "classes": classes})
-    return ViTConfig.model_validate({**_small_model(facts, fields, choices), **fields, "classes": classes})
+    return ViTConfig.model_validate({**_small_model(facts, fields, defaults), **fields, "classes": classes})
 
 
-def _small_model(facts: DataFacts, given: dict[str, Any], choices: list[Choice]) -> dict[str, Any]:
+def _small_model(facts: DataFacts, given: dict[str, Any], defaults: list[ResolvedDefault]) -> dict[str, Any]:
     """Return a model that learns from little data in little time, around those of its fields that are given."""
     tiny, small, on_cpu = facts.side <= TINY_SIDE, facts.side <= SMALL_SIDE, facts.device == "cpu"
     patch = _pair(given.get("patch_size"), 2 if tiny else 4 if small else 8)
@@ -198,8 +198,8 @@ def _small_model(facts: DataFacts, given: dict[str, Any], choices: list[Choice])
         "activation": "as good in a small model, and quicker on a CPU" if on_cpu else "the usual one",
         "channels": "the images are grey" if facts.grey else "the images are in colour",
     }
-    choices += [
-        Choice(f"model.{name}", found[name], why)
+    defaults += [
+        ResolvedDefault(f"model.{name}", found[name], why)
         for name, why in reasons.items()
         if name in found and name not in given
     ]
@@ -233,21 +233,21 @@ def _early_convolutions(patch: tuple[int, int], width: int, small: bool, again: 
     return tuple(layers)
 
 
-def _preprocess(recipe: Recipe, model: ViTConfig, start: Bundle | None) -> Preprocess:
-    if start is not None:
-        own = start.preprocess.resized(model.image_size).with_channels(model.channels)
+def _preprocess(recipe: Recipe, model: ViTConfig, pretrained: Bundle | None) -> Preprocess:
+    if pretrained is not None:
+        own = pretrained.preprocess.resized(model.image_size).with_channels(model.channels)
         return own.replace(**recipe.preprocess)
     half = (0.5,) * model.channels
     fresh = Preprocess(size=model.image_size, channels=model.channels, mean=half, std=half, resize="cover")
     return fresh.replace(**recipe.preprocess)
 
 
-def _batch(recipe: Recipe, facts: DataFacts, choices: list[Choice]) -> int:
+def _batch(recipe: Recipe, facts: DataFacts, defaults: list[ResolvedDefault]) -> int:
     power = 1 << max(5, min(9, round(math.log2(max(1, facts.images / 24)))))
-    needed = 2 * recipe.data.repeats * recipe.micro_batches
+    needed = 2 * recipe.data.repeats * recipe.gradient_accumulation
     batch = -(-power // needed) * needed
     if recipe.batch is None:
-        choices.append(Choice("batch", batch, steps_said(facts.images, batch)))
+        defaults.append(ResolvedDefault("batch", batch, steps_said(facts.images, batch)))
     return batch
 
 
@@ -257,23 +257,27 @@ def steps_said(images: int, batch: int) -> str:
     return f"about {steps:,} {'step' if steps == 1 else 'steps'} for each time the {images:,} images are shown"
 
 
-def _epochs(facts: DataFacts, start: Bundle | None, choices: list[Choice]) -> float:
+def _epochs(facts: DataFacts, pretrained: Bundle | None, defaults: list[ResolvedDefault]) -> float:
     if facts.device != "cpu":
-        shown, most = (300_000, 50) if start is not None else (6_000_000, 300)
-    elif start is not None:
+        shown, most = (300_000, 50) if pretrained is not None else (6_000_000, 300)
+    elif pretrained is not None:
         shown, most = 30_000, 50
     else:
         shown, most = (57_000, 150) if facts.side <= TINY_SIDE else (80_000, 225)
     epochs = float(max(10, min(most, round(shown / facts.images))))
-    choices.append(Choice("epochs", epochs, f"about {round(int(epochs) * facts.images, -3):,} images shown in all"))
+    defaults.append(
+        ResolvedDefault("epochs", epochs, f"about {round(int(epochs) * facts.images, -3):,} images shown in all")
+    )
     return epochs
 
 
-def _rate(recipe: Recipe, facts: DataFacts, model: ViTConfig, start: Bundle | None, choices: list[Choice]) -> float:
+def _rate(
+    recipe: Recipe, facts: DataFacts, model: ViTConfig, pretrained: Bundle | None, defaults: list[ResolvedDefault]
+) -> float:
     kind = recipe.optimizer.kind
     if kind == "sgd":
         rate, why = 0.01, "usual for sgd"
-    elif start is None:
+    elif pretrained is None:
         gently = model.width > NARROW or _few_photos(facts)
         rate, why = (1e-3, "a fresh model") if gently else (2e-3, "a fresh narrow model")
         rate, why = rate * (MUON_FASTER if kind == "muon" else 1), f"for {kind} and {why}"
@@ -282,18 +286,20 @@ def _rate(recipe: Recipe, facts: DataFacts, model: ViTConfig, start: Bundle | No
         small = model.width <= SMALL_WIDTH
         rate = 1e-3 if small else 1e-4
         why = f"for {kind} and a model that knows {'a little' if small else 'much'}, judged by its width {model.width}"
-    choices.append(Choice("optimizer.lr", rate, why))
+    defaults.append(ResolvedDefault("optimizer.lr", rate, why))
     return rate
 
 
-def _criterion(recipe: Recipe, choices: list[Choice]) -> Criterion:
+def _criterion(recipe: Recipe, defaults: list[ResolvedDefault]) -> Criterion:
     found = recipe.settled_criterion()
     if recipe.criterion is None and found != "accuracy":
-        choices.append(Choice("criterion", found, "classes are weighted, so the best checkpoint is best over classes"))
+        defaults.append(
+            ResolvedDefault("criterion", found, "classes are weighted, so the best checkpoint is best over classes")
+        )
     return found
 
 
-def _augmentation(facts: DataFacts, choices: list[Choice]) -> Augmentation:
+def _augmentation(facts: DataFacts, defaults: list[ResolvedDefault]) -> Augmentation:
     if facts.side <= TINY_SIDE:
         affine = Affine(translate=(0.09, 0.09), scale=(0.95, 1.05), shear=3.0)
         found = Augmentation(crop="none", flip=0.0, rotation=6.0, affine=affine)
@@ -307,14 +313,16 @@ def _augmentation(facts: DataFacts, choices: list[Choice]) -> Augmentation:
     else:
         found = Augmentation(crop_area=(0.6, 1.0), randaugment=RandAugment(layers=2, magnitude=7))
         why = "photographs: cut out, mirrored, changed by RandAugment"
-    choices.append(Choice("augmentation", "affine" if found.crop == "none" else found.crop, why))
+    defaults.append(ResolvedDefault("augmentation", "affine" if found.crop == "none" else found.crop, why))
     return found
 
 
-def _mixing(facts: DataFacts, choices: list[Choice]) -> Mixing:
+def _mixing(facts: DataFacts, defaults: list[ResolvedDefault]) -> Mixing:
     if facts.side <= TINY_SIDE or facts.device == "cpu":
-        choices.append(Choice("mixing", "off", "the model is small and the run short, so little is learned by heart"))
+        defaults.append(
+            ResolvedDefault("mixing", "off", "the model is small and the run short, so little is learned by heart")
+        )
         return Mixing()
-    choices.append(Choice("mixing", "mixup and CutMix", "keeps a model from learning by heart"))
+    defaults.append(ResolvedDefault("mixing", "mixup and CutMix", "keeps a model from learning by heart"))
     often = facts.side <= SMALL_SIDE and not facts.grey
     return Mixing(mixup=0.2, cutmix=1.0, chance=0.7 if often else 0.5)

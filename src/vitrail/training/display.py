@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.training.defaults import Choice
+from vitrail.training.defaults import ResolvedDefault
 from vitrail.training.throughput import Throughput
 
 SMOOTH = 0.9
@@ -129,22 +129,22 @@ def _fitting(numbers: Sequence[Shown], width: int) -> Text:
     return line
 
 
-def choices_table(choices: Iterable[Choice]) -> Table:
+def defaults_table(defaults: Iterable[ResolvedDefault]) -> Table:
     """Return what was chosen and why; only the reasons wrap."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("chosen", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("because")
-    for choice in choices:
+    for choice in defaults:
         table.add_row(Text(choice.field), Text(value_shown(choice.value), "bold"), Text(choice.reason, "dim"))
     return table
 
 
-def choices_lines(choices: Sequence[Choice]) -> list[str]:
+def defaults_lines(defaults: Sequence[ResolvedDefault]) -> list[str]:
     """Return the same as plain lines."""
-    field = max((len(choice.field) for choice in choices), default=0)
-    value = max((len(value_shown(choice.value)) for choice in choices), default=0)
-    return [f"{choice.field:<{field}}  {value_shown(choice.value):<{value}}  {choice.reason}" for choice in choices]
+    field = max((len(choice.field) for choice in defaults), default=0)
+    value = max((len(value_shown(choice.value)) for choice in defaults), default=0)
+    return [f"{choice.field:<{field}}  {value_shown(choice.value):<{value}}  {choice.reason}" for choice in defaults]
 
 
 def value_shown(value: Any) -> str:

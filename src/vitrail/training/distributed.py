@@ -141,7 +141,7 @@ class Ranks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Where:
+class RunContext:
     """What a run computes on."""
 
     device: torch.device

@@ -22,7 +22,7 @@ FITTED = ("image_size", "patch_size", "channels", "classes", "representation")
 """Fields of a model that change with its weights; the others are taken as they are."""
 
 
-class Start(Frozen):
+class FinetuneInit(Frozen):
     """How a model that exists is fitted to the data. A recipe that has this needs such a model."""
 
     head: Literal["keep", "fresh", "zero"] = "keep"
@@ -32,40 +32,40 @@ class Start(Frozen):
     """Whose way of resampling positions is followed where the grid of patches is another."""
 
 
-def opened_start(
-    start: str | Path | Bundle | None, overrides: Mapping[str, Any] | None, keys: str | Path | None
+def opened_pretrained(
+    pretrained: str | Path | Bundle | None, overrides: Mapping[str, Any] | None, keys: str | Path | None
 ) -> Bundle | None:
     """Open the model that training starts from; `overrides` and `keys` say what its file does not tell.
 
     What was assumed of it is said when the run begins, if nothing is refused before.
     """
-    if isinstance(start, str | Path):
-        return open_checkpoint(start, overrides=overrides, keys=keys)
+    if isinstance(pretrained, str | Path):
+        return open_checkpoint(pretrained, overrides=overrides, keys=keys)
     if overrides or keys is not None:
         raise ConfigError("--override and --keys say what the file of --from does not tell; name one with --from")
-    return start
+    return pretrained
 
 
-def planned_model(start: Bundle, how: Start, fields: dict[str, Any], classes: int) -> ViTConfig:
+def planned_model(pretrained: Bundle, how: FinetuneInit, fields: dict[str, Any], classes: int) -> ViTConfig:
     """Return what a model becomes: its own config, changed by the fields of a recipe, with a head for the data.
 
     Fields that would need other weights are refused here already, by their shapes.
     """
     without_hidden = {"representation": None} if how.head == "zero" else {}
-    config = start.model.config.replace(**{**fields, **without_hidden, "classes": classes})
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in start.model.state_dict().items()}
-    _with_fields(start.model.config, config, shapes)
+    config = pretrained.model.config.replace(**{**fields, **without_hidden, "classes": classes})
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in pretrained.model.state_dict().items()}
+    _with_fields(pretrained.model.config, config, shapes)
     return config
 
 
-def fitted(start: Bundle, how: Start, config: ViTConfig, classes: tuple[str, ...]) -> Bundle:
+def fitted(pretrained: Bundle, how: FinetuneInit, config: ViTConfig, classes: tuple[str, ...]) -> Bundle:
     """Return a copy of a model that exists, made into what was planned, in float32."""
-    weights = {name: tensor.detach().clone() for name, tensor in start.model.state_dict().items()}
+    weights = {name: tensor.detach().clone() for name, tensor in pretrained.model.state_dict().items()}
     weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     # The metrics are those of the model that it was, on other data.
-    provenance = {key: value for key, value in start.provenance.items() if key != METRICS}
-    model = _with_fields(start.model.config, config, weights)
-    bundle = Bundle(model, start.preprocess, start.classes, provenance)
+    provenance = {key: value for key, value in pretrained.provenance.items() if key != METRICS}
+    model = _with_fields(pretrained.model.config, config, weights)
+    bundle = Bundle(model, pretrained.preprocess, pretrained.classes, provenance)
     adapt(
         bundle,
         image_size=config.image_size,
@@ -90,7 +90,7 @@ def _with_fields(config: ViTConfig, planned: ViTConfig, weights: Weights) -> ViT
 
 
 @torch.no_grad()
-def _renew_head(bundle: Bundle, how: Start, classes: tuple[str, ...]) -> None:
+def _renew_head(bundle: Bundle, how: FinetuneInit, classes: tuple[str, ...]) -> None:
     model, bundle.classes = bundle.model, classes
     if how.head == "zero":
         model.reconfigure(model.config.replace(representation=None))

@@ -42,7 +42,7 @@ def uses_cuda_graph(recipe: Recipe) -> bool:
     A small model's kernels take less time than Python needs to launch them. But what a recording leaves behind must be
     gone before the next one, and gradients that are still added up are not; and torch records for the main thread only.
     """
-    return recipe.micro_batches == 1 and threading.current_thread() is threading.main_thread()
+    return recipe.gradient_accumulation == 1 and threading.current_thread() is threading.main_thread()
 
 
 def forget_compiled(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import Stream
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
-from vitrail.training.defaults import DataFacts, Plan, choose, describe_data
+from vitrail.training.defaults import DataFacts, TrainingPlan, describe_data, resolve_defaults
 from vitrail.training.optimizers import freeze, parameter_groups
 from vitrail.training.recipe import Recipe, read_value
 
@@ -33,7 +33,7 @@ class Trial:
 
     values: dict[str, Any]
     recipe: Recipe
-    plan: Plan
+    plan: TrainingPlan
 
     @property
     def title(self) -> str:
@@ -142,13 +142,13 @@ def plan_trials(
                 )
             known[recipe.seed] = splits, describe_data(splits.train, device)
         splits, facts = known[recipe.seed]
-        plan = choose(recipe, facts, bundle)
+        plan = resolve_defaults(recipe, facts, bundle)
         _check(plan, splits)
         trials.setdefault(plan.recipe.to_json(), Trial(values, recipe, plan))
     return list(trials.values())
 
 
-def _check(plan: Plan, splits: Splits) -> None:
+def _check(plan: TrainingPlan, splits: Splits) -> None:
     """Refuse what a run would refuse when it starts, which for the last candidate may be hours from now."""
     recipe = plan.recipe
     stream = Stream(len(splits.train), plan.batch, recipe.seed, recipe.data.repeats)

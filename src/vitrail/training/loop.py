@@ -25,9 +25,9 @@ from vitrail.training.auto_batch import within_memory
 from vitrail.training.averaging import Average
 from vitrail.training.best import BEST, STATES, Best, save_in_run
 from vitrail.training.criterion import as_good, score, validated
-from vitrail.training.defaults import Plan
-from vitrail.training.distributed import Where
-from vitrail.training.finetune_init import Start, fitted
+from vitrail.training.defaults import TrainingPlan
+from vitrail.training.distributed import RunContext
+from vitrail.training.finetune_init import FinetuneInit, fitted
 from vitrail.training.forward import forget_compiled, forward_of
 from vitrail.training.memory import Job, resident_images
 from vitrail.training.objectives import class_weights, loss_note
@@ -56,18 +56,25 @@ class RunObserver(Protocol):
 
 
 def train_run(
-    plan: Plan, splits: Splits, start: Bundle | None, folder: Path, where: Where, observer: RunObserver, *, final: bool
+    plan: TrainingPlan,
+    splits: Splits,
+    pretrained: Bundle | None,
+    folder: Path,
+    context: RunContext,
+    observer: RunObserver,
+    *,
+    final: bool,
 ) -> tuple[Bundle, Measured, list[str]]:
     """Train, or go on training; return the best model, what it is worth, and the files that could not be read.
 
     `final`: the result is the run's last word, and is kept in its folder.
     """
-    run = _Run(plan, splits, start, folder, where, observer)
+    run = _Run(plan, splits, pretrained, folder, context, observer)
     with nullcontext() if run.records is None else closing(run.records):
         if not run.state.progress.finished:
             run.check_best()
             there = resident_images(plan, splits)
-            job = Job(plan, where.device, where.precision, where.ranks.processes.size, where.workers, there)
+            job = Job(plan, context.device, context.precision, context.ranks.processes.size, context.workers, there)
             with within_memory(job, folder, observer.note):
                 run.go()
         return (*run.evaluate_best(final=final), run.state.progress.bad_files or [])
@@ -77,16 +84,22 @@ class _Run:
     """A run while it runs."""
 
     def __init__(
-        self, plan: Plan, splits: Splits, start: Bundle | None, folder: Path, where: Where, observer: RunObserver
+        self,
+        plan: TrainingPlan,
+        splits: Splits,
+        pretrained: Bundle | None,
+        folder: Path,
+        context: RunContext,
+        observer: RunObserver,
     ) -> None:
-        self.plan, self.splits, self.folder, self.where, self.observer = plan, splits, folder, where, observer
-        ranks = self.ranks = where.ranks
+        self.plan, self.splits, self.folder, self.context, self.observer = plan, splits, folder, context, observer
+        ranks = self.ranks = context.ranks
         with ranks.together():
-            self.bundle = _first_bundle(plan, splits.train.classes, start)
+            self.bundle = _first_bundle(plan, splits.train.classes, pretrained)
             self.state = self._first_state()
             self.training = self._training()
             self.stepper = self._stepper()
-        self.setting = Setting(torch.get_num_threads(), ranks.processes.size, where.precision)
+        self.setting = Setting(torch.get_num_threads(), ranks.processes.size, context.precision)
         if ranks.is_main:
             for name in (BEST, "last"):
                 recover(folder / name)
@@ -100,7 +113,7 @@ class _Run:
         self.replaced = False
         self.bad: set[str] = set(self.state.progress.bad_files or [])
         self.measured_by = splits.val or splits.train
-        self.predictions = predictor(plan, where, self.measured_by)
+        self.predictions = predictor(plan, context, self.measured_by)
         self.best = Best(folder, self.state, ranks, observer.note, self._bundle_of)
 
     def _records(self) -> RunLogger:
@@ -109,33 +122,33 @@ class _Run:
         return RunLogger(self.folder, step, self.observer.note, compiled=recipe.compile, losses=losses)
 
     def _first_state(self) -> State:
-        recipe, device = self.plan.recipe, self.where.device
+        recipe, device = self.plan.recipe, self.context.device
         model = self.bundle.model.to(device).train()
         model.gradient_checkpointing = recipe.gradient_checkpointing
         freeze(model, recipe.freeze)
         average = Average(model, recipe.averaging) if recipe.averaging.on else None
-        scaler = torch.amp.GradScaler(device.type, enabled=self.where.precision == "fp16")
+        scaler = torch.amp.GradScaler(device.type, enabled=self.context.precision == "fp16")
         return State(model, make_optimizer(model, recipe.optimizer), average, Progress(), scaler)
 
     def _training(self) -> Training:
         plan, train, data = self.plan, self.splits.train, self.plan.recipe.data
         stream = Stream(len(train), plan.batch, plan.recipe.seed, data.repeats, train.labels if data.balance else None)
-        parts = self.ranks.processes.size * plan.recipe.micro_batches
+        parts = self.ranks.processes.size * plan.recipe.gradient_accumulation
         if plan.batch % (2 * parts if plan.mixing.on else parts):
             pairs = " of whole pairs, which mixing needs" if plan.mixing.on else ""
             raise ConfigError(
-                f"a batch of {plan.batch} cannot be cut into {parts} equal parts{pairs} (processes × micro_batches); "
-                f"use a batch that is a multiple of {2 * parts if plan.mixing.on else parts}"
+                f"a batch of {plan.batch} cannot be cut into {parts} equal parts{pairs} (ranks × "
+                f"gradient_accumulation); use a batch that is a multiple of {2 * parts if plan.mixing.on else parts}"
             )
         share = Share(self.ranks.processes.rank, self.ranks.processes.size)
         return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, share, data.bad_files)
 
     def _stepper(self) -> Stepper:
-        plan, where = self.plan, self.where
+        plan, context = self.plan, self.context
         labels = torch.from_numpy(self.splits.train.labels)
         weights = class_weights(labels, plan.model.classes, plan.recipe.objective)
-        weights = None if weights is None else weights.to(where.device)
-        return Stepper(plan.recipe, plan.preprocess, where.device, where.precision, weights, where.ranks)
+        weights = None if weights is None else weights.to(context.device)
+        return Stepper(plan.recipe, plan.preprocess, context.device, context.precision, weights, context.ranks)
 
     def go(self) -> None:
         """Take step after step to the end."""
@@ -149,7 +162,7 @@ class _Run:
     def _train(self) -> None:
         recipe = self.plan.recipe
         try:
-            self._take_steps(forward_of(self.state.model, recipe, self.where.precision, self.ranks))
+            self._take_steps(forward_of(self.state.model, recipe, self.context.precision, self.ranks))
         finally:
             if recipe.compile:
                 self.state.optimizer.zero_grad(set_to_none=True)  # gradients that lie in what was recorded
@@ -204,9 +217,9 @@ class _Run:
 
     def _batches(self, first: int) -> Generator[Batch, None, None]:
         """Give the batches from a step on."""
-        steps, workers = self.plan.steps, self.where.workers
+        steps, workers = self.plan.steps, self.context.workers
         if self.plan.recipe.data.on_device:
-            return Resident(self.training, self.where.device, workers).batches(first, steps)
+            return Resident(self.training, self.context.device, workers).batches(first, steps)
         return training_batches(self.training, first, steps, workers=workers, pin=self._on_cuda())
 
     def _tired(self) -> bool:
@@ -218,7 +231,7 @@ class _Run:
         self.check_best()
         best = self.best.load()
         source = self.splits.test or self.splits.val or self.splits.train
-        answers = self.predictions(best.model.to(self.where.device), source)
+        answers = self.predictions(best.model.to(self.context.device), source)
         kind = "training images" if source is self.splits.train else "held-out images"
         measured = measure(answers, source, kind=kind)
         if self.records is not None and self.splits.val is not None:
@@ -327,14 +340,14 @@ class _Run:
         return explained
 
     def _on_cuda(self) -> bool:
-        return self.where.device.type == "cuda"
+        return self.context.device.type == "cuda"
 
 
-def _first_bundle(plan: Plan, classes: tuple[str, ...], start: Bundle | None) -> Bundle:
+def _first_bundle(plan: TrainingPlan, classes: tuple[str, ...], pretrained: Bundle | None) -> Bundle:
     """Return what training begins with: the model to start from, fitted to the data, or a fresh one."""
     seed_torch(derive_seed(plan.recipe.seed, "weights"))  # also for a new head
-    if start is not None:
-        return fitted(start, plan.recipe.start or Start(), plan.model, classes)
+    if pretrained is not None:
+        return fitted(pretrained, plan.recipe.pretrained or FinetuneInit(), plan.model, classes)
     return Bundle(ViT(plan.model), plan.preprocess, classes, {"source": "trained from scratch"})
 
 

@@ -28,7 +28,7 @@ from vitrail.data.sources.splits import Splits
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 from vitrail.training import objectives
-from vitrail.training.defaults import Plan
+from vitrail.training.defaults import TrainingPlan
 from vitrail.training.forward import uses_cuda_graph, uses_fused_pass
 from vitrail.training.muon import Muon
 from vitrail.training.optimizers import Optimizer, freeze, is_matrix, make_optimizer
@@ -43,7 +43,7 @@ EVALUATION_BATCH = 256
 class Job(NamedTuple):
     """What is trained, and on what."""
 
-    plan: Plan
+    plan: TrainingPlan
     device: torch.device
     precision: Precision
     processes: int = 1
@@ -54,7 +54,7 @@ class Job(NamedTuple):
     @property
     def images(self) -> int:
         """How many images a process sends through the model at once."""
-        return max(1, self.plan.batch // (self.processes * self.plan.recipe.micro_batches))
+        return max(1, self.plan.batch // (self.processes * self.plan.recipe.gradient_accumulation))
 
 
 class Forecast(NamedTuple):
@@ -92,7 +92,7 @@ class Forecast(NamedTuple):
         return self.standing + more + max(self.updating, round(self.in_flight * images / self.images))
 
 
-def resident_images(plan: Plan, splits: Splits) -> int:
+def resident_images(plan: TrainingPlan, splits: Splits) -> int:
     """Return how many images live on the device: those to train on, and those to measure by."""
     return len(splits.train) + len(splits.val or splits.train) if plan.recipe.data.on_device else 0
 
@@ -121,7 +121,7 @@ def forecast(job: Job) -> Forecast:
     after = max(measuring, updating)  # never both at once
     in_flight = (training + after if _recorded(job) else max(training, after)) + _beside(job)
     return Forecast(
-        weights, gradients + buckets, optimizer, average, job.images, in_flight, recipe.micro_batches,
+        weights, gradients + buckets, optimizer, average, job.images, in_flight, recipe.gradient_accumulation,
         job.resident * math.prod((job.plan.model.channels, *job.plan.model.image_size)), updating,
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def fits_really(job: Job, known: Forecast) -> bool:
 def _compute_a_step(job: Job, known: Forecast) -> None:
     standing = torch.empty(known.optimizer + known.average + known.resident, dtype=torch.uint8, device=job.device)
     model = _model(job, job.device)
-    for _ in range(min(2, job.plan.recipe.micro_batches)):
+    for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
         _loss(job, _images(job, job.device, job.images), model).backward()
     update = torch.empty(known.updating, dtype=torch.uint8, device=job.device)
     torch.cuda.synchronize(job.device)
@@ -186,7 +186,7 @@ def _training(job: Job, model: nn.Module, device: torch.device) -> int:
 
     def step() -> None:
         # A second part finds the gradients of the first; a third finds no more.
-        for _ in range(min(2, job.plan.recipe.micro_batches)):
+        for _ in range(min(2, job.plan.recipe.gradient_accumulation)):
             _loss(job, _images(job, device, job.images), model).backward()
 
     most = _most_alive(step, model)
@@ -240,7 +240,7 @@ def _beside(job: Job) -> int:
         return KERNELS
     height, width = job.plan.model.image_size
     batches = 1 + PREFETCHED * job.workers
-    return batches * job.images * job.plan.recipe.micro_batches * height * width * job.plan.model.channels
+    return batches * job.images * job.plan.recipe.gradient_accumulation * height * width * job.plan.model.channels
 
 
 def _copies(optimizer: Optimizer, name: str, parameter: Tensor) -> int:

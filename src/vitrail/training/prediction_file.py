@@ -1,4 +1,4 @@
-"""held_out.parquet: what the best model answered to every image of the part it is judged on."""
+"""test_predictions.parquet: what the best model answered to every image of the part it is judged on."""
 
 import hashlib
 import json

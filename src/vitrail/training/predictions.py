@@ -12,8 +12,8 @@ from vitrail.data.sources.source import Source
 from vitrail.data.stream import Share
 from vitrail.errors import DataError
 from vitrail.evaluation import Predictions, predict_all
-from vitrail.training.defaults import Plan
-from vitrail.training.distributed import Where
+from vitrail.training.defaults import TrainingPlan
+from vitrail.training.distributed import RunContext
 from vitrail.training.memory import evaluation_batch
 
 
@@ -21,18 +21,18 @@ from vitrail.training.memory import evaluation_batch
 class Predictor:
     """Asks a model about every image of a split."""
 
-    plan: Plan
-    where: Where
+    plan: TrainingPlan
+    context: RunContext
     kept: tuple[Source, Kept] | None
     """The split that stays on the device, where images live there."""
 
     def __call__(self, model: nn.Module, source: Source) -> Predictions:
         """Return the predictions for a whole split, in every process."""
-        where = self.where
+        context = self.context
         own = predict_all(
-            model, self._batches(source), self.plan.preprocess, where.device, where.precision, name=source.name
+            model, self._batches(source), self.plan.preprocess, context.device, context.precision, name=source.name
         )
-        shares = where.ranks.gathered(own)
+        shares = context.ranks.gathered(own)
         bad = tuple(row for share in shares for row in share.bad)
         answered = [share for share in shares if len(share.labels)]
         if not answered:
@@ -50,20 +50,20 @@ class Predictor:
         """Give this process's share of a split."""
         if self.kept is not None and source is self.kept[0]:
             return self.kept[1].batches()
-        pin = self.where.device.type == "cuda"
-        return evaluation_batches(share_of(source, self.plan, self.where), workers=self.where.workers, pin=pin)
+        pin = self.context.device.type == "cuda"
+        return evaluation_batches(share_of(source, self.plan, self.context), workers=self.context.workers, pin=pin)
 
 
-def predictor(plan: Plan, where: Where, often: Source) -> Predictor:
+def predictor(plan: TrainingPlan, context: RunContext, often: Source) -> Predictor:
     """Return what predicts splits; the one that is asked about `often` stays on the device, where images live there."""
     on_device = plan.recipe.data.on_device
-    kept = (often, Kept(share_of(often, plan, where), where.device, where.workers)) if on_device else None
-    return Predictor(plan, where, kept)
+    kept = (often, Kept(share_of(often, plan, context), context.device, context.workers)) if on_device else None
+    return Predictor(plan, context, kept)
 
 
-def share_of(source: Source, plan: Plan, where: Where) -> Evaluation:
+def share_of(source: Source, plan: TrainingPlan, context: RunContext) -> Evaluation:
     """Return the share of a split that is this process's to evaluate."""
-    processes = where.ranks.processes
-    images = plan.batch // (processes.size * plan.recipe.micro_batches)
+    processes = context.ranks.processes
+    images = plan.batch // (processes.size * plan.recipe.gradient_accumulation)
     share = Share(processes.rank, processes.size)
     return Evaluation(source, plan.preprocess, evaluation_batch(images), share, bad_files="skip")

@@ -27,7 +27,7 @@ from vitrail.schema import LIMIT, Count, Frozen, Positive
 from vitrail.schema import Sequence as AsTuple
 from vitrail.training.averaging import Averaging
 from vitrail.training.criterion import Criterion, default_criterion
-from vitrail.training.finetune_init import Start
+from vitrail.training.finetune_init import FinetuneInit
 from vitrail.training.objectives import Objective
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.schedules import Schedule
@@ -92,7 +92,7 @@ class Recipe(Frozen):
     """The length of the run in steps, instead of `epochs`."""
     batch: Annotated[int | Literal["auto"] | None, BeforeValidator(_as_batch)] = None
     """Images in a step, over all processes; "auto" halves the usual number until memory is enough."""
-    micro_batches: Positive = 1
+    gradient_accumulation: Positive = 1
     """Into how many parts a process cuts its share of a batch, to save memory."""
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"
     compile: bool = False
@@ -112,7 +112,7 @@ class Recipe(Frozen):
     """Fields of `ViTConfig`; `name` starts from a named model ("S/16"), `paper = true` from the ViT paper's options."""
     preprocess: dict[str, Any] = Field(default_factory=dict)
     """Fields of `Preprocess`, such as `resize_to`; size and channels follow from the model."""
-    start: Start | None = None
+    pretrained: FinetuneInit | None = None
     """How the model of --from is fitted to the data. Where a recipe has it, such a model must be given."""
     freeze: Annotated[tuple[str, ...], AsTuple] = ()
     """Patterns of parameters that stay as they are: "blocks.*"."""
@@ -134,16 +134,16 @@ class Recipe(Frozen):
         for name in ("size", "channels"):
             if name in self.preprocess:
                 raise ConfigError(f"preprocess.{name} follows from the model; set model.{_MODEL_HAS[name]} instead")
-        if isinstance(self.batch, int) and self.batch % (self.data.repeats * self.micro_batches):
+        if isinstance(self.batch, int) and self.batch % (self.data.repeats * self.gradient_accumulation):
             raise ConfigError(
-                f"a batch of {self.batch} is no multiple of data.repeats {self.data.repeats} × micro_batches "
-                f"{self.micro_batches}; change one of them"
+                f"a batch of {self.batch} is no multiple of data.repeats {self.data.repeats} × gradient_accumulation "
+                f"{self.gradient_accumulation}; change one of them"
             )
         return self
 
-    def check_start(self, start: object) -> None:
+    def check_pretrained(self, pretrained: object) -> None:
         """Refuse a recipe that trains a model that exists where none is given."""
-        if self.start is not None and start is None:
+        if self.pretrained is not None and pretrained is None:
             raise ConfigError("this recipe trains a model that exists; say which with --from, or take another recipe")
 
     def settled_criterion(self) -> Criterion:
@@ -223,9 +223,9 @@ def option_names() -> list[str]:
     return [*found, "model.name", "model.paper"]
 
 
-def default_recipe(start: object) -> str:
+def default_recipe(pretrained: object) -> str:
     """Return the name of the recipe that is taken when none is asked for."""
-    return "scratch-small" if start is None else "finetune"
+    return "scratch-small" if pretrained is None else "finetune"
 
 
 def read_value(text: str) -> Any:

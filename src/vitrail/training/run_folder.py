@@ -1,7 +1,7 @@
 """The folder of a run: its name, who may write to it, and what lies in it.
 
 recipe.toml split.json stamps.index contents.index check.json samples/ metrics.jsonl log.txt best/ last/ state/
-sessions.json result.json; and with the extra `train`: curves.png tensorboard/ held_out.parquet
+sessions.json result.json; and with the extra `train`: curves.png tensorboard/ test_predictions.parquet
 """
 
 import contextlib
@@ -45,7 +45,7 @@ LOCK = ".lock"
 """Every run folder has it, from its first moment on."""
 SWEEP = "sweep.json"
 """What a folder of several runs has instead."""
-CURVES, EVENTS, HELD_OUT = "curves.png", "tensorboard", "held_out.parquet"
+CURVES, EVENTS, TEST_PREDICTIONS = "curves.png", "tensorboard", "test_predictions.parquet"
 
 
 class Origin(NamedTuple):
@@ -53,17 +53,17 @@ class Origin(NamedTuple):
 
     data: str
     """Where the images are."""
-    start: str
+    pretrained: str
     """A checksum of the model it starts from, its weights and its config; nothing for a fresh one."""
 
 
-def origin_of(data: str | Path, start: Bundle | None) -> Origin:
+def origin_of(data: str | Path, pretrained: Bundle | None) -> Origin:
     """Say what a run is made from."""
     place = str(data) if str(data) == BUILT_IN else str(Path(data).resolve())
-    if start is None:
+    if pretrained is None:
         return Origin(place, "")
-    digest = hashlib.blake2b(start.model.config.resolved().to_json().encode(), digest_size=16)
-    for name, tensor in sorted(start.model.state_dict().items()):
+    digest = hashlib.blake2b(pretrained.model.config.resolved().to_json().encode(), digest_size=16)
+    for name, tensor in sorted(pretrained.model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return Origin(place, digest.hexdigest())
@@ -86,8 +86,10 @@ def keep_origin(folder: Path, origin: Origin) -> str | None:
     if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in Origin._fields):
         raise damaged(path, "lacks what a run writes there")
     old = Origin(*(found[name] for name in Origin._fields))
-    if old.start != origin.start:
-        began = "fresh weights" if not old.start else "other weights" if origin.start else "a model that exists"
+    if old.pretrained != origin.pretrained:
+        began = (
+            "fresh weights" if not old.pretrained else "other weights" if origin.pretrained else "a model that exists"
+        )
         raise ConfigError(f"{folder} holds a run that began with {began}; choose another --run, or start from the same")
     return (
         None

@@ -13,14 +13,14 @@ from vitrail.metrics.baselines import warning_about_gap
 from vitrail.training.curves import draw_curves
 from vitrail.training.events import Events
 from vitrail.training.prediction_file import write_test_predictions
-from vitrail.training.run_folder import CURVES, EVENTS, HELD_OUT, MetricsFile, best_row
+from vitrail.training.run_folder import CURVES, EVENTS, TEST_PREDICTIONS, MetricsFile, best_row
 from vitrail.training.throughput import Throughput
 
 DRAWN_EVERY = 60.0
 """Seconds between two drawings of the curves; more where drawing takes more than a fiftieth of it."""
 GAP_SHARE = 20
 """Training accuracy is that of the last twentieth of the steps up to the best checkpoint."""
-NEEDS = {CURVES: "matplotlib", EVENTS: "tensorboard", HELD_OUT: "pyarrow"}
+NEEDS = {CURVES: "matplotlib", EVENTS: "tensorboard", TEST_PREDICTIONS: "pyarrow"}
 
 
 class RunLogger:
@@ -71,7 +71,9 @@ class RunLogger:
 
     def held_out(self, predictions: Predictions, source: Source) -> None:
         """Keep the answers that the result is made of."""
-        self._leave(HELD_OUT, lambda: write_test_predictions(predictions, source, self.folder / HELD_OUT))
+        self._leave(
+            TEST_PREDICTIONS, lambda: write_test_predictions(predictions, source, self.folder / TEST_PREDICTIONS)
+        )
 
     def close(self) -> None:
         """Draw the curves as they are at the end."""

@@ -110,7 +110,7 @@ class Stepper(NamedTuple):
 
     def _gradients(self, state: State, forward: nn.Module, batch: Batch) -> Tensor:
         """Compute the gradients of a batch, part by part, and clip them; return what `Taken.numbers` says."""
-        number, micros = state.progress.step, self.recipe.micro_batches
+        number, micros = state.progress.step, self.recipe.gradient_accumulation
         state.optimizer.zero_grad(set_to_none=True)
         attention = REPEATABLE_ATTENTION if self.recipe.deterministic else TRUSTED_ATTENTION
         losses: list[Tensor] = []
@@ -186,8 +186,8 @@ def first_not_finite(model: nn.Module, stepper: Stepper, batch: Batch) -> str:
 
     handles = [watch(name, module) for name, module in model.named_modules() if name]
     try:
-        for micro in range(stepper.recipe.micro_batches):
-            pixels = stepper.pixels(batch.micro(micro, stepper.recipe.micro_batches).to(stepper.device))
+        for micro in range(stepper.recipe.gradient_accumulation):
+            pixels = stepper.pixels(batch.micro(micro, stepper.recipe.gradient_accumulation).to(stepper.device))
             with autocast(stepper.device, stepper.precision):
                 model(pixels)
     finally:

@@ -23,7 +23,7 @@ from vitrail.io import ContentError, read_json
 from vitrail.runtime import choose_device
 from vitrail.terminal import printable
 from vitrail.training.criterion import COLUMNS, TITLES, Criterion, score, shared_criterion
-from vitrail.training.finetune_init import opened_start
+from vitrail.training.finetune_init import opened_pretrained
 from vitrail.training.grid import Trial, combine, plan_trials
 from vitrail.training.recipe import Recipe, default_recipe, read_recipe, unknown_setting
 from vitrail.training.run_folder import (
@@ -102,7 +102,7 @@ class _Training:
     """What all candidates are trained with."""
 
     data: str | Path
-    start: str | Path | Bundle | None
+    pretrained: str | Path | Bundle | None
     device: str
     workers: int | None
     quiet: bool
@@ -113,7 +113,7 @@ class _Training:
         return train(
             self.data,
             recipe=trial.recipe,
-            start=self.start,
+            pretrained=self.pretrained,
             folder=folder,
             device=self.device,
             workers=self.workers,
@@ -133,7 +133,7 @@ def sweep(
     over: Mapping[str, Sequence[Any]],
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
-    start: str | Path | Bundle | None = None,
+    pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     folder: str | Path | None = None,
@@ -155,11 +155,12 @@ def sweep(
     data = place_of(data)
     kind = choose_device(device).type  # refuses a wrong one before anything is read
     recipes = [
-        (values, read_recipe(recipe or default_recipe(start), changes, values)) for values in combine(over, changes)
+        (values, read_recipe(recipe or default_recipe(pretrained), changes, values))
+        for values in combine(over, changes)
     ]
     for _, tried in recipes:
-        tried.check_start(start)
-    bundle = opened_start(start, overrides, keys)
+        tried.check_pretrained(pretrained)
+    bundle = opened_pretrained(pretrained, overrides, keys)
     training = _Training(data, bundle, device, workers, quiet)
     trials = plan_trials(recipes, data, bundle, kind)
     place = Path(folder) if folder is not None else _default_folder(trials, data, bundle)
@@ -183,8 +184,8 @@ def sweep(
     return Sweep(place, candidates, chosen, best, criterion)
 
 
-def _default_folder(trials: Sequence[Trial], data: str | Path, start: Bundle | None) -> Path:
-    place = default_folder(origin_of(data, start), [trial.plan.recipe for trial in trials])
+def _default_folder(trials: Sequence[Trial], data: str | Path, pretrained: Bundle | None) -> Path:
+    place = default_folder(origin_of(data, pretrained), [trial.plan.recipe for trial in trials])
     return place.with_name(f"{place.name}-sweep")
 
 

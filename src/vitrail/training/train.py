@@ -23,9 +23,9 @@ from vitrail.runtime import Precision, choose_device, faster_in_bf16, process_gr
 from vitrail.training.advice import before_training
 from vitrail.training.auto_batch import fit_batch_to_memory
 from vitrail.training.console import RunConsole, SilentConsole
-from vitrail.training.defaults import Choice, Plan, choose, describe_data
-from vitrail.training.distributed import Ranks, Where
-from vitrail.training.finetune_init import opened_start
+from vitrail.training.defaults import ResolvedDefault, TrainingPlan, describe_data, resolve_defaults
+from vitrail.training.distributed import Ranks, RunContext
+from vitrail.training.finetune_init import opened_pretrained
 from vitrail.training.loop import train_run
 from vitrail.training.memory import Job, resident_images
 from vitrail.training.memory_limits import memory_limit
@@ -55,7 +55,7 @@ class Run:
     folder: Path
     bundle: Bundle
     metrics: Evaluation
-    choices: list[Choice]
+    defaults: list[ResolvedDefault]
     summary: str
     """How good it is, in one sentence."""
     report: Path | None = None
@@ -67,7 +67,7 @@ def train(
     *,
     recipe: str | Path | Recipe | None = None,
     changes: Sequence[str] = (),
-    start: str | Path | Bundle | None = None,
+    pretrained: str | Path | Bundle | None = None,
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
     folder: str | Path | None = None,
@@ -88,37 +88,39 @@ def train(
     data, chosen = place_of(data), choose_device(device)
     with process_group(chosen) as processes, Ranks(processes, chosen).noticing_losses() as ranks:
         with ranks.together(), ranks.main_first():
-            first = _recipe(recipe, changes, start)
-            first.check_start(start)
-            bundle = opened_start(start, overrides, keys)
+            first = _recipe(recipe, changes, pretrained)
+            first.check_pretrained(pretrained)
+            bundle = opened_pretrained(pretrained, overrides, keys)
             splits = open_data(data, seed=first.seed, val=first.data.val, test=first.data.test)
             facts = describe_data(splits.train, chosen.type)
-            plan = choose(first, facts, bundle)
+            plan = resolve_defaults(first, facts, bundle)
             advice = before_training(facts, fresh=bundle is None)
             origin = origin_of(data, bundle)
             place = Path(folder) if folder is not None else default_folder(origin, [plan.recipe])
             check_apart(place, origin)
         _check_alike(ranks, plan, splits)
-        where = Where(chosen, _precision(plan.recipe, chosen), _workers(workers, ranks), ranks)
-        job = Job(plan, chosen, where.precision, processes.size, where.workers, resident_images(plan, splits))
+        context = RunContext(chosen, _precision(plan.recipe, chosen), _workers(workers, ranks), ranks)
+        job = Job(plan, chosen, context.precision, processes.size, context.workers, resident_images(plan, splits))
         plan = fit_batch_to_memory(job, place, len(splits.train), memory_limit(chosen))
         opened = _opened(ranks, place, plan, splits, origin, advice, quiet=quiet, said=said)
         with opened as screen, repeatable(plan.recipe.deterministic):
             if bundle is not None:
                 bundle.announce()
             with ranks.together(), ranks.main_first():
-                shown = _cached(splits if evaluate_on == "test" else splits._replace(test=None), plan, where)
-            with timed_session(place, chosen, processes.size, where.precision) if ranks.is_main else nullcontext():
-                best, measured, bad = train_run(plan, shown, bundle, place, where, screen, final=evaluate_on == "test")
+                shown = _cached(splits if evaluate_on == "test" else splits._replace(test=None), plan, context)
+            with timed_session(place, chosen, processes.size, context.precision) if ranks.is_main else nullcontext():
+                best, measured, bad = train_run(
+                    plan, shown, bundle, place, context, screen, final=evaluate_on == "test"
+                )
             summary = _summary(measured, shown, bad, screen.waited_share)
             screen.note(f"the best model is {place / 'best'}")
             for warning in measured.warnings:
                 screen.warning(warning)
             screen.result(summary)
-    return Run(place, best, measured, plan.choices, summary)
+    return Run(place, best, measured, plan.defaults, summary)
 
 
-def _check_alike(ranks: Ranks, plan: Plan, splits: Splits) -> None:
+def _check_alike(ranks: Ranks, plan: TrainingPlan, splits: Splits) -> None:
     """All processes must have worked out the same plan, or they would wait for each other for ever."""
     words = json.dumps(splits.record, sort_keys=True)
     found = ranks.gathered((plan.recipe.fingerprint(), len(splits.train), words))
@@ -134,7 +136,7 @@ def _check_alike(ranks: Ranks, plan: Plan, splits: Splits) -> None:
 def _opened(
     ranks: Ranks,
     place: Path,
-    plan: Plan,
+    plan: TrainingPlan,
     splits: Splits,
     origin: Origin,
     advice: Sequence[str],
@@ -158,22 +160,22 @@ def _opened(
         yield screen
 
 
-def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], start: object) -> Recipe:
+def _recipe(recipe: str | Path | Recipe | None, changes: Sequence[str], pretrained: object) -> Recipe:
     if isinstance(recipe, Recipe):
         if changes:
             raise ConfigError("changes go with a recipe's name or file; change a Recipe with replace()")
         return recipe
-    return read_recipe(recipe or default_recipe(start), changes)
+    return read_recipe(recipe or default_recipe(pretrained), changes)
 
 
 def _introduce(
-    screen: RunConsole, place: Path, plan: Plan, splits: Splits, advice: Sequence[str], device: torch.device
+    screen: RunConsole, place: Path, plan: TrainingPlan, splits: Splits, advice: Sequence[str], device: torch.device
 ) -> None:
     """Say what will be done, and keep what is known of the data."""
     if not (place / SPLIT).exists():
         _say_check(screen, place, splits, plan.model.image_size[0])
         write_json(place / SPLIT, splits.record)
-        screen.choices(plan.choices)
+        screen.defaults(plan.defaults)
         for text in advice:
             screen.of_data(text, loud=True)
     elif read_in_run(place / SPLIT, read_json) != json.loads(json.dumps(splits.record)):
@@ -197,16 +199,16 @@ def _say_check(screen: RunConsole, place: Path, splits: Splits, size: int) -> No
     for finding in report.findings:
         if finding.grave:
             some = ", ".join(finding.details[:2]) + (", …" if len(finding.details) > 2 else "")
-            where = f" ({some})" if some else ""
-            screen.of_data(f"{finding.text}{where}; {finding.advice}", loud=True)
+            details = f" ({some})" if some else ""
+            screen.of_data(f"{finding.text}{details}; {finding.advice}", loud=True)
 
 
-def _cached(splits: Splits, plan: Plan, where: Where) -> Splits:
+def _cached(splits: Splits, plan: TrainingPlan, context: RunContext) -> Splits:
     side = plan.recipe.data.cache
     if side is None:
         return splits
     size = CacheSize(side, plan.preprocess.channels)
-    return splits._replace(train=cached(splits.train, size, workers=where.workers))
+    return splits._replace(train=cached(splits.train, size, workers=context.workers))
 
 
 def _precision(recipe: Recipe, device: torch.device) -> Precision:

@@ -14,7 +14,16 @@ from PIL import Image
 from scipy import stats
 from tests.peers import import_peer
 
-from vitrail.data.augmentation.augment import PRESETS, Affine, Augmentation, Jitter, Plan, apply, plan, preset
+from vitrail.data.augmentation.augment import (
+    PRESETS,
+    Affine,
+    Augmentation,
+    AugmentationPlan,
+    Jitter,
+    apply,
+    plan,
+    preset,
+)
 from vitrail.data.augmentation.crops import Box
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
@@ -35,7 +44,7 @@ EVERYTHING = Augmentation(
     erasing=0.5,
     erasing_fill="noise",
 )
-NOTHING = Plan(8, 8, None, "nothing", "bilinear", False, False, None, (), None, None, 0)
+NOTHING = AugmentationPlan(8, 8, None, "nothing", "bilinear", False, False, None, (), None, None, 0)
 
 
 def photograph(height: int, width: int, mode: str = "RGB") -> Image.Image:
@@ -45,7 +54,7 @@ def photograph(height: int, width: int, mode: str = "RGB") -> Image.Image:
     return rough.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
-def plans(augmentation: Augmentation, height: int = 300, width: int = 400, size: int = 64) -> list[Plan]:
+def plans(augmentation: Augmentation, height: int = 300, width: int = 400, size: int = 64) -> list[AugmentationPlan]:
     return [plan(augmentation, height, width, (size, size), draws(0, position)) for position in range(COUNT)]
 
 

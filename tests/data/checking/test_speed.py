@@ -51,7 +51,7 @@ def test_steps_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     apply = augment.apply
 
-    def slow(plan: augment.Plan, image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    def slow(plan: augment.AugmentationPlan, image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         time.sleep(0.01)
         return apply(plan, image, size)
 

@@ -134,7 +134,7 @@ def preset(name: str) -> Augmentation:
     return PRESETS[name]
 
 
-class Plan(NamedTuple):
+class AugmentationPlan(NamedTuple):
     """Everything that was drawn for one image, as plain numbers."""
 
     height: int
@@ -154,7 +154,9 @@ class Plan(NamedTuple):
     fill: int
 
 
-def plan(augmentation: Augmentation, height: int, width: int, size: tuple[int, int], generator: Generator) -> Plan:
+def plan(
+    augmentation: Augmentation, height: int, width: int, size: tuple[int, int], generator: Generator
+) -> AugmentationPlan:
     """Draw everything for an image of (height, width) that is to become one of `size`, also (height, width)."""
     if height < 1 or width < 1:
         raise InputError(f"an image of {height}×{width} pixels has nothing to cut")
@@ -173,7 +175,7 @@ def plan(augmentation: Augmentation, height: int, width: int, size: tuple[int, i
     if fill is None:
         big_vision = augmentation.randaugment is not None and augmentation.randaugment.operations == "big_vision"
         fill = MIDDLE_GREY if big_vision else 0
-    return Plan(
+    return AugmentationPlan(
         height, width, box, beyond, augmentation.interpolation,
         flip, flip_vertical, warp, operations, erased, noise, fill,
     )  # fmt: skip
@@ -243,7 +245,7 @@ def _drawn_jitter(jitter: Jitter, generator: Generator) -> list[Operation]:
     return [operations[index] for index in generator.permutation(len(operations))]
 
 
-def apply(plan: Plan, image: Image.Image | NDArray[Any], size: tuple[int, int]) -> NDArray[np.uint8]:
+def apply(plan: AugmentationPlan, image: Image.Image | NDArray[Any], size: tuple[int, int]) -> NDArray[np.uint8]:
     """Make the pixels (height, width, channels) that were planned, from the image or a smaller version of it.
 
     An image with other than one or three channels has no colours; it is cut, flipped, warped and erased.
@@ -282,7 +284,7 @@ def _noise(seed: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return draws(seed, 0, "erasing").integers(0, 256, shape, dtype=np.uint8)
 
 
-def _shaped(plan: Plan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+def _shaped(plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
     """Do what moves pixels: cut and resize, flip, warp."""
     shaped = _resized(plan, image, size)
     if plan.flip:
@@ -294,7 +296,7 @@ def _shaped(plan: Plan, image: Image.Image | NDArray[np.uint8], size: tuple[int,
     return shaped
 
 
-def _resized(plan: Plan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+def _resized(plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
     """Cut out the box and resize it; the box is scaled where the image was decoded smaller than the original."""
     height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[:2]
     if plan.box is None:

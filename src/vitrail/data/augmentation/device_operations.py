@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vitrail.data.augmentation.augment import Plan
+from vitrail.data.augmentation.augment import AugmentationPlan
 from vitrail.data.augmentation.colours import Matrix
 from vitrail.data.augmentation.randaugment import Operation
 from vitrail.data.packing import PackedArrays, Slot
@@ -92,7 +92,7 @@ class Orders(NamedTuple):
     fill: int
 
 
-def write_orders(plans: Sequence[Plan], size: tuple[int, int], packed: PackedArrays) -> Orders:
+def write_orders(plans: Sequence[AugmentationPlan], size: tuple[int, int], packed: PackedArrays) -> Orders:
     """Put everything that was planned for images of `size` into a parcel."""
     layers = max(len(plan.operations) for plan in plans)
     return Orders(
@@ -116,7 +116,7 @@ def kind_of(operation: Operation) -> str | None:
     return "saturation" if name == "grey" else name
 
 
-def _layer(plans: Sequence[Plan], layer: int, size: tuple[int, int], packed: PackedArrays) -> Layer:
+def _layer(plans: Sequence[AugmentationPlan], layer: int, size: tuple[int, int], packed: PackedArrays) -> Layer:
     images: dict[str, list[int]] = defaultdict(list)
     values: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for number, plan in enumerate(plans):
@@ -155,7 +155,7 @@ def _single(values: Values, column: int = 0) -> NDArray[np.float32]:
 # ── what moves pixels ──
 
 
-def _crops(plans: Sequence[Plan], size: tuple[int, int], packed: PackedArrays) -> tuple[Slot, Slot]:
+def _crops(plans: Sequence[AugmentationPlan], size: tuple[int, int], packed: PackedArrays) -> tuple[Slot, Slot]:
     """Cut out and flip, by whole pixels."""
     height, width = size
     tops = [0 if plan.box is None else int(plan.box.top) for plan in plans]
@@ -174,7 +174,7 @@ def _line(starts: list[int], backwards: list[bool], length: int) -> NDArray[np.i
     return found
 
 
-def _warps(plans: Sequence[Plan], packed: PackedArrays) -> Warps | None:
+def _warps(plans: Sequence[AugmentationPlan], packed: PackedArrays) -> Warps | None:
     warped = [(number, plan.warp) for number, plan in enumerate(plans) if plan.warp is not None]
     if not warped:
         return None
@@ -236,7 +236,7 @@ MATRICES: dict[str, Callable[[tuple[float, ...], int, int], Matrix]] = {
 }
 
 
-def _erased(plans: Sequence[Plan], size: tuple[int, int], packed: PackedArrays) -> tuple[Slot, Slot] | None:
+def _erased(plans: Sequence[AugmentationPlan], size: tuple[int, int], packed: PackedArrays) -> tuple[Slot, Slot] | None:
     if not any(plan.erased for plan in plans):
         return None
     boxes = np.array([(0, 0, 0, 0) if plan.erased is None else tuple(map(int, plan.erased)) for plan in plans])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.data.augmentation.augment import MIDDLE_GREY, Augmentation, Plan
+from vitrail.data.augmentation.augment import MIDDLE_GREY, Augmentation, AugmentationPlan
 from vitrail.data.augmentation.device_operations import Blends, Maps, Moves, Orders, Warps, write_orders
 from vitrail.data.packing import PackedArrays
 from vitrail.errors import ConfigError
@@ -35,7 +35,7 @@ def check_on_device(augmentation: Augmentation) -> None:
         raise ConfigError('augmentation.erasing_fill = "noise" is not done on the device; use "grey"')
 
 
-def apply_all(plans: Sequence[Plan], pixels: Tensor) -> Tensor:
+def apply_all(plans: Sequence[AugmentationPlan], pixels: Tensor) -> Tensor:
     """Do to each image of (B, C, H, W), uint8, what was planned for it."""
     packed = PackedArrays()
     orders = write_orders(plans, (pixels.shape[2], pixels.shape[3]), packed)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vitrail.data.augmentation import augment
-from vitrail.data.augmentation.augment import Augmentation, Plan
+from vitrail.data.augmentation.augment import Augmentation, AugmentationPlan
 from vitrail.data.augmentation.device_operations import kind_of
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.randaugment import Operation
@@ -44,7 +44,7 @@ def rooms_for(augmentation: Augmentation, size: tuple[int, int], batch: int) -> 
     return Rooms(tuple(layers), added)
 
 
-def filled(plans: Sequence[Plan], rooms: Rooms) -> list[Plan]:
+def filled(plans: Sequence[AugmentationPlan], rooms: Rooms) -> list[AugmentationPlan]:
     """Return plans with others behind them that fill all rooms; plans that do not fit in are returned as they are."""
     columns: list[list[Operation]] = []
     for layer, sizes in enumerate(rooms.layers):
@@ -66,7 +66,7 @@ def filled(plans: Sequence[Plan], rooms: Rooms) -> list[Plan]:
     return [*plans, *unseen]
 
 
-def _kinds(plans: Sequence[Plan], layer: int) -> list[str]:
+def _kinds(plans: Sequence[AugmentationPlan], layer: int) -> list[str]:
     found = (kind_of(plan.operations[layer]) for plan in plans if layer < len(plan.operations))
     return [kind for kind in found if kind is not None]
 
