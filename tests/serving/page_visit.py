@@ -89,7 +89,7 @@ class Visit(NamedTuple):
 
     def settle(self) -> None:
         """Wait until nothing is being fetched or drawn."""
-        self.page.wait_for_selector(".panel[aria-busy=true], #way[aria-busy=true]", state="detached", timeout=WAIT)
+        self.page.wait_for_selector(".panel[aria-busy=true], #pipeline[aria-busy=true]", state="detached", timeout=WAIT)
 
     def until(self, text: str) -> None:
         """Wait until the address has some text; it follows what is shown a moment later."""

@@ -12,7 +12,7 @@ import pytest
 from tests.serving.server import Running, connect, image, read_all, save_tiny, sent, server, wait_until
 
 from vitrail.serving import connections
-from vitrail.serving.connections import Connections, RateLimitFilter, Told, client_key
+from vitrail.serving.connections import Connections, RateLimitedLog, RateLimitFilter, client_key
 from vitrail.serving.counters import Counters
 
 
@@ -30,7 +30,7 @@ class Fake:
     def __init__(self) -> None:
         self.gone = False
 
-    def give_way(self) -> None:
+    def close_idle(self) -> None:
         self.gone = True
 
 
@@ -61,7 +61,7 @@ def test_one_network_of_ipv6_is_one_client() -> None:
 def test_the_same_trouble_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(connections, "monotonic", lambda: now[0])
-    told = Told()
+    told = RateLimitedLog()
     assert told.due("x") == 0
     assert [told.due("x") for _ in range(1000)] == [None] * 1000
     assert told.due("y") == 0
@@ -158,7 +158,7 @@ def test_few_file_descriptors_leave_room_for_what_else_is_opened(monkeypatch: py
     monkeypatch.setattr(os, "listdir", lambda _: ["x"] * used)
     for soft, hard, room in ((1024, 4096, 512), (256, 4096, 512), (256, 256, 256 - used - connections.RESERVED)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, pair=(soft, hard): pair)
-        assert connections.room_for(512) == room
+        assert connections.connection_limit(512) == room
     assert asked == [(512 + used + connections.RESERVED, 4096), (256, 256)]
 
 

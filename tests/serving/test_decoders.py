@@ -139,9 +139,9 @@ def test_large_images_leave_a_decoder_free() -> None:
         begun = time.monotonic()
         one = asyncio.Lock()
         many = [asyncio.create_task(decoders.decode(large, PREPROCESS, "greedy", one)) for _ in range(5)]
-        while not decoders._large_at_work:
+        while not decoders._large_active:
             await asyncio.sleep(0)
-        assert decoders._large_at_work.total() == 1
+        assert decoders._large_active.total() == 1
         await asyncio.gather(*(decoders.decode(small, PREPROCESS, "greedy", asyncio.Lock()) for _ in range(3)))
         quick = time.monotonic() - begun
         await asyncio.gather(*many)
@@ -169,10 +169,10 @@ def test_one_request_of_many_images_leaves_seats(bundle: Path) -> None:
             served.batcher.reserve(6)
             with pytest.raises(HttpError, match="try again soon"):
                 served.batcher.reserve(2)
-            seats = [*served.batcher.reserve(1), *served.batcher.reserve(1)]
+            slots = [*served.batcher.reserve(1), *served.batcher.reserve(1)]
             with pytest.raises(HttpError, match="try again soon"):
                 served.batcher.reserve(1)
-            for slot in seats:
+            for slot in slots:
                 slot.leave()
         assert (await client.get("/readyz")).status_code == 200
 
@@ -181,7 +181,7 @@ def test_one_request_of_many_images_leaves_seats(bundle: Path) -> None:
 
 def test_readiness_is_honest_about_images_that_wait(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
-        decoders = service._answerer.decoders
+        decoders = service._handler.decoders
         await decoders.start()
         os.kill(decoders._idle[0].process.pid, 19)
         both = [asyncio.create_task(client.post("/v1/predict", content=image(), headers=PNG)) for _ in range(2)]

@@ -307,7 +307,7 @@ def test_other_addresses_and_methods(client: httpx.Client) -> None:
     for path in ("/assets/../settings.py", "/assets/%2e%2e/settings.py", "/samples/..%2f..%2fapp.py", "/assets/%00"):
         answer = client.get(path)
         assert answer.status_code == 404, path
-        assert answer.json()["error"] == "there is nothing at this address"
+        assert answer.json()["error"] == "not found"
 
 
 # ── around it ──

@@ -152,7 +152,7 @@ def test_what_still_arrives_is_refused_before_what_is_whole() -> None:
                         await asyncio.sleep(0 if arrives else 60)
                     await asyncio.sleep(60)
             except HttpError as refusal:
-                said.append(f"{name}: {refusal.status} {refusal.sentence}")
+                said.append(f"{name}: {refusal.status} {refusal.message}")
 
         tasks = [asyncio.create_task(request(name, arrives=name == "whole")) for name in ("whole", "part")]
         await asyncio.sleep(0.01)
@@ -160,7 +160,7 @@ def test_what_still_arrives_is_refused_before_what_is_whole() -> None:
         lifecycle.refuse_arriving()
         assert not await lifecycle.idle(0.05)
         said.append(f"{lifecycle.accepted} left")
-        lifecycle.refuse_unanswered()
+        lifecycle.refuse_unfinished()
         assert await lifecycle.idle(5)
         await asyncio.gather(*tasks)
         await request("late", arrives=True)
@@ -250,7 +250,7 @@ def test_a_port_in_use_and_a_missing_bundle_exit_2_with_a_sentence(
     bundle = save_tiny(tmp_path / "m")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for words, sentence in (
+        for words, message in (
             ([str(bundle), "--port", str(port)], f"port {port} of 127.0.0.1 cannot be used (address already in use)"),
             ([str(tmp_path / "nothing"), "--port", "0"], "nothing"),
             ([str(bundle), "--port", "0", "--batch", "0"], "batch is 0"),
@@ -268,7 +268,7 @@ def test_a_port_in_use_and_a_missing_bundle_exit_2_with_a_sentence(
             assert ended.value.code == 2, words
             last = said.err.strip().splitlines()[-1]
             assert last.startswith("vitrail: "), said.err
-            assert sentence in last
+            assert message in last
             assert "Traceback" not in said.err
 
 
@@ -326,8 +326,8 @@ def test_names(tmp_path: Path) -> None:
 
 def test_the_token_is_printed_nowhere() -> None:
     settings = Settings(models=name_models(["m"]), token="open-sesame")
-    assert settings.shown()["token"] == "set"
-    for said in (repr(settings), str(settings), settings.to_json(), str(settings.shown())):
+    assert settings.redacted()["token"] == "set"
+    for said in (repr(settings), str(settings), settings.to_json(), str(settings.redacted())):
         assert "open-sesame" not in said
     for wrong in ("", "two words", "é"):
         with pytest.raises(ConfigError, match="the token should be ASCII"):

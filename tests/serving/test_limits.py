@@ -28,7 +28,7 @@ from vitrail.serving.counters import Counters
 from vitrail.serving.decoding import decode_upload
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.lifecycle import Lifecycle
-from vitrail.serving.middleware import PIECE, Middleware
+from vitrail.serving.middleware import CHUNK, Middleware
 from vitrail.serving.served_model import ServedModel
 
 
@@ -157,7 +157,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> 
 
         await middleware(scope, receive, taken)
         assert b"".join(pieces) == content
-        assert max(map(len, pieces)) <= PIECE
+        assert max(map(len, pieces)) <= CHUNK
         pieces.clear()
         async with asyncio.timeout(10):
             await middleware(scope, receive, stuck)
@@ -168,7 +168,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> 
             await asyncio.Event().wait()
 
         async def refusing(*_: Any) -> None:
-            raise HttpError(404, "there is nothing at this address")
+            raise HttpError(404, "not found")
 
         async with asyncio.timeout(10):
             await Middleware(refusing, {"/"}, settings, counters, Lifecycle())(scope, receive, never)
@@ -196,13 +196,11 @@ def test_a_reload_during_the_warm_up_comes_after_it(bundle: Path, monkeypatch: p
 
 
 def test_the_thread_that_answers_is_the_one_that_was_warmed_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, threads = ServedModel.answer, list[str]()
+    answer, threads = ServedModel.run, list[str]()
 
-    def noted(
-        self: ServedModel, work_item: operations.ParsedRequest, images: Sequence[Pixels]
-    ) -> list[operations.Answer]:
+    def noted(self: ServedModel, operation: operations.Operation, images: Sequence[Pixels]) -> list[operations.Result]:
         threads.append(threading.current_thread().name)
-        return answer(self, work_item, images)
+        return answer(self, operation, images)
 
     monkeypatch.setattr(ServedModel, "answer", noted)
 

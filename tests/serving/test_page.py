@@ -78,7 +78,7 @@ def upload(seen: Visit, content: bytes, name: str = "bird.png", kind: str = "ima
 def answers(seen: Visit, panel: int = 0) -> list[tuple[str, str]]:
     rows = seen.part("bars", panel).locator("button")
     return [
-        (row.locator(".name").inner_text(), row.locator(".share").inner_text())
+        (row.locator(".name").inner_text(), row.locator(".probability").inner_text())
         for row in (rows.nth(i) for i in range(5))
     ]
 
@@ -94,7 +94,7 @@ def test_an_uploaded_image_is_answered_as_the_classifier_answers(seen: Visit, bu
     for (_, share), probability in zip(found, expected.probabilities, strict=True):
         assert abs(float(re.sub("[^0-9.]", "", share)) - 100 * probability) <= 0.5
     seen.until("image=own")
-    assert seen.page.locator("#live").inner_text().startswith(f"birds says {expected.name}")
+    assert seen.page.locator("#live").inner_text().startswith(f"birds predicts {expected.name}")
 
 
 @pytest.mark.parametrize("way", ["drop", "paste"])
@@ -146,7 +146,7 @@ def test_a_move_shows_where_the_patch_looks(seen: Visit, bundles: dict[str, Path
         best = int(row.argmax())
         said = seen.part("readout").inner_text()
         token = {0: "class token", 1: "register 0"}.get(best, f"patch {(best - 2) // 4},{(best - 2) % 4}")
-        assert f"looks most at {'itself' if best == 2 + place else token}: " in said
+        assert f"attends most to {'itself' if best == 2 + place else token}: " in said
         number = re.search(r": ([\d.]+) %\.", said)
         assert number is not None
         assert abs(float(number[1]) - 100 * float(row[best])) <= 0.6
@@ -202,7 +202,7 @@ def test_special_tokens_can_be_asked(seen: Visit) -> None:
     seen.page.mouse.move(0, 0)
     seen.settle()
     assert seen.pixels() != first
-    assert seen.part("readout").inner_text().startswith("Register 0 looks most at")
+    assert seen.part("readout").inner_text().startswith("Register 0 attends most to")
     seen.until("query=register:0")
 
 
@@ -222,7 +222,7 @@ def test_each_method_lays_its_map_over_the_image(seen: Visit, bundles: dict[str,
     expected = torch.from_numpy(np.array(alone)).reshape(-1, 3).float()
     assert (torch.tensor(colours).float() - expected).abs().max() < 12
     if found.target is not None:
-        assert f"What speaks for {found.target}" in seen.part("readout").inner_text()
+        assert f"Evidence for {found.target}" in seen.part("readout").inner_text()
     over = seen.pixels()
     seen.page.locator("#opacity").fill("0")
     seen.settle()
@@ -236,7 +236,7 @@ def test_an_answer_says_what_speaks_for_it(seen: Visit) -> None:
     row.click()
     seen.settle()
     assert seen.page.get_by_role("radio", name="Relevance").is_checked()
-    assert f"What speaks for {name}," in seen.part("readout").inner_text()
+    assert f"Evidence for {name}," in seen.part("readout").inner_text()
     assert row.get_attribute("aria-pressed") == "true"
 
 
@@ -245,7 +245,7 @@ def test_an_answer_says_what_speaks_for_it(seen: Visit) -> None:
 
 def test_a_link_restores_the_view(seen: Visit, address: str) -> None:
     seen.open(f"{address}#image=goldfish&model=birds&layer=1&head=1&query=2,3&opacity=0.35")
-    assert seen.part("readout").inner_text().startswith("Patch 2,3 looks most at")
+    assert seen.part("readout").inner_text().startswith("Patch 2,3 attends most to")
     assert seen.page.get_by_role("radio", name="Head 1").is_checked()
     assert seen.page.locator("#opacity").input_value() == "35"
     before, link = seen.pixels(), seen.hash()
@@ -254,7 +254,7 @@ def test_a_link_restores_the_view(seen: Visit, address: str) -> None:
     seen.go(link)
     assert seen.pixels() == before
     seen.go("#image=own&model=no-such&layer=99&head=-1&query=77,1&method=magic&opacity=7&other=x")
-    assert "cannot hold" in seen.page.locator("#notice").inner_text()
+    assert "cannot contain" in seen.page.locator("#notice").inner_text()
     assert seen.part("layer-value").inner_text() == "2"
 
 
@@ -264,12 +264,12 @@ def test_two_models_are_compared(seen: Visit) -> None:
     seen.settle()
     assert len(answers(seen, 0)) == len(answers(seen, 1)) == 5
     seen.until("other=finer")
-    assert re.search("Both say|birds says", seen.page.locator("#result").inner_text())
+    assert re.search("Both predict|birds predicts", seen.page.locator("#result").inner_text())
     first, second = seen.pixels(0), seen.pixels(1)
     seen.over(3, 0, GRID)
     assert seen.pixels(0) != first
     assert seen.pixels(1) != second, "the other model shows the same place"
-    assert seen.part("readout", 1).inner_text().startswith("Patch 7,1 looks most at")
+    assert seen.part("readout", 1).inner_text().startswith("Patch 7,1 attends most to")
     seen.part("layer", 1).press("ArrowLeft")
     seen.settle()
     seen.until("otherLayer=0")
@@ -301,7 +301,7 @@ def test_what_is_no_image_is_refused_in_a_sentence(
     problem = seen.page.locator("#problem")
     problem.wait_for(timeout=WAIT)
     assert says in problem.inner_text()
-    assert problem.inner_text().count(". ") == 0, "one sentence"
+    assert problem.inner_text().count(". ") == 0, "one message"
     assert problem.get_attribute("role") == "alert"
     seen.until("image=balloon")
     assert seen.pixels() == before, "what was shown stays"
@@ -329,7 +329,7 @@ def test_a_busy_server_is_asked_again(seen: Visit) -> None:
     seen.until("image=boat")
     assert len(refused) == 1
     assert seen.page.locator("#problem").is_hidden()
-    assert seen.page.locator("#live").inner_text().startswith("birds says")
+    assert seen.page.locator("#live").inner_text().startswith("birds predicts")
 
 
 def test_a_token_is_asked_for_and_kept(browser: Any, bundles: dict[str, Path]) -> None:
@@ -407,7 +407,7 @@ def test_everything_can_be_done_with_the_keyboard(seen: Visit) -> None:
     seen.settle()
     seen.until("query=2,1")
     assert seen.pixels() != shown
-    assert page.locator("#live").inner_text().startswith("Patch 2,1 looks most at")
+    assert page.locator("#live").inner_text().startswith("Patch 2,1 attends most to")
     page.keyboard.press("Escape")
     seen.settle()
     assert seen.pixels() == shown
@@ -510,7 +510,7 @@ def test_the_image_is_clear_under_the_map_and_alone_beside_it(seen: Visit) -> No
     """Where the map has least to show, it changes the image by less than a fifth of the range of brightness."""
     upload(seen, image_file())
     assert seen.part("plain").is_visible()
-    assert "as the model sees it: 32×32 pixels" in seen.part("plain-says").inner_text()
+    assert "The preprocessed image: 32×32 pixels" in seen.part("plain-note").inner_text()
     apart = [
         max(seen.page.evaluate(LEFT_OF_THE_IMAGE, [row, column])) for row in range(GRID[0]) for column in range(GRID[1])
     ]

@@ -127,7 +127,7 @@ def test_a_model_that_was_replaced_by_another_kind_is_not_drawn_as_the_old_one(s
         seen.page.locator("#problem").wait_for(timeout=WAIT)
     finally:
         seen.page.unroute(asked)
-    assert "another model as “birds” by now; reload the page" in seen.page.locator("#problem").inner_text()
+    assert "The model “birds” has changed on the server; reload the page" in seen.page.locator("#problem").inner_text()
     seen.settle()
     assert seen.pixels() == before
 
@@ -135,4 +135,4 @@ def test_a_model_that_was_replaced_by_another_kind_is_not_drawn_as_the_old_one(s
 def test_a_class_that_does_not_exist_is_as_if_none_were_named(seen: Visit) -> None:
     seen.go("#model=birds&image=daisy&method=relevance&target=999")
     assert seen.page.locator("#problem").is_hidden()
-    assert seen.part("readout").inner_text().startswith("What speaks for")
+    assert seen.part("readout").inner_text().startswith("Evidence for")

@@ -43,17 +43,17 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Ser
 
 
 def test_features_are_those_of_the_model(served: tuple[ServedModel, str]) -> None:
-    answering, precision = served
+    model, precision = served
     exact, generator = bundle(), torch.Generator().manual_seed(3)
     images = torch.randint(0, 256, (5, 16, 32, 3), dtype=torch.uint8, generator=generator)
     for wanted in WANTED:
-        answers = answering.answer(Embed(wanted), [image.numpy() for image in images])
+        answers = model.run(Embed(wanted), [image.numpy() for image in images])
         found = torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
         with torch.no_grad():
             expected = wanted.take(exact.model, exact.preprocess.normalise(images.permute(0, 3, 1, 2)))
         assert found.shape == expected.shape
         assert relative_error(found, expected) < ROUNDING[precision]
-        assert isinstance(answering.ready(wanted), FastModel if precision == "bf16" else ViT)
-    kept = answering.ready(FeatureRequest())
-    assert answering.ready(FeatureRequest(layer=-1, normalise=True)) is kept
-    assert (answering.ready(FeatureRequest(layer=0)) is kept) == (precision == "float32")
+        assert isinstance(model.ready(wanted), FastModel if precision == "bf16" else ViT)
+    kept = model.ready(FeatureRequest())
+    assert model.ready(FeatureRequest(layer=-1, normalise=True)) is kept
+    assert (model.ready(FeatureRequest(layer=0)) is kept) == (precision == "float32")

@@ -42,7 +42,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 
 def embedded(served: ServedModel, images: Tensor, wanted: FeatureRequest = FeatureRequest()) -> Tensor:  # noqa: B008 - a constant
-    answers = served.answer(Embed(wanted), [image.numpy() for image in images])
+    answers = served.run(Embed(wanted), [image.numpy() for image in images])
     return torch.tensor([answer["embedding"] for answer in answers if isinstance(answer, dict)])
 
 

@@ -56,15 +56,15 @@ class Gate:
     def __init__(self, compute: Callable[[Any, Sequence[Pixels]], Sequence[Any]]) -> None:
         self.compute, self.open, self.sizes = compute, threading.Event(), list[int]()
 
-    def __call__(self, work_item: Any, images: Sequence[Pixels]) -> Sequence[Any]:
+    def __call__(self, operation: Any, images: Sequence[Pixels]) -> Sequence[Any]:
         self.sizes.append(len(images))
         assert self.open.wait(20)
-        return self.compute(work_item, images)
+        return self.compute(operation, images)
 
 
 def gated(service: Service) -> Gate:
     with service.registry.use(None) as served:
-        gate = Gate(served.answer)
+        gate = Gate(served.run)
         served.batcher._compute = gate
     return gate
 
@@ -268,10 +268,10 @@ def test_uploads_together_have_a_limit(bundle: Path) -> None:
 def test_a_fault_of_ours_shows_no_traceback(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         with service.registry.use(None) as served:
-            served.batcher._compute = lambda work_item, images: 1 / 0  # type: ignore[assignment,return-value]
+            served.batcher._compute = lambda operation, images: 1 / 0  # type: ignore[assignment,return-value]
         answer = await client.post("/v1/predict", content=image(), headers=PNG)
         assert answer.status_code == 500
-        assert answer.json()["error"] == "this is a fault of the service, and its log has the details"
+        assert answer.json()["error"] == "internal error; see the service's log"
         assert "division" not in answer.text
 
     asked(settings_for(bundle), ask)
@@ -284,16 +284,16 @@ def test_only_equal_questions_are_computed_together() -> None:
     async def run() -> None:
         asked: list[tuple[Any, int]] = []
 
-        def compute(work_item: Any, images: Sequence[Pixels]) -> list[int]:
-            asked.append((work_item, len(images)))
+        def compute(operation: Any, images: Sequence[Pixels]) -> list[int]:
+            asked.append((operation, len(images)))
             return [int(image[0, 0, 0]) for image in images]
 
         batcher = Batcher("m", compute, batch=4, wait=0.05, queue=100, counters=Counters())
         batcher.start()
         questions = [Predict(1), Predict(1), Predict(2), Predict(1), Predict(2)] * 2
         pixels = [np.full((1, 1, 3), number, np.uint8) for number in range(len(questions))]
-        seats = batcher.reserve(len(questions))
-        found = await asyncio.gather(*map(batcher.ask, questions, pixels, seats))
+        slots = batcher.reserve(len(questions))
+        found = await asyncio.gather(*map(batcher.submit, questions, pixels, slots))
         assert found == list(range(10))  # every answer is its own image's
         assert asked == [(Predict(1), 4), (Predict(2), 4), (Predict(1), 2)]
         assert batcher.taken == 0
@@ -312,9 +312,9 @@ def test_explanations_are_computed_one_by_one() -> None:
 
         batcher = Batcher("m", compute, batch=4, wait=10, queue=100, counters=Counters())
         batcher.start()
-        work_item = Explain(ExplanationRequest("rollout"))
+        operation = Explain(ExplanationRequest("rollout"))
         await asyncio.gather(
-            *(batcher.ask(work_item, np.zeros((1, 1, 3), np.uint8), slot) for slot in batcher.reserve(3))
+            *(batcher.submit(operation, np.zeros((1, 1, 3), np.uint8), slot) for slot in batcher.reserve(3))
         )
         assert sizes == [1, 1, 1]
         with pytest.raises(HttpError, match="the queue holds 100"):
@@ -330,21 +330,21 @@ def order_of(before: Sequence[Any], waiting: Sequence[Any], batch: int) -> list[
     async def run() -> list[tuple[str, int]]:
         computed, gate = list[tuple[str, int]](), threading.Event()
 
-        def compute(work_item: Any, images: Sequence[Pixels]) -> Sequence[Pixels]:
-            computed.append((type(work_item).__name__, len(images)))
+        def compute(operation: Any, images: Sequence[Pixels]) -> Sequence[Pixels]:
+            computed.append((type(operation).__name__, len(images)))
             assert gate.wait(20)
             return images
 
         batcher = Batcher("m", compute, batch=batch, wait=0, queue=100, counters=Counters())
         batcher.start()
 
-        def ask(work_item: Any) -> asyncio.Task[Any]:
-            (slot,) = batcher.reserve(1, alone=work_item.alone)
-            return asyncio.create_task(batcher.ask(work_item, np.zeros((1, 1, 3), np.uint8), slot))
+        def ask(operation: Any) -> asyncio.Task[Any]:
+            (slot,) = batcher.reserve(1, alone=operation.alone)
+            return asyncio.create_task(batcher.submit(operation, np.zeros((1, 1, 3), np.uint8), slot))
 
-        tasks = [ask(work_item) for work_item in before]
+        tasks = [ask(operation) for operation in before]
         await until(lambda: len(computed) == 1)
-        tasks += [ask(work_item) for work_item in waiting]
+        tasks += [ask(operation) for operation in waiting]
         await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(*tasks)
@@ -376,7 +376,7 @@ def test_many_explanations_are_refused_and_predictions_are_not(bundle: Path) -> 
 
         first = send("/v1/explain")
         await until(lambda: gate.sizes == [1])
-        more = [send("/v1/explain") for _ in range(2)]  # of eight seats, two are for explanations
+        more = [send("/v1/explain") for _ in range(2)]  # of eight slots, two are for explanations
         await until(lambda: taken(service) == 2)
         refused = await send("/v1/explain")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")

@@ -1,1 +1,1 @@
-"""Bundles behind HTTP: predictions, features and explanations for other programs, and the explorer page."""
+"""The HTTP service (predictions, embeddings, explanations) and the explorer page."""

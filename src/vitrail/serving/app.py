@@ -1,4 +1,4 @@
-"""The routes: each reads a request, asks a model, and writes what it says."""
+"""The routes: each one parses a request, runs a model and encodes the response."""
 
 import re
 
@@ -24,41 +24,41 @@ from vitrail.serving.settings import Settings
 
 
 class Service:
-    """The HTTP service: bundles are opened when it is made, and answer once it was started."""
+    """The HTTP service. The constructor opens the bundles; `start` makes it ready."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.counters, self.lifecycle = settings, Counters(), Lifecycle()
         self.registry = ModelRegistry(settings, self.counters)
-        self._answerer, self._uploads = RequestHandler(settings, self.counters), Uploads(settings)
+        self._handler, self._uploads = RequestHandler(settings, self.counters), Uploads(settings)
         self._files = page_files()
         self._document = document(settings)
-        self.app = self._made_app()
+        self.app = self._build_app()
 
     async def start(self) -> None:
-        """Warm the models up; then the service is ready, unless it has been asked to stop meanwhile."""
+        """Warm up the models and become ready, unless a stop was requested in the meantime."""
         await self.registry.start()
         if self.lifecycle.stage == "starting":
             self.lifecycle.stage = "ready"
             self.counters.ready.set(1)
 
     async def start_decoders(self) -> None:
-        """Start the processes that decode; without it, they start with the first images."""
-        await self._answerer.decoders.start()
+        """Start the decoder processes; otherwise they start with the first images."""
+        await self._handler.decoders.start()
 
     async def stop(self) -> None:
-        """Let go of the models, and end what still decodes."""
-        await self._answerer.decoders.close()
+        """Stop the decoder processes and close the models."""
+        await self._handler.decoders.close()
         await self.registry.close()
 
-    def _made_app(self) -> ASGIApp:
+    def _build_app(self) -> ASGIApp:
         routes = [
             Route("/v1/predict", self.predict, methods=["POST"]),
             Route("/v1/embed", self.embed, methods=["POST"]),
             Route("/v1/explain", self.explain, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/reload", self.reload, methods=["POST"]),
-            Route("/v1/samples", self.own_samples, methods=["GET"]),
-            Route("/v1/samples/image", self.own_sample, methods=["GET"]),
+            Route("/v1/samples", self.model_samples, methods=["GET"]),
+            Route("/v1/samples/image", self.model_sample, methods=["GET"]),
             Route("/healthz", self.healthz, methods=["GET"]),
             Route("/readyz", self.readyz, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
@@ -78,38 +78,38 @@ class Service:
             expose_headers=("x-request-id", "retry-after"),
         )
 
-    # ── models at work ──
+    # ── inference ──
 
     async def predict(self, request: Request) -> Response:
-        """Say which classes are likely."""
-        return await self._asked(request, PredictOptions, "predict")
+        """Return the most likely classes."""
+        return await self._run(request, PredictOptions, "predict")
 
     async def embed(self, request: Request) -> Response:
-        """Give the features of images."""
-        return await self._asked(request, EmbedOptions, "embed")
+        """Return image embeddings."""
+        return await self._run(request, EmbedOptions, "embed")
 
     async def explain(self, request: Request) -> Response:
-        """Show where a model looks."""
-        return await self._asked(request, ExplainOptions, "explain")
+        """Return explanation maps."""
+        return await self._run(request, ExplainOptions, "explain")
 
-    async def _asked(self, request: Request, kind: type[Kind], task: str) -> Response:
-        self.registry.check_room(request.query_params.get("model"), alone=task == "explain")  # before anything is read
+    async def _run(self, request: Request, kind: type[Kind], task: str) -> Response:
+        self.registry.check_capacity(request.query_params.get("model"), alone=task == "explain")  # before the body
         with self._uploads.reading() as upload:
             async with self.lifecycle.arriving_body():
-                asked = await read_request(request, upload, self.settings)
-            options = read_options(kind, asked.fields)
+                parsed = await read_request(request, upload, self.settings)
+            options = read_options(kind, parsed.fields)
             with self.registry.use(options.model) as served:
-                work_item = options.work_item()
-                results = await self._answerer.answer(request, served, work_item, asked.images, task)
-        said: dict[str, str] = {"method": options.method or "relevance"} if isinstance(options, ExplainOptions) else {}
-        return as_json({"model": served.name, **said, "results": results})
+                operation = options.operation()
+                results = await self._handler.handle(request, served, operation, parsed.images, task)
+        extra: dict[str, str] = {"method": options.method or "relevance"} if isinstance(options, ExplainOptions) else {}
+        return as_json({"model": served.name, **extra, "results": results})
 
     async def models(self, _: Request) -> Response:
         """List the models."""
         return as_json({"models": self.registry.descriptions()})
 
     async def reload(self, request: Request) -> Response:
-        """Open bundles again; where that fails, the old ones stay."""
+        """Reload bundles; if that fails, the old ones keep serving."""
         self.lifecycle.check()
         name = request.query_params.get("model") or None
         self.registry.check_name(name)
@@ -119,42 +119,42 @@ class Service:
             raise HttpError(409, str(error), reason="reload") from None
         return as_json({"reloaded": names})
 
-    # Images of training data are given to whoever may ask the model, not to everybody, as the page's own samples are.
+    # Training images need the token, like the model itself; the page's built-in samples do not.
 
-    async def own_samples(self, request: Request) -> Response:
-        """List the images that the run of a model kept of its classes."""
+    async def model_samples(self, request: Request) -> Response:
+        """List the sample images that a model's training run saved."""
         with self.registry.use(request.query_params.get("model") or None) as served:
-            samples = [{"name": one.label, "number": number} for number, one in enumerate(served.samples)]
+            samples = [{"name": sample.label, "number": number} for number, sample in enumerate(served.samples)]
             return as_json({"model": served.name, "samples": samples})
 
-    async def own_sample(self, request: Request) -> Response:
-        """Give one of them."""
+    async def model_sample(self, request: Request) -> Response:
+        """Return one of these images."""
         number = request.query_params.get("number", "")
         with self.registry.use(request.query_params.get("model") or None) as served:
             if not re.fullmatch("[0-9]{1,6}", number) or int(number) >= len(served.samples):
-                raise HttpError(404, "there is no sample of this number; /v1/samples lists those of a model")
+                raise HttpError(404, "no sample has this number; /v1/samples lists the samples of a model")
             return Response(served.samples[int(number)].content, media_type="image/jpeg")
 
-    # ── the service itself ──
+    # ── service ──
 
     async def healthz(self, _: Request) -> Response:
-        """Say that the process answers."""
+        """Liveness probe: the process responds."""
         return as_json({"status": "alive"})
 
     async def readyz(self, _: Request) -> Response:
-        """Say whether models answer."""
+        """Readiness probe: the models are warm and the queues are not backed up."""
         self.lifecycle.check()
-        waited = max(self._answerer.decoders.waiting(), self.registry.waiting())
+        waited = max(self._handler.decoders.waiting(), self.registry.waiting())
         if waited > self.settings.deadline / 2:
             raise HttpError(503, f"images have been waiting for {waited:.0f} s", retry_after=1, reason="full")
         return as_json({"status": "ready"})
 
     async def metrics(self, _: Request) -> Response:
-        """Give the numbers that Prometheus collects."""
+        """Return the metrics in Prometheus text format."""
         return Response(generate_latest(self.counters.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, _: Request) -> Response:
-        """Give the description of this service for programs."""
+        """Return the OpenAPI document."""
         return as_json(self._document)
 
     # ── the page ──
@@ -164,13 +164,13 @@ class Service:
         return as_json({"samples": sample_list(self._files)})
 
     async def file(self, request: Request) -> Response:
-        """Give a file of the page."""
-        found = self._files.get(request.scope["path"])
-        if found is None:
-            raise HttpError(404, "there is nothing at this address")
+        """Return a static file of the page."""
+        static = self._files.get(request.scope["path"])
+        if static is None:
+            raise HttpError(404, "not found")
         if request.method not in ("GET", "HEAD"):
-            raise HttpError(405, "this address does not take this method", allow="GET, HEAD")
-        headers = {"cache-control": "no-cache", "etag": found.tag}
-        if request.headers.get("if-none-match") == found.tag:
+            raise HttpError(405, "method not allowed", allow="GET, HEAD")
+        headers = {"cache-control": "no-cache", "etag": static.etag}
+        if request.headers.get("if-none-match") == static.etag:
             return Response(status_code=304, headers=headers)
-        return Response(found.content, headers=headers, media_type=found.media_type)
+        return Response(static.content, headers=headers, media_type=static.media_type)

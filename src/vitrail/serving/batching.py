@@ -1,8 +1,8 @@
-"""Images that arrive together are computed together: a queue, one thread that computes, batches as they come.
+"""Dynamic batching: a queue per model and one compute thread.
 
-While a batch is computed, the next one gathers. What is computed for one image at a time, and takes much longer
-(explanations), waits in a line of its own: batches go first, so that a batch waits for one such image, and not for all
-of them. Everything here happens in the event loop's thread, but for the computing itself, so nothing needs a lock.
+While a batch runs, the next one gathers. Explanations run one image at a time and take much longer, so they have a
+separate queue: batches go first, and a batch waits for at most one explanation. Everything except the computation
+runs in the event loop's thread, so no locks are needed.
 """
 
 import asyncio
@@ -18,74 +18,74 @@ from vitrail.serving.counters import Counters
 from vitrail.serving.http_errors import HttpError
 
 
-class WorkItem(Protocol):
-    """What is asked of a model; equal questions may be answered as one batch."""
+class Batchable(Protocol):
+    """An operation; equal ones may share a batch."""
 
     @property
     def alone(self) -> bool:
-        """Whether every image is computed by itself."""
+        """Whether images run one at a time."""
 
     def __hash__(self) -> int: ...
 
 
-KEPT = 4
-"""One in so many seats is kept for requests of one image, whatever large requests wait for."""
-ALONE = 4
-"""One in so many seats is for images that are computed alone."""
+SINGLE_RESERVE = 4
+"""1/4 of the slots is reserved for single-image requests."""
+ALONE_FRACTION = 4
+"""1/4 as many slots for images that run alone."""
 BATCHES = 8
-"""So many batches are computed while an image that is computed alone waits; then it has its turn."""
+"""Batches that may run before a waiting explanation gets its turn."""
 Compute = Callable[[Any, Sequence[Pixels]], Sequence[Any]]
-"""Takes a question and some images, returns an answer for each; an exception is one image's own fault."""
+"""Takes an operation and images, returns one result per image; an exception is the error of that image only."""
 
 
-def _nothing_more(work_item: Any, images: Sequence[Pixels]) -> Sequence[Any]:
-    raise RuntimeError(f"{work_item} was asked of a model that is closed, about {len(images)} images")
+def _closed(operation: Any, images: Sequence[Pixels]) -> Sequence[Any]:
+    raise RuntimeError(f"{operation} on {len(images)} images of a closed model")
 
 
 class QueueSlot:
-    """A place in a line; it is free again once its image is being computed, or will never be."""
+    """A queue slot, released once its image starts computing or is dropped."""
 
-    def __init__(self, line: "_Line") -> None:
-        self._line: _Line | None = line
+    def __init__(self, queue: "_Queue") -> None:
+        self._queue: _Queue | None = queue
 
     def leave(self) -> None:
-        """Free the place; again is no harm."""
-        if self._line is not None:
-            self._line.taken -= 1
-            self._line = None
+        """Release the slot; idempotent."""
+        if self._queue is not None:
+            self._queue.taken -= 1
+            self._queue = None
 
 
 @dataclass(eq=False)
 class _Job:
-    work_item: WorkItem
+    operation: Batchable
     pixels: Pixels
     slot: QueueSlot
-    answer: asyncio.Future[Any]
+    result: asyncio.Future[Any]
     arrived: float = field(default_factory=monotonic)
 
 
-class _Line:
-    """Images that wait for the same kind of computing."""
+class _Queue:
+    """Images waiting for the same kind of computation."""
 
-    def __init__(self, seats: int) -> None:
-        self.seats, self.taken = seats, 0
+    def __init__(self, slots: int) -> None:
+        self.slots, self.taken = slots, 0
         self.jobs: deque[_Job] = deque()
 
     def without_cancelled(self) -> deque[_Job]:
-        """Forget those who have just left; return who is still there."""
-        self.jobs = deque(job for job in self.jobs if not job.answer.done())
+        """Drop cancelled jobs and return the rest."""
+        self.jobs = deque(job for job in self.jobs if not job.result.done())
         return self.jobs
 
 
 class Batcher:
-    """The queue of one model, and the one thread that computes for it."""
+    """The queues and the compute thread of one model."""
 
     def __init__(self, name: str, compute: Compute, *, batch: int, wait: float, queue: int, counters: Counters) -> None:
         self.name, self.batch, self.wait, self.queue = name, batch, wait, queue
         self._compute, self._counters = compute, counters
-        self._together, self._alone = _Line(queue), _Line(max(1, queue // ALONE))
+        self._together, self._alone = _Queue(queue), _Queue(max(1, queue // ALONE_FRACTION))
         self._batches = 0
-        """Computed since an image was computed alone."""
+        """Batches run since the last image that ran alone."""
         self._arrived, self._enough = asyncio.Event(), asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"compute-{name}")
         self._task: asyncio.Task[None] | None = None
@@ -93,68 +93,68 @@ class Batcher:
 
     @property
     def taken(self) -> int:
-        """Seats in use."""
+        """Slots in use."""
         return self._together.taken + self._alone.taken
 
     def start(self) -> None:
-        """Begin to answer; to be called where the event loop runs."""
-        self._task = asyncio.get_running_loop().create_task(self._answer_forever())
+        """Start the batching task; call it in the event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run_forever())
 
     async def close(self) -> None:
-        """Answer what waits, then end."""
+        """Finish the queued images, then stop."""
         self._closing = True
         self._arrived.set()
         self._enough.set()
         if self._task is not None:
             await self._task
         self._thread.shutdown(wait=False)
-        self._compute = _nothing_more  # so that the model, which holds this, is let go of at once
+        self._compute = _closed  # break the reference cycle, so that the model is freed at once
 
     def prepare(self, work: Callable[[], None]) -> None:
-        """Do something in the thread that computes, and wait for it; not to be called where the event loop runs."""
+        """Run `work` in the compute thread and wait for it; do not call it in the event loop."""
         self._thread.submit(work).result()
 
     def reserve(self, images: int, *, alone: bool = False) -> list[QueueSlot]:
-        """Take seats for all images of a request, or refuse it."""
+        """Reserve slots for all images of a request, or raise."""
         if images > self.queue:
             raise HttpError(
-                413, f"{images} images in one request, and the queue holds {self.queue}; send fewer at a time"
+                413, f"{images} images in one request, but the queue holds {self.queue}; send fewer per request"
             )
-        self.check_room(images, alone=alone)
-        line = self._alone if alone else self._together
-        line.taken += images
-        return [QueueSlot(line) for _ in range(images)]
+        self.check_capacity(images, alone=alone)
+        queue = self._alone if alone else self._together
+        queue.taken += images
+        return [QueueSlot(queue) for _ in range(images)]
 
     def waiting(self) -> float:
-        """Return for how many seconds the oldest image of a batch has been waiting."""
+        """Return how many seconds the oldest queued image has waited, explanations aside."""
         return monotonic() - min((job.arrived for job in self._together.jobs), default=monotonic())
 
-    def check_room(self, images: int, *, alone: bool = False) -> None:
-        """Refuse more images than there are seats left; requests of several leave some for others."""
-        line = self._alone if alone else self._together
-        kept = 0 if images == 1 or alone else line.seats // KEPT
-        if line.taken and line.taken + images > line.seats - kept:
+    def check_capacity(self, images: int, *, alone: bool = False) -> None:
+        """Raise 503 if there are not enough free slots; larger requests leave some for single images."""
+        queue = self._alone if alone else self._together
+        reserved = 0 if images == 1 or alone else queue.slots // SINGLE_RESERVE
+        if queue.taken and queue.taken + images > queue.slots - reserved:
             what = "explanations" if alone else "images"
-            raise HttpError(503, f"too many {what} are waiting already; try again soon", retry_after=1, reason="full")
+            raise HttpError(503, f"too many {what} in the queue; try again soon", retry_after=1, reason="full")
 
-    async def ask(self, work_item: WorkItem, pixels: Pixels, slot: QueueSlot) -> Any:
-        """Return the answer for one image; whoever is cancelled meanwhile leaves the queue."""
-        job = _Job(work_item, pixels, slot, asyncio.get_running_loop().create_future())
-        line = self._alone if work_item.alone else self._together
-        line.jobs.append(job)
+    async def submit(self, operation: Batchable, pixels: Pixels, slot: QueueSlot) -> Any:
+        """Queue one image and return its result; cancelling removes it from the queue."""
+        job = _Job(operation, pixels, slot, asyncio.get_running_loop().create_future())
+        queue = self._alone if operation.alone else self._together
+        queue.jobs.append(job)
         self._arrived.set()
         if len(self._together.jobs) >= self.batch:
             self._enough.set()
         try:
-            return await job.answer
+            return await job.result
         finally:
-            if not job.answer.done() or job.answer.cancelled():
+            if not job.result.done() or job.result.cancelled():
                 self._counters.cancelled.labels(self.name).inc()
-                if job in line.jobs:
-                    line.jobs.remove(job)
+                if job in queue.jobs:
+                    queue.jobs.remove(job)
             slot.leave()
 
-    async def _answer_forever(self) -> None:
+    async def _run_forever(self) -> None:
         while True:
             if not self._together.jobs and not self._alone.jobs:
                 if self._closing:
@@ -165,10 +165,10 @@ class Batcher:
             await self._gather()
             batch = self._next_batch()
             if batch:
-                await self._answer(batch)
+                await self._run(batch)
 
     async def _gather(self) -> None:
-        """Let others join the oldest image for as long as it may wait."""
+        """Let other images join the batch for as long as the oldest may wait."""
         jobs = self._together.jobs
         if not jobs or self._closing or len(jobs) >= self.batch:
             return
@@ -182,43 +182,43 @@ class Batcher:
             return
 
     def _next_batch(self) -> list[_Job]:
-        """Take the oldest image and others about which the same is asked, in their order; or one that is alone."""
+        """Take the oldest image and others with the same operation, in order; or one that runs alone."""
         together, alone = self._together.without_cancelled(), self._alone.without_cancelled()
         chosen: list[_Job] = []
         if alone and (not together or self._batches >= BATCHES):
             chosen.append(alone.popleft())
             self._batches = 0
         elif together:
-            work_item = together[0].work_item
+            operation = together[0].operation
             others: deque[_Job] = deque()
             for job in together:
-                (chosen if len(chosen) < self.batch and job.work_item == work_item else others).append(job)
+                (chosen if len(chosen) < self.batch and job.operation == operation else others).append(job)
             self._together.jobs = others
             self._batches = self._batches + 1 if alone else 0
         for job in chosen:
             job.slot.leave()
         return chosen
 
-    async def _answer(self, batch: list[_Job]) -> None:
-        work_item, started = batch[0].work_item, perf_counter()
+    async def _run(self, batch: list[_Job]) -> None:
+        operation, started = batch[0].operation, perf_counter()
         self._counters.batch_size.labels(self.name).observe(len(batch))
         loop = asyncio.get_running_loop()
         try:
             pixels = [job.pixels for job in batch]
-            answers = await loop.run_in_executor(self._thread, self._compute, work_item, pixels)
-        except Exception as error:  # whatever it is, those who asked have to hear of it, and the next batch is due
+            results = await loop.run_in_executor(self._thread, self._compute, operation, pixels)
+        except Exception as error:  # report any error to the clients, then continue with the next batch
             for job in batch:
-                if not job.answer.done():
-                    job.answer.set_exception(error)
-                    job.answer.exception()  # one that nobody awaits any more is no news
+                if not job.result.done():
+                    job.result.set_exception(error)
+                    job.result.exception()  # mark as retrieved, in case nobody awaits it
             return
         finally:
             self._counters.compute_seconds.labels(self.name).observe(perf_counter() - started)
-        for job, answer in zip(batch, answers, strict=True):
-            if job.answer.done():
+        for job, result in zip(batch, results, strict=True):
+            if job.result.done():
                 continue
-            if isinstance(answer, Exception):
-                job.answer.set_exception(answer)
-                job.answer.exception()
+            if isinstance(result, Exception):
+                job.result.set_exception(result)
+                job.result.exception()
             else:
-                job.answer.set_result(answer)
+                job.result.set_result(result)

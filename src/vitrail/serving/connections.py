@@ -1,8 +1,8 @@
-"""How many connections there may be, in all and for one client, and which one gives way where there are too many.
+"""Connection limits, in total and per client.
 
-A connection without a request under way (its head has not arrived, or it is kept for later) costs its client nothing,
-so hundreds are held by whoever means harm. Where there is no room left, the one of these that has waited longest is
-closed for a new one; only where every connection has a request under way is the new one told to come again.
+An idle connection (no complete headers yet, or kept alive) costs the client nothing, so an attacker can hold hundreds.
+At the limit, the connection that has been idle longest is closed for the new one. A new connection is only rejected
+when every open one has an active request.
 """
 
 import ipaddress
@@ -15,132 +15,132 @@ from typing import Protocol
 from vitrail.serving.counters import Counters
 
 RESERVED = 64
-"""File descriptors for what else is opened: bundles that are reloaded, decoders, connections about to give way."""
-FEWEST = 8
-TELL_EVERY = 10.0
-"""Seconds between two lines of the log about the same trouble."""
+"""File descriptors reserved for reloads, decoders and connections that are being closed."""
+MIN_CONNECTIONS = 8
+LOG_INTERVAL = 10.0
+"""Seconds between two log lines with the same message."""
 _log = logging.getLogger("vitrail.serving")
 
 
 def client_key(host: str) -> str:
-    """Return what counts as one client: an address, or of IPv6 the 64 bits that one network is given."""
+    """Return what identifies a client: the IPv4 address, or the /64 network of an IPv6 address."""
     if ":" not in host:
         return host
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:
         return host
-    if address.ipv4_mapped is not None:  # as a service bound to :: sees the clients of IPv4
+    if address.ipv4_mapped is not None:  # IPv4 clients of a socket bound to ::
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 class Connection(Protocol):
-    """What is counted here."""
+    """An open connection."""
 
-    def give_way(self) -> None:
-        """Close, because others need the place."""
+    def close_idle(self) -> None:
+        """Close to make space for a new connection."""
 
 
 class Connections:
     """All connections of a service."""
 
-    def __init__(self, most: int, most_of_one: int, counters: Counters) -> None:
-        self.most, self.most_of_one = most, min(most, most_of_one)
+    def __init__(self, limit: int, client_limit: int, counters: Counters) -> None:
+        self.limit, self.client_limit = limit, min(limit, client_limit)
         self._counters = counters
         self._open: dict[Connection, str] = {}
-        self._waiting: OrderedDict[Connection, None] = OrderedDict()
-        self._of: dict[str, int] = {}
+        self._idle: OrderedDict[Connection, None] = OrderedDict()
+        self._per_client: dict[str, int] = {}
 
     def admit(self, connection: Connection, client: str) -> bool:
-        """Count a new connection, for which another may have to give way; False where there is no room at all."""
-        crowded = self._of.get(client, 0) >= self.most_of_one
-        if crowded or len(self._open) >= self.most:
-            oldest = next((one for one in self._waiting if not crowded or self._open[one] == client), None)
-            told.warn("too many connections", client=client, open=len(self._open))
+        """Register a connection, closing an idle one if needed; return False if it must be rejected."""
+        client_full = self._per_client.get(client, 0) >= self.client_limit
+        if client_full or len(self._open) >= self.limit:
+            oldest = next((idle for idle in self._idle if not client_full or self._open[idle] == client), None)
+            rate_limited_log.warn("too many connections", client=client, open=len(self._open))
             if oldest is None:
                 self._counters.refused.labels("connections").inc()
                 return False
             self._counters.refused.labels("idle").inc()
             self.release(oldest)
-            oldest.give_way()
+            oldest.close_idle()
         self._open[connection] = client
-        self._of[client] = self._of.get(client, 0) + 1
+        self._per_client[client] = self._per_client.get(client, 0) + 1
         self.wait(connection)
         return True
 
     def wait(self, connection: Connection) -> None:
-        """Note that a connection has no request under way."""
-        if connection in self._open and connection not in self._waiting:
-            self._waiting[connection] = None
+        """Mark a connection as idle."""
+        if connection in self._open and connection not in self._idle:
+            self._idle[connection] = None
 
     def work(self, connection: Connection) -> None:
-        """Note that a connection has a request under way."""
-        self._waiting.pop(connection, None)
+        """Mark a connection as active."""
+        self._idle.pop(connection, None)
 
     def release(self, connection: Connection) -> None:
-        """Forget a connection; again is no harm."""
+        """Remove a connection; idempotent."""
         client = self._open.pop(connection, None)
-        self._waiting.pop(connection, None)
+        self._idle.pop(connection, None)
         if client is not None:
-            self._of[client] -= 1
-            if not self._of[client]:
-                del self._of[client]
+            self._per_client[client] -= 1
+            if not self._per_client[client]:
+                del self._per_client[client]
 
 
-class Told:
-    """What the log was told lately: trouble that comes ten thousand times is one line in ten seconds, with a count."""
+class RateLimitedLog:
+    """Logs each message at most once per interval, with a count of the suppressed ones."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[float, int]] = {}
 
-    def warn(self, what: str, **fields: object) -> None:
-        """Write a warning, unless the same one was written just now."""
-        more = self.due(what)
-        if more is not None:
-            _log.warning(what, extra={"fields": {**fields, **({"not_logged_before": more} if more else {})}})
+    def warn(self, message: str, **fields: object) -> None:
+        """Log a warning, unless the same message was logged within the interval."""
+        suppressed = self.due(message)
+        if suppressed is not None:
+            _log.warning(message, extra={"fields": {**fields, **({"suppressed": suppressed} if suppressed else {})}})
 
-    def due(self, what: str) -> int | None:
-        """Return how often something was not told since it was told last; None where it is not to be told again yet."""
+    def due(self, message: str) -> int | None:
+        """Return how often a message was suppressed since its last line; None if it is still suppressed."""
         now = monotonic()
-        last, silent = self._last.get(what, (-TELL_EVERY, 0))
-        if now - last < TELL_EVERY:
-            self._last[what] = last, silent + 1
+        last, suppressed = self._last.get(message, (-LOG_INTERVAL, 0))
+        if now - last < LOG_INTERVAL:
+            self._last[message] = last, suppressed + 1
             return None
-        if len(self._last) > 1000:  # messages may have anything in them
+        if len(self._last) > 1000:  # clients influence the messages, so bound the table
             self._last.clear()
-        self._last[what] = now, 0
-        return silent
+        self._last[message] = now, 0
+        return suppressed
 
 
-told = Told()
+rate_limited_log = RateLimitedLog()
 
 
 class RateLimitFilter(logging.Filter):
-    """Lets a library's complaint pass once in ten seconds."""
+    """Passes each message of a library once per interval."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a record is written."""
-        return told.due(f"{record.name}: {record.msg}") is not None
+        """Return whether to log the record."""
+        return rate_limited_log.due(f"{record.name}: {record.msg}") is not None
 
 
-def room_for(wanted: int) -> int:
-    """Return for how many connections there are file descriptors, after asking the system for more."""
+def connection_limit(requested: int) -> int:
+    """Return how many connections the file descriptor limit allows, after trying to raise it."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
-        return wanted
+        return requested
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
-    needed = wanted + used + RESERVED
+    needed = requested + used + RESERVED
     if soft == resource.RLIM_INFINITY or needed <= soft:
-        return wanted
+        return requested
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     except (OSError, ValueError):
         allowed = soft
-    room = max(FEWEST, min(wanted, allowed - used - RESERVED))
-    if room < wanted:
-        _log.warning("few file descriptors", extra={"fields": {"connections": room, "wanted": wanted}})
-    return room
+    limit = max(MIN_CONNECTIONS, min(requested, allowed - used - RESERVED))
+    if limit < requested:
+        _log.warning("few file descriptors", extra={"fields": {"connections": limit, "requested": requested}})
+    return limit

@@ -1,7 +1,7 @@
-"""A process that decodes one image at a time, as `python -m vitrail.serving.decoder_process`, and can be killed.
+"""A killable process that decodes one image at a time: `python -m vitrail.serving.decoder_process`.
 
-What a decoder of images does with a hostile file is not in our hands: here it has its own memory, with a limit, and
-whoever started it ends it when it takes too long. It ends by itself when nobody writes to it any more.
+Image libraries can misbehave on hostile files. Here they run with a memory limit, and the parent kills the process
+when it takes too long. It exits when its stdin is closed.
 """
 
 import contextlib
@@ -11,23 +11,22 @@ import struct
 import sys
 from typing import BinaryIO
 
-HEAD = struct.Struct(">IQ")
-"""Before a task: how long its settings are, as JSON, and its file."""
-MADE = struct.Struct(">BIII")
-"""Before a result: whether there is one, then height, width and channels; or 0, 0 and the length of a JSON."""
+TASK_HEADER = struct.Struct(">IQ")
+"""Task header: length of the JSON settings, length of the file."""
+RESULT_HEADER = struct.Struct(">BIII")
+"""Result header: 1, height, width, channels; or 0, 0, 0 and the length of a JSON error."""
 READY = b"R"
-"""Said once, when everything is imported: from then on it is the image that takes the time."""
-ROOM, ROOM_PER_PIXEL = 512 * 2**20, 24
-"""Bytes of address space beside what the program has at its start: for every image, and for every pixel that one may
-have, in all the copies made of it."""
+"""Written once after the imports; from then on, time counts against the image."""
+MEMORY, MEMORY_PER_PIXEL = 512 * 2**20, 24
+"""Bytes of address space on top of the process's initial size: a constant, and per allowed pixel for all copies."""
 NICE = 5
-"""Requests are read and models compute before images are decoded, where there are too few cores for all."""
+"""On few cores, reading requests and running models take precedence over decoding."""
 
 
 def main() -> None:
-    """Decode what comes on stdin until it ends; results go to stdout."""
+    """Decode images from stdin until it is closed; write results to stdout."""
     tasks, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no result
+    os.dup2(2, 1)  # keep library output out of the results
     from vitrail.data.preprocess import Preprocess
     from vitrail.serving.decoding import decode_upload
     from vitrail.serving.http_errors import HttpError
@@ -36,29 +35,31 @@ def main() -> None:
         os.nice(NICE)
     at_start = _address_space()
     _write(results, READY)
-    while head := tasks.read(HEAD.size):
-        words, size = HEAD.unpack(head)
-        asked = json.loads(tasks.read(words))
+    while head := tasks.read(TASK_HEADER.size):
+        settings_size, size = TASK_HEADER.unpack(head)
+        settings = json.loads(tasks.read(settings_size))
         content = tasks.read(size)
-        _limit_memory(at_start + ROOM + ROOM_PER_PIXEL * asked["pixels"])
+        _limit_memory(at_start + MEMORY + MEMORY_PER_PIXEL * settings["pixels"])
         try:
-            made = decode_upload(content, Preprocess(**asked["preprocess"]), asked["formats"], asked["pixels"])
-        except HttpError as refusal:
-            said = json.dumps({"status": refusal.status, "sentence": refusal.sentence}).encode()
-            _write(results, MADE.pack(0, 0, 0, len(said)), said)
+            pixels = decode_upload(
+                content, Preprocess(**settings["preprocess"]), settings["formats"], settings["pixels"]
+            )
+        except HttpError as error:
+            body = json.dumps({"status": error.status, "message": error.message}).encode()
+            _write(results, RESULT_HEADER.pack(0, 0, 0, len(body)), body)
         else:
-            _write(results, MADE.pack(1, *made.shape), made.tobytes())
+            _write(results, RESULT_HEADER.pack(1, *pixels.shape), pixels.tobytes())
         del content
 
 
-def _write(results: BinaryIO, *parts: bytes) -> None:
-    for part in parts:
-        results.write(part)
+def _write(results: BinaryIO, *chunks: bytes) -> None:
+    for chunk in chunks:
+        results.write(chunk)
     results.flush()
 
 
 def _address_space() -> int:
-    """Return how many bytes the program has: more where a library makes room for every core."""
+    """Return the address space in use; libraries may reserve memory per core."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -66,14 +67,14 @@ def _address_space() -> int:
         return 2**30
 
 
-def _limit_memory(most: int) -> None:
+def _limit_memory(limit: int) -> None:
     try:
         import resource
-    except ImportError:  # Windows has none
+    except ImportError:  # Windows
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard == resource.RLIM_INFINITY or hard > most:
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    if hard == resource.RLIM_INFINITY or hard > limit:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

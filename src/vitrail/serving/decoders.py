@@ -1,8 +1,7 @@
-"""Processes that decode images: each can be ended, and no client has more of them than its share.
+"""A pool of decoder processes, shared fairly between clients.
 
-Images are small work or large work, by what their headers say. Large work leaves one decoder free at any time, so that
-small images never wait for it, and one client has at most half of the decoders for it. In both lanes clients take
-turns.
+Images are small or large jobs, judged by their headers. Large jobs always leave one decoder free for small ones, and
+one client may use at most half of the decoders for large jobs. Clients take turns in both queues.
 """
 
 import asyncio
@@ -21,25 +20,25 @@ import numpy as np
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels
-from vitrail.serving.connections import told
-from vitrail.serving.decoder_process import HEAD, MADE, READY
+from vitrail.serving.connections import rate_limited_log
+from vitrail.serving.decoder_process import READY, RESULT_HEADER, TASK_HEADER
 from vitrail.serving.decoding import check_upload
 from vitrail.serving.fair_queue import FairQueue
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.settings import Settings
 
 START_TIME = 60.0
-"""Seconds that a new process may take to import what it needs; a tenth of a second on an idle machine."""
+"""Seconds a new process may take to import its modules; 0.1 s on an idle machine."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""For the processes: nothing in them computes with more, but NumPy would have a thread and 40 MB for every core."""
-LONGEST_REFUSAL = 65_536
-"""Bytes in which a decoder says what is wrong with an image."""
+"""Environment of the processes; otherwise NumPy starts a thread and takes 40 MB per core."""
+MAX_ERROR_BYTES = 65_536
+"""Maximum size of a decoder's error message."""
 LARGE = 16_000_000
-"""Pixels times scans from which an image is large work: about a third of a second."""
+"""Pixels times scans from which an image is a large job: about a third of a second."""
 
 
-class _Ended(Exception):  # noqa: N818 - named for what happened
-    """A decoder had to be ended, or ended by itself."""
+class _DecoderFailed(Exception):  # noqa: N818 - not an error of ours
+    """A decoder was killed, or exited."""
 
 
 class _Decoder(NamedTuple):
@@ -58,7 +57,7 @@ class _Job:
 
 
 class Decoders:
-    """The processes, and who waits for them. Everything here happens in the event loop's thread."""
+    """The processes and their queues. Everything here runs in the event loop's thread."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -66,66 +65,66 @@ class Decoders:
         self._large: FairQueue[_Job] = FairQueue()
         self._idle: list[_Decoder] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._at_work, self._large_at_work = 0, Counter[Hashable]()
+        self._active, self._large_active = 0, Counter[Hashable]()
         self._large_is_next = False
         self._closed = False
 
     async def start(self) -> None:
-        """Start all processes, so that no request has to wait for that; without it they start as they are needed."""
-        self._idle += await asyncio.gather(*(_started() for _ in range(self._settings.decoders - len(self._idle))))
+        """Start all processes up front; otherwise they start on demand."""
+        self._idle += await asyncio.gather(
+            *(_start_decoder() for _ in range(self._settings.decoders - len(self._idle)))
+        )
 
     async def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the processes."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*map(_ended, self._idle))
+        await asyncio.gather(*map(_kill, self._idle))
 
     def waiting(self) -> float:
-        """Return for how many seconds the oldest small image has been waiting."""
+        """Return how many seconds the oldest small image has waited."""
         return monotonic() - min((job.arrived for job in self._small if not job.result.done()), default=monotonic())
 
     async def decode(self, content: bytes, preprocess: Preprocess, client: Hashable, request: asyncio.Lock) -> Pixels:
-        """Return what an engine takes, or raise a `HttpError`; what its header rules out waits for no decoder.
+        """Return the preprocessed pixels, or raise `HttpError`; images rejected by their header do not wait.
 
-        `request` is a lock that the images of one request share: their headers are read one at a time, with a round
-        of the event loop between them, for a hostile one can take milliseconds.
+        `request` is a lock shared by the images of one request: headers are parsed one at a time, yielding to the
+        event loop in between, because a hostile one can take milliseconds.
         """
         async with request:
-            found = check_upload(content, self._settings.formats, self._settings.pixels)
+            outline = check_upload(content, self._settings.formats, self._settings.pixels)
             await asyncio.sleep(0)
         job = _Job(
             content,
             preprocess,
-            found is None or found.work > LARGE,
+            outline is None or outline.work > LARGE,
             asyncio.get_running_loop().create_future(),
         )
         (self._large if job.large else self._small).add(client, request, job)
         self._dispatch()
         return await job.result
 
-    # ── who is next ──
+    # ── scheduling ──
 
     def _dispatch(self) -> None:
-        while self._at_work < self._settings.decoders and not self._closed:
+        while self._active < self._settings.decoders and not self._closed:
             taken = self._next()
             if taken is None:
                 return
             client, job = taken
-            if job.result.done():  # nobody waits for it any more
+            if job.result.done():  # cancelled
                 continue
-            self._at_work += 1
-            self._large_at_work[client] += job.large
-            task = asyncio.get_running_loop().create_task(self._work(client, job))
+            self._active += 1
+            self._large_active[client] += job.large
+            task = asyncio.get_running_loop().create_task(self._run(client, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _next(self) -> tuple[Hashable, _Job] | None:
-        cpu_threads = (
-            (self._take_large, self._take_small) if self._large_is_next else (self._take_small, self._take_large)
-        )
-        for take in cpu_threads:
+        queues = (self._take_large, self._take_small) if self._large_is_next else (self._take_small, self._take_large)
+        for take in queues:
             taken = take()
             if taken is not None:
                 self._large_is_next = not taken[1].large
@@ -137,43 +136,43 @@ class Decoders:
 
     def _take_large(self) -> tuple[Hashable, _Job] | None:
         decoders = self._settings.decoders
-        if self._large_at_work.total() >= max(1, decoders - 1):
+        if self._large_active.total() >= max(1, decoders - 1):
             return None
-        return self._large.take(lambda client: self._large_at_work[client] < max(1, decoders // 2))
+        return self._large.take(lambda client: self._large_active[client] < max(1, decoders // 2))
 
-    # ── at work ──
+    # ── decoding ──
 
-    async def _work(self, client: Hashable, job: _Job) -> None:
+    async def _run(self, client: Hashable, job: _Job) -> None:
         decoder: _Decoder | None = None
         try:
-            decoder = self._living() or await _started()
-            made = await self._decoded_in_time(decoder, job)
-            if isinstance(made, HttpError):
-                raise made
+            decoder = self._idle_decoder() or await _start_decoder()
+            result = await self._decoded_in_time(decoder, job)
+            if isinstance(result, HttpError):
+                raise result
             if not job.result.done():
-                job.result.set_result(made)
+                job.result.set_result(result)
             self._idle.append(decoder)
-        except _Ended as ended:
-            await _ended(decoder)
-            told.warn("a decoder was ended", why=str(ended))
-            _fail(job, HttpError(422, str(ended), reason="decode"))
-        except HttpError as refusal:
+        except _DecoderFailed as failure:
+            await _kill(decoder)
+            rate_limited_log.warn("decoder killed", why=str(failure))
+            _fail(job, HttpError(422, str(failure), reason="decode"))
+        except HttpError as error:
             if decoder is not None:
                 self._idle.append(decoder)
-            _fail(job, refusal)
-        except BaseException as error:  # the service ends, or there is a fault in it: whoever waits has to hear of it
-            await _ended(decoder)
+            _fail(job, error)
+        except BaseException as error:  # shutdown or a bug: pass it to the waiting request
+            await _kill(decoder)
             _fail(job, error)
             raise
         finally:
-            self._at_work -= 1
-            self._large_at_work[client] -= job.large
-            if not self._large_at_work[client]:
-                del self._large_at_work[client]
+            self._active -= 1
+            self._large_active[client] -= job.large
+            if not self._large_active[client]:
+                del self._large_active[client]
             self._dispatch()
 
-    def _living(self) -> _Decoder | None:
-        """Take an idle decoder, and forget those that somebody has ended: the system does where memory runs out."""
+    def _idle_decoder(self) -> _Decoder | None:
+        """Take an idle decoder, dropping dead ones: the OOM killer may have ended them."""
         while self._idle:
             decoder = self._idle.pop()
             if decoder.process.returncode is None:
@@ -187,24 +186,24 @@ class Decoders:
             async with asyncio.timeout(seconds):
                 return await self._decoded(decoder, job)
         except TimeoutError:
-            raise _Ended(f"the image takes more than {seconds:g} s to decode; send a simpler file") from None
+            raise _DecoderFailed(f"the image takes more than {seconds:g} s to decode; send a simpler file") from None
         except (asyncio.IncompleteReadError, OSError):
-            raise _Ended("the image cannot be used: its decoder has failed") from None
+            raise _DecoderFailed("the image cannot be used: its decoder failed") from None
 
     async def _decoded(self, decoder: _Decoder, job: _Job) -> Pixels | HttpError:
         settings = self._settings
-        asked = {"pixels": settings.pixels, "formats": settings.formats, "preprocess": job.preprocess.model_dump()}
-        words = json.dumps(asked).encode()
-        decoder.tasks.write(HEAD.pack(len(words), len(job.content)) + words)
+        task = {"pixels": settings.pixels, "formats": settings.formats, "preprocess": job.preprocess.model_dump()}
+        header = json.dumps(task).encode()
+        decoder.tasks.write(TASK_HEADER.pack(len(header), len(job.content)) + header)
         decoder.tasks.write(job.content)
         await decoder.tasks.drain()
-        # Never a pickle: what comes back has been made by a program that a hostile file may have taken over.
-        fine, height, width, size = MADE.unpack(await decoder.results.readexactly(MADE.size))
-        if not fine:
-            said = json.loads(await decoder.results.readexactly(min(size, LONGEST_REFUSAL)))
-            return HttpError(int(said["status"]), str(said["sentence"]))
+        # Never pickle: a hostile file may have taken over the process that wrote this.
+        ok, height, width, size = RESULT_HEADER.unpack(await decoder.results.readexactly(RESULT_HEADER.size))
+        if not ok:
+            error = json.loads(await decoder.results.readexactly(min(size, MAX_ERROR_BYTES)))
+            return HttpError(int(error["status"]), str(error["message"]))
         if (height, width, size) != (*job.preprocess.size, job.preprocess.channels):
-            raise _Ended("the image cannot be used: its decoder has failed")
+            raise _DecoderFailed("the image cannot be used: its decoder failed")
         content = await decoder.results.readexactly(height * width * size)
         return np.frombuffer(content, np.uint8).reshape(height, width, size)
 
@@ -214,9 +213,9 @@ def _fail(job: _Job, error: BaseException) -> None:
         job.result.set_exception(error)
 
 
-async def _started() -> _Decoder:
-    # A session of its own: Ctrl-C in a terminal ends the service in order, and it ends its decoders.
-    # -P: whatever lies in the folder where the service was started is not imported.
+async def _start_decoder() -> _Decoder:
+    # In a new session: Ctrl-C reaches only the service, which then stops its decoders.
+    # -P: do not import from the working directory.
     command = (sys.executable, "-P", "-m", "vitrail.serving.decoder_process")
     decoder: _Decoder | None = None
     try:
@@ -229,21 +228,21 @@ async def _started() -> _Decoder:
         async with asyncio.timeout(START_TIME):
             await decoder.results.readexactly(len(READY))
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
-        await _ended(decoder)
-        told.warn("no decoder can be started")
+        await _kill(decoder)
+        rate_limited_log.warn("no decoder can be started")
         raise HttpError(503, "no decoder can be started; try again soon", retry_after=5, reason="decode") from None
-    except BaseException:  # also a request that is cancelled: no process is left behind
-        await _ended(decoder)
+    except BaseException:  # including cancellation: leave no process behind
+        await _kill(decoder)
         raise
     return decoder
 
 
-async def _ended(decoder: _Decoder | None) -> None:
+async def _kill(decoder: _Decoder | None) -> None:
     if decoder is None:
         return
     if decoder.process.returncode is None:
         decoder.process.kill()
     decoder.tasks.close()
     with contextlib.suppress(OSError):
-        await decoder.results.read()  # the end of a process is not seen before the end of what it wrote
+        await decoder.results.read()  # asyncio reports the exit only after its output is read
     await decoder.process.wait()

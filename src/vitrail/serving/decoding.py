@@ -1,7 +1,7 @@
-"""From the bytes that a client sent to pixels: what kind of file, how large, and only then decoded.
+"""Check and decode uploaded images: file type first, then size, then pixels.
 
-`check_upload` reads headers alone and is called where requests are answered; `decode_upload` is called in a process of
-its own (see `decoders`), so nothing here may import torch.
+`check_upload` only reads headers and runs in the service; `decode_upload` runs in a separate process (see `decoders`),
+so nothing here may import torch.
 """
 
 from collections.abc import Collection
@@ -14,12 +14,12 @@ from vitrail.data.structure import outline
 from vitrail.errors import DataError, InputError
 from vitrail.serving.http_errors import HttpError
 
-NARROWEST = 16
-"""How many times longer than wide an image may be where the limit of pixels is lower than what the model needs."""
+MAX_ASPECT = 16
+"""Maximum aspect ratio when the pixel limit is lower than what the model needs."""
 
 
 def kind_of(content: bytes) -> str | None:
-    """Return which kind of image file this is, by its first bytes; None for anything that no setting allows."""
+    """Detect the image format by its magic bytes; None if unknown."""
     if content.startswith(b"\xff\xd8\xff"):
         return "jpeg"
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -35,62 +35,61 @@ def kind_of(content: bytes) -> str | None:
     return None
 
 
-def check_upload(content: bytes, formats: Collection[str], most_pixels: int) -> Outline | None:
-    """Refuse what its first bytes and its header rule out, and say what decoding it takes where the header tells."""
+def check_upload(content: bytes, formats: Collection[str], max_pixels: int) -> Outline | None:
+    """Raise if the magic bytes or the header are not acceptable; return the image's outline if the header has it."""
     if not content:
         raise HttpError(400, "the image is empty: 0 bytes")
     kind = kind_of(content)
     if kind not in formats:
-        what = "this is not an image" if kind is None else f"{kind} images are not taken here"
+        what = "this is not an image" if kind is None else f"{kind} images are not accepted"
         raise HttpError(415, f"{what}; send one of {', '.join(formats)}")
     try:
-        found = outline(content)
+        header = outline(content)
     except DataError as error:
         raise HttpError(422, f"the image cannot be used: {error}") from None
-    if found is not None:
-        _check_size(found, most_pixels)
-    return found
+    if header is not None:
+        _check_size(header, max_pixels)
+    return header
 
 
-def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[str], most_pixels: int) -> Pixels:
-    """Make of a file what an engine takes, (height, width, channels); whatever is wrong with it is a `HttpError`."""
-    check_upload(content, formats, most_pixels)
+def decode_upload(content: bytes, preprocess: Preprocess, formats: Collection[str], max_pixels: int) -> Pixels:
+    """Decode and preprocess a file to (height, width, channels); any problem raises `HttpError`."""
+    check_upload(content, formats, max_pixels)
     try:
-        header = open_image(content)
-        _check_size(header, most_pixels)
-        _check_shape(header, preprocess, most_pixels)
-        return preprocess.fit(header.pixels(preprocess.channels))
+        image = open_image(content)
+        _check_size(image, max_pixels)
+        _check_shape(image, preprocess, max_pixels)
+        return preprocess.fit(image.pixels(preprocess.channels))
     except TooManyPixels:
-        raise HttpError(413, f"an image of far more than the {most_pixels:,} pixels that are taken") from None
+        raise HttpError(413, f"the image is far larger than the limit of {max_pixels:,} pixels") from None
     except (DataError, InputError) as error:
         raise HttpError(422, f"the image cannot be used: {error}") from None
     except MemoryError:
-        raise HttpError(413, "the image is too large for this machine's memory; make it smaller") from None
+        raise HttpError(413, "the image is too large for this machine's memory; resize it") from None
     except HttpError:
         raise
-    except Exception as error:  # Pillow's readers of rare formats fail on damaged files in any way
+    except Exception as error:  # Pillow's plugins can raise anything on corrupt files
         why = f"{type(error).__name__}: {str(error)[:200]}"
         raise HttpError(422, f"the image cannot be used: it cannot be decoded: {why}") from None
 
 
-def _check_size(image: LazyImage | Outline, most_pixels: int) -> None:
-    if image.width * image.height > most_pixels:
+def _check_size(image: LazyImage | Outline, max_pixels: int) -> None:
+    if image.width * image.height > max_pixels:
         raise HttpError(
             413,
-            f"an image of {image.width:,}×{image.height:,} pixels; at most {most_pixels:,} are taken, so make it "
-            f"smaller",
+            f"the image has {image.width:,}×{image.height:,} pixels; at most {max_pixels:,} are accepted, so resize it",
         )
 
 
-def _check_shape(image: LazyImage, preprocess: Preprocess, most_pixels: int) -> None:
-    """Refuse a narrow strip, which a model that wants its shorter side as long as its own makes enormous."""
+def _check_shape(image: LazyImage, preprocess: Preprocess, max_pixels: int) -> None:
+    """Raise for a narrow strip, which resizing its shorter side to the model's input would make enormous."""
     if not image.width or not image.height:
-        raise DataError("an image without pixels")
+        raise DataError("the image has no pixels")
     box = preprocess.resize_to or preprocess.size
     wide, tall = resized_size((image.width, image.height), box, preprocess.resize)
-    if wide * tall > max(most_pixels, NARROWEST * box[0] * box[1]):
+    if wide * tall > max(max_pixels, MAX_ASPECT * box[0] * box[1]):
         raise HttpError(
             413,
-            f"an image of {image.width:,}×{image.height:,} pixels would be {wide:,}×{tall:,} when it is resized "
-            f"for the model, which is too much; make it less narrow",
+            f"the image has {image.width:,}×{image.height:,} pixels and would be {wide:,}×{tall:,} after resizing "
+            f"for the model; crop it to a less extreme aspect ratio",
         )

@@ -1,4 +1,4 @@
-"""Who is next: clients take turns, and the requests of a client do, so that many images of one delay no other's."""
+"""A fair queue: round-robin over clients, then over each client's requests."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
@@ -8,7 +8,7 @@ Job = TypeVar("Job")
 
 
 class FairQueue(Generic[Job]):
-    """Jobs that wait, by client and request."""
+    """Queued jobs by client and request."""
 
     def __init__(self) -> None:
         self._clients: OrderedDict[Hashable, OrderedDict[Hashable, deque[Job]]] = OrderedDict()
@@ -17,17 +17,17 @@ class FairQueue(Generic[Job]):
         return (job for requests in self._clients.values() for jobs in requests.values() for job in jobs)
 
     def add(self, client: Hashable, request: Hashable, job: Job) -> None:
-        """Put a job behind the others of its request."""
+        """Append a job to its request."""
         self._clients.setdefault(client, OrderedDict()).setdefault(request, deque()).append(job)
 
     def take(self, may: Callable[[Hashable], bool]) -> tuple[Hashable, Job] | None:
-        """Take a job of the client whose turn was longest ago, among those that may have one now."""
+        """Take a job of the least recently served client for which `may` returns True."""
         for client in self._clients:
             if may(client):
-                return client, self._first_of(client)
+                return client, self._pop(client)
         return None
 
-    def _first_of(self, client: Hashable) -> Job:
+    def _pop(self, client: Hashable) -> Job:
         requests = self._clients[client]
         request = next(iter(requests))
         jobs = requests[request]

@@ -1,4 +1,4 @@
-"""The page's files, read once at the start: a client's path is looked up in a table and never opened."""
+"""The page's static files, read once at startup: request paths are looked up in a table, never opened."""
 
 import hashlib
 import re
@@ -18,74 +18,77 @@ TYPES = {
     ".webp": "image/webp",
     ".woff2": "font/woff2",
 }
-MOST_SAMPLES, LARGEST_SAMPLE = 12, 200_000
-"""How many samples of a model's own classes are offered, and how many bytes one may have."""
+MAX_SAMPLES, MAX_SAMPLE_BYTES = 12, 200_000
+"""Maximum number of training samples per model, and bytes per sample."""
 JPEG = b"\xff\xd8\xff"
 FOLDER = Path(__file__).parent / "page"
 
 
 class PageFile(NamedTuple):
-    """A file that is served as it is."""
+    """A static file."""
 
     content: bytes
     media_type: str
-    tag: str
-    """A name for this content; a browser that has it already need not get it again."""
+    etag: str
 
 
 def page_files(folder: Path = FOLDER) -> dict[str, PageFile]:
-    """Return the page's files by their addresses: / is index.html, samples are below /samples, all else /assets."""
-    found = {}
+    """Return the page's files by URL path: / is index.html, samples are under /samples, the rest under /assets."""
+    files = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix in TYPES and path.is_file():
-            place = path.relative_to(folder).as_posix()
-            address = (
-                "/" if place == "index.html" else f"/{place}" if place.startswith("samples/") else f"/assets/{place}"
+            relative = path.relative_to(folder).as_posix()
+            url = (
+                "/"
+                if relative == "index.html"
+                else f"/{relative}"
+                if relative.startswith("samples/")
+                else f"/assets/{relative}"
             )
             content = path.read_bytes()
-            tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-            found[address] = PageFile(content, TYPES[path.suffix], tag)
-    return found
+            etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            files[url] = PageFile(content, TYPES[path.suffix], etag)
+    return files
 
 
 def sample_list(files: dict[str, PageFile]) -> list[dict[str, str]]:
-    """Return the sample images with their names, in the order of their files."""
-    # Their addresses are relative, as all of the page's: a proxy may have put the service below another path.
+    """Return the built-in samples and their names, in file order."""
+    # Relative URLs, like all of the page's: a proxy may serve it under another path.
     return [
-        {"name": _called(address), "url": address.lstrip("/")}
-        for address, file in files.items()
-        if address.startswith("/samples/") and file.media_type.startswith("image/")
+        {"name": _display_name(url), "url": url.lstrip("/")}
+        for url, file in files.items()
+        if url.startswith("/samples/") and file.media_type.startswith("image/")
     ]
 
 
-class OwnSample(NamedTuple):
-    """An image that the run of a model kept: the class it has, and the JPEG itself."""
+class ModelSample(NamedTuple):
+    """A sample image saved by a training run: its label and the JPEG."""
 
     label: str
     content: bytes
 
 
-def own_samples(source: str) -> list[OwnSample]:
-    """Read an image of each of a few of a model's classes, where the model lies in a run that kept some."""
-    if not Path(source).is_dir():  # a file, or a name of a hub
+def model_samples(source: str) -> list[ModelSample]:
+    """Read one sample image per class, for a few classes, if the model is in a run folder with samples."""
+    if not Path(source).is_dir():  # a file or a hub name
         return []
     first: dict[str, Path] = {}
     for sample in samples_of_bundle(source):
         first.setdefault(sample.label, sample.file)
     labels = list(first)
-    most = min(MOST_SAMPLES, len(labels))
-    found = []
-    for label in (labels[place * len(labels) // most] for place in range(most)):
+    count = min(MAX_SAMPLES, len(labels))
+    samples = []
+    for label in (labels[i * len(labels) // count] for i in range(count)):
         try:
             with first[label].open("rb") as file:
-                content = file.read(LARGEST_SAMPLE + 1)
+                content = file.read(MAX_SAMPLE_BYTES + 1)
         except OSError:
             continue
-        if content.startswith(JPEG) and len(content) <= LARGEST_SAMPLE:
-            found.append(OwnSample(label, content))
-    return found
+        if content.startswith(JPEG) and len(content) <= MAX_SAMPLE_BYTES:
+            samples.append(ModelSample(label, content))
+    return samples
 
 
-def _called(address: str) -> str:
-    stem = address.rpartition("/")[2].rpartition(".")[0]
-    return re.sub(r"^\d+-", "", stem).replace("-", " ").replace("_", " ")  # numbers before names keep their order
+def _display_name(url: str) -> str:
+    stem = url.rpartition("/")[2].rpartition(".")[0]
+    return re.sub(r"^\d+-", "", stem).replace("-", " ").replace("_", " ")  # a leading number only sets the order

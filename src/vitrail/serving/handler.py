@@ -1,4 +1,4 @@
-"""From the images of a request to its result: decoded in other processes, computed in the model's thread, in time."""
+"""Turn the images of a request into results: decoded in other processes, computed in the model's thread."""
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
@@ -13,87 +13,89 @@ from vitrail.serving.connections import client_key
 from vitrail.serving.counters import Counters
 from vitrail.serving.decoders import Decoders
 from vitrail.serving.http_errors import ClientDisconnected, HttpError, as_http_error
-from vitrail.serving.operations import ParsedRequest
+from vitrail.serving.operations import Operation
 from vitrail.serving.served_model import ServedModel
 from vitrail.serving.settings import Settings
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 class RequestHandler:
-    """What turns images into results, for all models."""
+    """Runs requests for all models."""
 
     def __init__(self, settings: Settings, counters: Counters) -> None:
         self._settings, self._counters = settings, counters
         self.decoders = Decoders(settings)
 
-    async def answer(
-        self, request: Request, served: ServedModel, work_item: ParsedRequest, images: list[bytes], task: str
+    async def handle(
+        self, request: Request, served: ServedModel, operation: Operation, images: list[bytes], task: str
     ) -> Any:
-        """Return a result for each image, in order; what is wrong with the only one is a `HttpError`."""
-        work_item.check(served, len(images))
-        seats = served.batcher.reserve(len(images), alone=work_item.alone)
-        # No failure of one image ends the others; what ends all (the deadline, the client) cancels them.
-        client, turn = client_key("" if request.client is None else request.client.host), asyncio.Lock()
+        """Return one result per image, in order; an error in a single-image request raises `HttpError`."""
+        operation.check(served, len(images))
+        slots = served.batcher.reserve(len(images), alone=operation.alone)
+        # A failed image does not stop the others; the deadline or a disconnect cancels all of them.
+        client, header_lock = client_key("" if request.client is None else request.client.host), asyncio.Lock()
         work = asyncio.gather(
             *(
-                self._one(served, work_item, self.decoders.decode(image, served.bundle.preprocess, client, turn), slot)
-                for image, slot in zip(images, seats, strict=True)
+                self._run_one(
+                    served, operation, self.decoders.decode(image, served.bundle.preprocess, client, header_lock), slot
+                )
+                for image, slot in zip(images, slots, strict=True)
             ),
             return_exceptions=True,
         )
         try:
-            found = await within(work, request, self._settings.deadline)
+            outcomes = await within(work, request, self._settings.deadline)
         finally:
-            for slot in seats:
+            for slot in slots:
                 slot.leave()
         results = []
-        for made in found:
-            if isinstance(made, HttpError) and len(found) > 1 and made.status < 500:
-                results.append({"error": made.sentence})
-            elif isinstance(made, BaseException):
-                raise made
+        for outcome in outcomes:
+            if isinstance(outcome, HttpError) and len(outcomes) > 1 and outcome.status < 500:
+                results.append({"error": outcome.message})
+            elif isinstance(outcome, BaseException):
+                raise outcome
             else:
-                results.append(made)
+                results.append(outcome)
         self._counters.images.labels(served.name, task).inc(len(results))
         return results
 
-    async def _one(
-        self, served: ServedModel, work_item: ParsedRequest, decoded: Coroutine[Any, Any, Pixels], slot: QueueSlot
+    async def _run_one(
+        self, served: ServedModel, operation: Operation, decoded: Coroutine[Any, Any, Pixels], slot: QueueSlot
     ) -> Any:
         pixels = await decoded
         try:
-            return await served.batcher.ask(work_item, pixels, slot)
+            return await served.batcher.submit(operation, pixels, slot)
         except VitrailError as error:
             raise as_http_error(error) from None
 
 
-async def within(work: "asyncio.Future[Made]", request: Request, seconds: float) -> Made:
-    """Return what becomes of `work`, unless the deadline passes or the client leaves before: then it is cancelled."""
-    leaving: asyncio.Future[None] = asyncio.ensure_future(_left(request))
-    both: set[asyncio.Future[Any]] = {work, leaving}
+async def within(work: "asyncio.Future[T]", request: Request, seconds: float) -> T:
+    """Await `work`; cancel it if the deadline passes or the client disconnects first."""
+    disconnect: asyncio.Future[None] = asyncio.ensure_future(_wait_for_disconnect(request))
+    pending: set[asyncio.Future[Any]] = {work, disconnect}
     try:
-        done, _ = await asyncio.wait(both, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if work in done:
             return work.result()
-        if leaving in done:
+        if disconnect in done:
             raise ClientDisconnected
-        raise HttpError(504, f"there was no answer within {seconds:g} s; try again later", reason="deadline")
+        raise HttpError(504, f"no result within {seconds:g} s; try again later", reason="deadline")
     finally:
-        for future in (work, leaving):
+        for future in (work, disconnect):
             if not future.done():
                 future.cancel()
-        await _ended(work)
+        await _wait_cancelled(work)
 
 
-async def _ended(work: Awaitable[Any]) -> None:
-    """Wait until what was cancelled has let go of everything."""
+async def _wait_cancelled(work: Awaitable[Any]) -> None:
+    """Wait until cancelled work has released its resources."""
     try:
         await work
-    except (asyncio.CancelledError, Exception):  # its outcome is known, or nobody's business any more
+    except (asyncio.CancelledError, Exception):  # the outcome was already used, or is no longer needed
         return
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

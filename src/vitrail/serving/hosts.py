@@ -1,7 +1,7 @@
-"""For which host names the service answers, and from which pages.
+"""Host header and origin checks.
 
-A page elsewhere can have its own name point to this machine (DNS rebinding), and then reads whatever a service without
-a token says. The browser sends that name as Host, and no page can change it; so only known names are answered.
+A malicious page can point its own host name at this machine (DNS rebinding) and read responses of a service without a
+token. The browser sends that name as Host, and a page cannot change it; so only known names are accepted.
 """
 
 import ipaddress
@@ -17,38 +17,36 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(?::\d{1,5})?")
 
 
 class Hosts:
-    """The names and addresses for which the service answers."""
+    """The accepted host names and addresses."""
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:
-        named = {name.lower().rstrip(".") for name in (*LOCAL, bound, *allowed)}
-        self._every = ANY in named
-        # Bound to all addresses, it answers for each of them; a name that somebody else can define is no address.
-        self._every_address = _is_everywhere(bound)
-        if self._every_address:
-            named.add(socket.gethostname().lower())
-        self._named = frozenset(named)
+        names = {name.lower().rstrip(".") for name in (*LOCAL, bound, *allowed)}
+        self._any = ANY in names
+        # Bound to all addresses, accept any IP address as host: only names can be rebound.
+        self._any_address = _is_unspecified(bound)
+        if self._any_address:
+            names.add(socket.gethostname().lower())
+        self._names = frozenset(names)
 
     def check(self, host: str | None) -> None:
-        """Refuse a request for another host; one that names none comes from no browser."""
-        if host is None or self._every:
+        """Raise 403 for another host; a request without Host does not come from a browser."""
+        if host is None or self._any:
             return
-        found = _HOST.fullmatch(host.strip())
-        name = "" if found is None else found[1].strip("[]").lower().rstrip(".")
-        if name in self._named or (self._every_address and _is_address(name)):
+        match = _HOST.fullmatch(host.strip())
+        name = "" if match is None else match[1].strip("[]").lower().rstrip(".")
+        if name in self._names or (self._any_address and _is_address(name)):
             return
-        raise HttpError(
-            403, f"this service does not answer for the host {host[:80]!r}; --allow-host allows it", reason="host"
-        )
+        raise HttpError(403, f"the host {host[:80]!r} is not allowed; add it with --allow-host", reason="host")
 
 
 def same_origin(origin: str, host: str | None) -> bool:
-    """Say whether a page is the service's own: the same host and port; TLS may end at a proxy before it."""
-    scheme, _, place = origin.partition("://")
-    return scheme in ("http", "https") and host is not None and place.lower() == host.strip().lower()
+    """Return whether a page has the service's host and port; the scheme may differ behind a TLS proxy."""
+    scheme, _, authority = origin.partition("://")
+    return scheme in ("http", "https") and host is not None and authority.lower() == host.strip().lower()
 
 
-def _is_everywhere(bound: str) -> bool:
-    """Say whether an address stands for all of the machine; 0 and 0:0:0:0:0:0:0:0 are other ways to write it."""
+def _is_unspecified(bound: str) -> bool:
+    """Return whether an address means all interfaces, in any notation (0, 0.0.0.0, ::)."""
     try:
         return bound in ("", "0") or ipaddress.ip_address(bound).is_unspecified
     except ValueError:

@@ -1,35 +1,35 @@
-"""What the service does not do, with the status that says whose fault it is."""
+"""Errors with an HTTP status."""
 
 from vitrail.errors import CheckpointError, ConfigError, DataError, InputError, VitrailError
 
 
 class HttpError(Exception):
-    """An answer that is no result: a status and one sentence."""
+    """An error response: a status and a one-line message."""
 
     def __init__(
         self,
         status: int,
-        sentence: str,
+        message: str,
         *,
         retry_after: int | None = None,
         reason: str = "request",
         allow: str | None = None,
     ) -> None:
-        super().__init__(sentence)
-        self.status, self.sentence, self.retry_after = status, sentence, retry_after
+        super().__init__(message)
+        self.status, self.message, self.retry_after = status, message, retry_after
         self.reason = reason
-        """One word for the metrics."""
+        """Label for the metrics."""
         self.allow = allow
-        """The methods that the address does take."""
+        """The HTTP methods this path supports."""
 
 
 class ClientDisconnected(Exception):  # noqa: N818 - named for what happened
-    """Nobody waits for the answer any more."""
+    """The client closed the connection before the response."""
 
 
 def as_http_error(error: VitrailError) -> HttpError:
-    """Say with a status what a person caused."""
-    # A setting or an argument was understood and does not fit the model; anything else is the model's own fault.
+    """Map a `VitrailError` to an HTTP status."""
+    # 422: the request was understood but does not fit the model. Anything else is a fault of the model.
     if isinstance(error, ConfigError | InputError | DataError | CheckpointError):
         return HttpError(422, str(error))
     return HttpError(500, str(error), reason="model")

@@ -1,7 +1,7 @@
-"""Where a service stands between its start and its end, and how many requests it still owes an answer.
+"""The stage of a service (starting, ready, stopping) and its unfinished requests.
 
-At the end, a request that has arrived whole has a grace to be answered in; one that is still arriving has none, for
-whoever sends it may never end.
+On shutdown, fully received requests have a grace period to finish. Requests whose body is still arriving are refused
+at once, because the client may never finish sending.
 """
 
 import asyncio
@@ -12,35 +12,35 @@ from typing import Literal
 from vitrail.serving.http_errors import HttpError
 
 Stage = Literal["starting", "ready", "stopping"]
-STOPPING = "the service is stopping and takes no new work"
+STOPPING = "the service is stopping and does not accept new requests"
 
 
 class Lifecycle:
-    """The stage of a service, and what it has accepted."""
+    """The stage of a service and the requests it has accepted."""
 
     def __init__(self) -> None:
         self.stage: Stage = "starting"
         self.accepted = 0
-        """Requests for models that were let in and are not answered yet."""
+        """Accepted inference requests that have not finished."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._arriving, self._working = _Interruptible(), _Interruptible()
 
     def check(self) -> None:
-        """Refuse new work where there is none to be taken."""
+        """Raise 503 unless the service is ready."""
         if self.stage == "starting":
-            raise HttpError(503, "the models are being warmed up; try again soon", retry_after=1, reason="starting")
+            raise HttpError(503, "the models are warming up; try again soon", retry_after=1, reason="starting")
         if self.stage == "stopping":
             raise HttpError(503, STOPPING, retry_after=5, reason="stopping")
 
     @asynccontextmanager
     async def accepted_request(self) -> AsyncIterator[None]:
-        """Take a request in, and see it off; one that is not answered when the grace is over is refused after all."""
+        """Track a request; it fails with 503 if it has not finished when the grace period expires."""
         self.check()
         self.accepted += 1
         self._idle.clear()
         try:
-            async with self._working.until_interrupted("the service has stopped before there was a result"):
+            async with self._working.until_interrupted("the service stopped before the request finished"):
                 yield
         finally:
             self.accepted -= 1
@@ -49,7 +49,7 @@ class Lifecycle:
 
     @asynccontextmanager
     async def arriving_body(self) -> AsyncIterator[None]:
-        """Read a body; what has not arrived whole when the service is told to stop is refused."""
+        """Track a body being read; it is refused if the service stops before all of it has arrived."""
         async with self._arriving.until_interrupted(STOPPING):
             yield
 
@@ -57,12 +57,12 @@ class Lifecycle:
         """Refuse every request whose body is still arriving."""
         self._arriving.interrupt()
 
-    def refuse_unanswered(self) -> None:
-        """Refuse every request that has no answer yet."""
+    def refuse_unfinished(self) -> None:
+        """Refuse every request that has not finished."""
         self._working.interrupt()
 
     async def idle(self, seconds: float) -> bool:
-        """Wait until every accepted request has its answer; say whether that was in time."""
+        """Wait until every accepted request has finished; return False on timeout."""
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -71,16 +71,16 @@ class Lifecycle:
 
 
 class _Interruptible:
-    """Work that can be ended from outside, once and for all."""
+    """Scopes that can all be interrupted from outside."""
 
     def __init__(self) -> None:
         self._scopes: set[asyncio.Timeout] = set()
-        self._over = False
+        self._interrupted = False
 
     @asynccontextmanager
-    async def until_interrupted(self, sentence: str) -> AsyncIterator[None]:
-        """Do something, unless it is interrupted, which is a `HttpError`."""
-        scope = asyncio.timeout(0 if self._over else None)
+    async def until_interrupted(self, message: str) -> AsyncIterator[None]:
+        """Run the body; raise `HttpError` if interrupted."""
+        scope = asyncio.timeout(0 if self._interrupted else None)
         self._scopes.add(scope)
         try:
             async with scope:
@@ -88,11 +88,11 @@ class _Interruptible:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise HttpError(503, sentence, retry_after=5, reason="stopping") from None
+            raise HttpError(503, message, retry_after=5, reason="stopping") from None
         finally:
             self._scopes.discard(scope)
 
     def interrupt(self) -> None:
-        self._over = True
+        self._interrupted = True
         for scope in self._scopes:
             scope.reschedule(asyncio.get_running_loop().time())

@@ -1,4 +1,4 @@
-"""What every request passes: its id, the token, headers that keep browsers safe, one line in the log, plain errors."""
+"""Middleware around every request: request id, token, security headers, access log, error responses."""
 
 import asyncio
 import hmac
@@ -26,7 +26,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-SAFE = {
+SECURITY_HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -35,175 +35,173 @@ SAFE = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-OPEN = ("/", "/healthz", "/readyz", "/samples")
-OPEN_BELOW = ("/assets/", "/samples/")
-WORK = ("/v1/predict", "/v1/embed", "/v1/explain")
-"""What a service that starts or stops does not take, and what it finishes before it ends."""
-DRAINED, DRAIN_SECONDS, STOPPING_DRAIN_SECONDS = 64 * MEGABYTE, 3.0, 0.3
-"""How much of a refused body is still read: a client that is cut off while it sends never sees the answer."""
-PIECE = 256 * 1024
-"""An answer is handed on in pieces of so many bytes, so that what a client does not take is seen, and not piled up."""
+PUBLIC = ("/", "/healthz", "/readyz", "/samples")
+PUBLIC_PREFIXES = ("/assets/", "/samples/")
+INFERENCE = ("/v1/predict", "/v1/embed", "/v1/explain")
+"""Inference routes: refused while starting or stopping, and finished before shutdown."""
+DRAIN_BYTES, DRAIN_SECONDS, STOPPING_DRAIN_SECONDS = 64 * MEGABYTE, 3.0, 0.3
+"""How much of a refused body is still read: a client cut off while sending never sees the response."""
+CHUNK = 256 * 1024
+"""Responses are sent in chunks of this many bytes, so that a client that stops reading is noticed."""
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MESSAGES = {404: "there is nothing at this address", 405: "this address does not take this method"}
+_MESSAGES = {404: "not found", 405: "method not allowed"}
 _log = logging.getLogger("vitrail.serving")
 
 
 def as_json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Answer with JSON in ASCII, which holds any text that a client sent, also what UTF-8 does not."""
+    """Return an ASCII JSON response; escaping covers client text that is not valid UTF-8."""
     body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
     return Response(body, status, headers, media_type="application/json")
 
 
 class Middleware:
-    """The outermost part of the service."""
+    """The outermost ASGI layer of the service."""
 
     def __init__(
-        self, inside: ASGIApp, routes: set[str], settings: Settings, counters: Counters, lifecycle: Lifecycle
+        self, app: ASGIApp, routes: set[str], settings: Settings, counters: Counters, lifecycle: Lifecycle
     ) -> None:
-        self._inside, self._routes = inside, routes
+        self._app, self._routes = app, routes
         self._settings, self._counters, self._lifecycle = settings, counters, lifecycle
         self._hosts = Hosts(settings.host, settings.allow_hosts)
         self._token = None if settings.token is None else settings.token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":  # no WebSockets here
+        """Handle one request."""
+        if scope["type"] != "http":  # WebSockets are not supported
             await send({"type": "websocket.close"})
             return
-        await _Visit(self, scope, receive, send).take_place()
+        await _Exchange(self, scope, receive, send).run()
 
     def label(self, path: str) -> str:
-        """Return what the metrics call an address: one of few words, whatever a client asks for."""
-        return path if path in self._routes else next((p for p in OPEN_BELOW if path.startswith(p)), "other")
+        """Return the metrics label of a path; unknown paths share one label."""
+        return path if path in self._routes else next((p for p in PUBLIC_PREFIXES if path.startswith(p)), "other")
 
     def check_token(self, path: str, headers: Headers) -> None:
-        """Refuse whoever does not know the token."""
-        if self._token is None or path in OPEN or path.startswith(OPEN_BELOW):
+        """Raise 401 unless the request carries the token."""
+        if self._token is None or path in PUBLIC or path.startswith(PUBLIC_PREFIXES):
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # Compared in constant time, so that the time taken says nothing about how much was right.
-        right = hmac.compare_digest(given.strip().encode(), self._token)
-        if scheme.lower() != "bearer" or not right:
-            raise HttpError(401, "this service wants a token: send 'Authorization: Bearer TOKEN'", reason="token")
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        # Constant-time comparison, so that timing reveals nothing about the token.
+        matches = hmac.compare_digest(token.strip().encode(), self._token)
+        if scheme.lower() != "bearer" or not matches:
+            raise HttpError(401, "missing or wrong token: send 'Authorization: Bearer TOKEN'", reason="token")
 
     def check_site(self, method: str, headers: Headers) -> None:
-        """Refuse what a page of another site makes a reader's browser send; a browser says so, and pages cannot lie."""
-        if method in ("GET", "HEAD", "OPTIONS"):  # changes nothing, and another site's page cannot read the response
+        """Raise 403 for cross-site browser requests (CSRF); pages cannot forge these headers."""
+        if method in ("GET", "HEAD", "OPTIONS"):  # safe methods; another site cannot read the response
             return
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if site is not None:
-            own = site in ("same-origin", "none")
-        else:  # browsers leave it away where there is neither TLS nor localhost
-            own = origin is None or same_origin(origin, headers.get("host"))
-        if not own and "*" not in self._settings.origins and origin not in self._settings.origins:
-            raise HttpError(
-                403, "pages of other sites may not use this service; --origins allows them", reason="origin"
-            )
+            same_site = site in ("same-origin", "none")
+        else:  # browsers omit it without TLS, except on localhost
+            same_site = origin is None or same_origin(origin, headers.get("host"))
+        if not same_site and "*" not in self._settings.origins and origin not in self._settings.origins:
+            raise HttpError(403, "cross-site requests are not allowed; add the site with --origins", reason="origin")
 
-    async def inside(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through to its route."""
+    async def call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request and pass it to its route."""
         headers = Headers(scope=scope)
         self._hosts.check(headers.get("host"))
         self.check_token(scope["path"], headers)
         self.check_site(scope["method"], headers)
-        if scope["path"] not in WORK or scope["method"] != "POST":
-            await self._inside(scope, receive, send)
+        if scope["path"] not in INFERENCE or scope["method"] != "POST":
+            await self._app(scope, receive, send)
             return
         async with self._lifecycle.accepted_request():
-            await self._inside(scope, receive, send)
+            await self._app(scope, receive, send)
 
-    def record(self, visit: "_Visit") -> None:
-        """Count a request and write its line."""
-        seconds, route = perf_counter() - visit.started, self.label(visit.path)
-        self._counters.requests.labels(route, str(visit.status)).inc()
+    def record(self, exchange: "_Exchange") -> None:
+        """Count and log a finished request."""
+        seconds, route = perf_counter() - exchange.started, self.label(exchange.path)
+        self._counters.requests.labels(route, str(exchange.status)).inc()
         self._counters.request_seconds.labels(route).observe(seconds)
         if self._settings.log_requests:
-            said = {
-                "request_id": visit.id,
-                "method": visit.method[:20],
-                "path": visit.path[:200],
-                "status": visit.status,
+            fields = {
+                "request_id": exchange.id,
+                "method": exchange.method[:20],
+                "path": exchange.path[:200],
+                "status": exchange.status,
                 "seconds": round(seconds, 4),
-                "bytes_in": visit.received,
-                "bytes_out": visit.sent,
-                **({} if visit.error is None else {"error": visit.error}),
+                "bytes_in": exchange.received,
+                "bytes_out": exchange.sent,
+                **({} if exchange.error is None else {"error": exchange.error}),
             }
-            _log.info("request", extra={"fields": said})
+            _log.info("request", extra={"fields": fields})
 
-    def refused(self, reason: str) -> None:
-        """Count a refusal."""
+    def count_error(self, reason: str) -> None:
+        """Count an error response."""
         self._counters.refused.labels(reason).inc()
 
     @property
     def counters(self) -> Counters:
-        """What is counted."""
+        """The service's metrics."""
         return self._counters
 
     @property
-    def patience(self) -> float:
-        """Seconds for which a client may take nothing of its answer."""
+    def write_timeout(self) -> float:
+        """Seconds a client may stop reading its response."""
         return self._settings.upload_time
 
     @property
     def stopping(self) -> bool:
-        """Whether connections are not to be kept."""
+        """Whether to close connections after their response."""
         return self._lifecycle.stage == "stopping"
 
 
-class _Visit:
-    """One request, from its head to the last byte of its answer."""
+class _Exchange:
+    """One request, from its headers to the last byte of the response."""
 
     def __init__(self, middleware: Middleware, scope: Scope, receive: Receive, send: Send) -> None:
         self._middleware, self._scope, self._receive, self._send = middleware, scope, receive, send
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        self.id = given if _ID.fullmatch(given) else secrets.token_hex(8)
+        client_id = headers.get("x-request-id", "")
+        self.id = client_id if _ID.fullmatch(client_id) else secrets.token_hex(8)
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.started, self.status, self.received, self.sent = perf_counter(), 0, 0, 0
         self.error: str | None = None
         self._body_ended = "content-length" not in headers and "transfer-encoding" not in headers
-        self._waits_to_send = "expect" in headers
+        self._expects_continue = "expect" in headers
 
-    async def take_place(self) -> None:
-        self._scope["app"] = self._middleware  # the router then raises what is not found
+    async def run(self) -> None:
+        self._scope["app"] = self._middleware  # makes the router raise on unknown paths
         with self._middleware.counters.in_flight.track_inprogress():
             try:
-                await self._answer()
+                await self._respond()
             except ClientDisconnected as left:
-                self.status, self.error = 499, str(left) or "the client left"
+                self.status, self.error = 499, str(left) or "the client disconnected"
         self._middleware.record(self)
 
-    async def _answer(self) -> None:
+    async def _respond(self) -> None:
         try:
-            await self._middleware.inside(self._scope, self.receive, self.send)
+            await self._middleware.call_app(self._scope, self.receive, self.send)
         except ClientDisconnected:
             raise
         except Exception as error:
-            await self._say(self._refusal(error))
+            await self._send_error(self._as_http_error(error))
 
-    def _refusal(self, error: Exception) -> HttpError:
-        """Make of anything a status and a sentence; what we did not foresee goes to the log with its traceback."""
+    def _as_http_error(self, error: Exception) -> HttpError:
+        """Map any exception to a status and a message; log unexpected ones with their traceback."""
         if isinstance(error, HttpError):
             return error
         if isinstance(error, VitrailError):
             return as_http_error(error)
         if isinstance(error, HTTPException):
-            sentence = _MESSAGES.get(error.status_code, "the request cannot be answered")
-            return HttpError(error.status_code, sentence, allow=(error.headers or {}).get("Allow"))
+            message = _MESSAGES.get(error.status_code, "the request failed")
+            return HttpError(error.status_code, message, allow=(error.headers or {}).get("Allow"))
         _log.error("fault", exc_info=error, extra={"fields": {"request_id": self.id, "path": self.path[:200]}})
-        return HttpError(500, "this is a fault of the service, and its log has the details", reason="fault")
+        return HttpError(500, "internal error; see the service's log", reason="fault")
 
-    async def _say(self, refusal: HttpError) -> None:
-        self.error = refusal.sentence
-        self._middleware.refused(refusal.reason)
-        if self.status:  # the answer has begun, so there is no place left to say it
+    async def _send_error(self, error: HttpError) -> None:
+        self.error = error.message
+        self._middleware.count_error(error.reason)
+        if self.status:  # the response has started, so the error cannot be sent
             return
-        headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-        if refusal.status == 401:
+        headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+        if error.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if refusal.allow is not None:
-            headers["allow"] = refusal.allow
-        response = as_json({"error": refusal.sentence, "request_id": self.id}, refusal.status, headers)
+        if error.allow is not None:
+            headers["allow"] = error.allow
+        response = as_json({"error": error.message, "request_id": self.id}, error.status, headers)
         await response(self._scope, self.receive, self.send)
 
     async def receive(self) -> Message:
@@ -217,38 +215,38 @@ class _Visit:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if not self._body_ended and not self._waits_to_send:
+            if not self._body_ended and not self._expects_continue:
                 await self._drain()
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.id
-            for name, value in SAFE.items():
+            for name, value in SECURITY_HEADERS.items():
                 headers.setdefault(name, value)
             headers.setdefault("cache-control", "no-store")
             if self._middleware.stopping:
                 headers["connection"] = "close"
-            await self._hand_on(message)
+            await self._send_in_time(message)
             return
         body, more = message.get("body", b""), message.get("more_body", False)
-        for start in range(0, max(len(body), 1), PIECE):
-            piece = body[start : start + PIECE]
-            await self._hand_on({**message, "body": piece, "more_body": more or start + PIECE < len(body)})
-            self.sent += len(piece)
+        for start in range(0, max(len(body), 1), CHUNK):
+            chunk = body[start : start + CHUNK]
+            await self._send_in_time({**message, "body": chunk, "more_body": more or start + CHUNK < len(body)})
+            self.sent += len(chunk)
 
-    async def _hand_on(self, message: Message) -> None:
-        seconds = self._middleware.patience
+    async def _send_in_time(self, message: Message) -> None:
+        seconds = self._middleware.write_timeout
         try:
             async with asyncio.timeout(seconds):
                 await self._send(message)
         except TimeoutError:
-            raise ClientDisconnected(f"the client took nothing of its answer for {seconds:g} s") from None
+            raise ClientDisconnected(f"the client stopped reading its response for {seconds:g} s") from None
 
     async def _drain(self) -> None:
-        """Read what the client still sends, within limits."""
+        """Read the rest of the request body, within limits."""
         before = self.received
         try:
             async with asyncio.timeout(STOPPING_DRAIN_SECONDS if self._middleware.stopping else DRAIN_SECONDS):
-                while not self._body_ended and self.received - before < DRAINED:
+                while not self._body_ended and self.received - before < DRAIN_BYTES:
                     await self.receive()
         except TimeoutError:
             return

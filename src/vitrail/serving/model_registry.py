@@ -1,4 +1,4 @@
-"""The models of a service by their names, each of which can be replaced while it is in use."""
+"""The models of a service by name; each can be reloaded while in use."""
 
 import asyncio
 import logging
@@ -16,32 +16,32 @@ _log = logging.getLogger("vitrail.serving")
 
 
 class ModelRegistry:
-    """All models that are served."""
+    """All served models."""
 
     def __init__(self, settings: Settings, counters: Counters) -> None:
-        """Open every bundle; one that cannot be opened is an error."""
+        """Open every bundle; raise if one cannot be opened."""
         self._settings, self._counters = settings, counters
         self._sources = {named.name: named for named in settings.models}
-        self._served = {named.name: self._opened(named) for named in settings.models}
-        self._one_at_a_time = asyncio.Lock()
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._due: dict[str | None, asyncio.Task[list[str]]] = {}
-        """Reloads that were asked for and have not begun."""
+        self._served = {named.name: self._open(named) for named in settings.models}
+        self._reload_lock = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._pending: dict[str | None, asyncio.Task[list[str]]] = {}
+        """Requested reloads that have not started."""
 
     async def start(self) -> None:
-        """Warm every model up and begin to answer."""
-        async with self._one_at_a_time:  # a reload that is asked for meanwhile comes after
+        """Warm up every model and start its batcher."""
+        async with self._reload_lock:  # a concurrent reload runs afterwards
             for served in list(self._served.values()):
                 await asyncio.to_thread(served.warm_up)
-                self._put(served)
+                self._activate(served)
 
     async def close(self) -> None:
-        """Answer what waits, then end."""
-        await asyncio.gather(*(served.batcher.close() for served in self._served.values()), *self._leaving)
+        """Finish the queued images, then close."""
+        await asyncio.gather(*(served.batcher.close() for served in self._served.values()), *self._closing)
 
     @contextmanager
     def use(self, name: str | None) -> Iterator[ServedModel]:
-        """Give the model of a name, which stays as it is until it is let go of; without a name, the first."""
+        """Yield the model with this name (default: the first); a reload does not close it while in use."""
         served = self._served[self.check_name(name)]
         served.users += 1
         try:
@@ -52,80 +52,80 @@ class ModelRegistry:
                 self._retire(served)
 
     def check_name(self, name: str | None) -> str:
-        """Return the name of the model that is meant."""
+        """Return the name of an existing model; None means the first."""
         if name is None:
             return next(iter(self._served))
         if name not in self._served:
-            near = suggest(name, self._served) or f"; there is {', '.join(self._served)}"
-            raise ConfigError(f"no model is called {name[:80]!r}{near}")
+            near = suggest(name, self._served) or f"; choose from {', '.join(self._served)}"
+            raise ConfigError(f"unknown model {name[:80]!r}{near}")
         return name
 
-    def check_room(self, name: str | None, *, alone: bool) -> None:
-        """Refuse at once what there is no room for; a name that is not known yet is judged later."""
+    def check_capacity(self, name: str | None, *, alone: bool) -> None:
+        """Raise early if the queue is full; an unknown name is reported later."""
         served = self._served.get(name or next(iter(self._served)))
         if served is not None:
-            served.batcher.check_room(1, alone=alone)
+            served.batcher.check_capacity(1, alone=alone)
 
     def waiting(self) -> float:
-        """Return for how many seconds the oldest image of any model has been waiting."""
+        """Return how many seconds the oldest queued image of any model has waited."""
         return max(served.batcher.waiting() for served in self._served.values())
 
     def descriptions(self) -> list[dict[str, Any]]:
-        """Say what each model is."""
+        """Describe every model."""
         first = next(iter(self._served))
         return [{**served.description, "default": name == first} for name, served in self._served.items()]
 
     async def reload(self, name: str | None = None) -> list[str]:
-        """Open a bundle again, or all of them, and put them in the place of the old ones: all, or where one fails none.
+        """Reload one bundle, or all of them; if one fails, none is replaced.
 
-        Requests that have begun are answered by the model with which they began.
+        Running requests finish on the old model.
         """
-        # One that has not begun will open what is there by then, so whoever asks meanwhile need not have their own.
-        due = self._due.get(name)
-        if due is None:
-            due = self._due[name] = asyncio.get_running_loop().create_task(self._reload(name))
-        return await asyncio.shield(due)
+        # A pending reload will read the current files, so concurrent requests share it.
+        pending = self._pending.get(name)
+        if pending is None:
+            pending = self._pending[name] = asyncio.get_running_loop().create_task(self._reload(name))
+        return await asyncio.shield(pending)
 
     async def _reload(self, name: str | None) -> list[str]:
-        async with self._one_at_a_time:
-            del self._due[name]
+        async with self._reload_lock:
+            del self._pending[name]
             names = list(self._served) if name is None else [self.check_name(name)]
             try:
-                fresh = [await asyncio.to_thread(self._opened_warm, self._sources[one]) for one in names]
-            except Exception as error:  # a file that is being copied can be damaged in any way
+                fresh = [await asyncio.to_thread(self._open_warm, self._sources[name]) for name in names]
+            except Exception as error:  # a file that is still being copied can fail in any way
                 self._counters.reloads.labels("failed").inc()
                 _log.warning("reload failed", exc_info=None if isinstance(error, VitrailError) else error)
-                raise CheckpointError(self._said(error)) from None
+                raise CheckpointError(self._error_message(error)) from None
             for served in fresh:
                 old = self._served[served.name]
-                self._put(served)
+                self._activate(served)
                 if old.users == 0:
                     self._retire(old)
             self._counters.reloads.labels("done").inc()
             return names
 
-    def _said(self, error: Exception) -> str:
-        """Say what went wrong without saying where on this machine the bundle lies."""
+    def _error_message(self, error: Exception) -> str:
+        """Describe an error without revealing where the bundle is on disk."""
         why = str(error) if isinstance(error, VitrailError) else "it cannot be opened"
         for named in self._sources.values():
-            for place in (os.path.abspath(named.source), named.source):
-                why = why.replace(place, named.name)
-        return f"nothing was reloaded, and the models that were there keep serving: {why}"
+            for path in (os.path.abspath(named.source), named.source):
+                why = why.replace(path, named.name)
+        return f"nothing was reloaded, the loaded models keep serving: {why}"
 
-    def _put(self, served: ServedModel) -> None:
+    def _activate(self, served: ServedModel) -> None:
         served.batcher.start()
         self._served[served.name] = served
         self._counters.waiting.labels(served.name).set_function(lambda: self._served[served.name].batcher.taken)
 
     def _retire(self, served: ServedModel) -> None:
         task = asyncio.get_running_loop().create_task(served.batcher.close())
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
-    def _opened(self, named: NamedSource) -> ServedModel:
+    def _open(self, named: NamedSource) -> ServedModel:
         return ServedModel(named, self._settings, self._counters)
 
-    def _opened_warm(self, named: NamedSource) -> ServedModel:
-        served = self._opened(named)
+    def _open_warm(self, named: NamedSource) -> ServedModel:
+        served = self._open(named)
         served.warm_up()
         return served

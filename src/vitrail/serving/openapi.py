@@ -1,4 +1,4 @@
-"""The OpenAPI document, written by hand: one request may come in three forms, which no signature says."""
+"""The OpenAPI document, written by hand because a request body has three forms."""
 
 from typing import Any
 
@@ -7,25 +7,25 @@ from vitrail.explanations.request import METHODS
 from vitrail.serving.settings import Settings
 
 Json = dict[str, Any]
-_WORDS = {
-    400: "The body cannot be understood: empty, no JSON, no form, no base64.",
+_ERRORS = {
+    400: "The body is empty, or is not valid JSON, form data or base64.",
     401: "The token is missing or wrong.",
-    403: "A browser sends this for a page of another site, or for a host name, which no setting allows.",
-    404: "There is nothing at this address.",
+    403: "The Host or Origin header is not allowed.",
+    404: "Not found.",
     408: "The body did not arrive in time.",
-    409: "The bundle cannot be opened; the model that was there keeps serving.",
+    409: "The bundle cannot be opened; the loaded model keeps serving.",
     413: "Too many bytes, pixels or images.",
-    415: "The body, or the only image, is of a kind that is not taken.",
-    422: "An option does not fit the model, or the only image is damaged or takes too long to decode.",
-    503: "Starting, stopping, or too much to do already; try again after Retry-After seconds.",
-    504: "There was no answer within the deadline.",
+    415: "The type of the body, or of the only image, is not supported.",
+    422: "An option does not fit the model, or the only image is corrupt or takes too long to decode.",
+    503: "Starting, stopping or overloaded; try again after Retry-After seconds.",
+    504: "No result within the deadline.",
 }
 
 
 def document(settings: Settings) -> Json:
-    """Describe the service for programs."""
+    """Build the OpenAPI document."""
     secured = settings.token is not None
-    described: Json = {
+    spec: Json = {
         "openapi": "3.1.0",
         "info": {
             "title": "Vitrail",
@@ -33,58 +33,60 @@ def document(settings: Settings) -> Json:
             "description": "Vision Transformers behind HTTP: predictions, features and explanations of images.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "paths": {**_work(settings), **_others(secured)},
+        "paths": {**_inference_paths(settings), **_other_paths(secured)},
         "components": {"schemas": _schemas()},
     }
     if secured:
-        described["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-    return described
+        spec["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    return spec
 
 
-def _work(settings: Settings) -> Json:
+def _inference_paths(settings: Settings) -> Json:
     names = [model.name for model in settings.models]
-    whole = {"type": "integer", "minimum": -1_000_000, "maximum": 1_000_000}
-    model = ("model", {"type": "string", "enum": names}, "The model that is asked; without it, the first.")
-    layer = ("layer", whole, "A layer, from 0, or from the end: -1 is the last.")
-    top = ("top", {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 5}, "How many classes to name.")
-    normalise = ("normalise", {"type": "boolean", "default": False}, "Scale every vector to length 1.")
+    integer = {"type": "integer", "minimum": -1_000_000, "maximum": 1_000_000}
+    model = ("model", {"type": "string", "enum": names}, "The model to use; by default, the first.")
+    layer = ("layer", integer, "Layer index from 0; negative counts from the end, -1 is the last.")
+    top = ("top", {"type": "integer", "minimum": 1, "maximum": 1_000_000, "default": 5}, "How many classes to return.")
+    normalise = ("normalise", {"type": "boolean", "default": False}, "L2-normalise every vector.")
     explain = (
-        ("method", {"type": "string", "enum": list(METHODS), "default": "relevance"}, "How to explain."),
+        ("method", {"type": "string", "enum": list(METHODS), "default": "relevance"}, "Explanation method."),
         layer,
-        ("head", whole, "A head, from 0; without it, the mean of all. For attention."),
+        ("head", integer, "Head index from 0; by default, the mean of all heads. For attention."),
         (
             "query",
             {"type": "string", "maxLength": 200},
-            "Who asks: class, distillation, register:N, mean, pool, 'row,column' of a patch; all gives every token's "
-            "weights. For attention and rollout.",
+            "The query token: class, distillation, register:N, mean, pool, or 'row,column' of a patch; all returns "
+            "every token's weights. For attention and rollout.",
         ),
         (
             "target",
             {"type": "string", "maxLength": 200},
-            "The class to explain, by its name or number; without it, the likeliest. For relevance and gradcam.",
+            "The class to explain, by name or index; by default, the top class. For relevance and gradcam.",
         ),
-        ("fuse", {"type": "string", "enum": ["mean", "max", "min"]}, "How heads are joined. For rollout."),
+        ("fuse", {"type": "string", "enum": ["mean", "max", "min"]}, "How to combine heads. For rollout."),
     )
     return {
-        "/v1/predict": {"post": _asking("predict", "The likeliest classes", "Predictions", settings, model, top)},
-        "/v1/embed": {"post": _asking("embed", "Features", "Embeddings", settings, model, normalise, layer)},
-        "/v1/explain": {"post": _asking("explain", "Where a model looks", "Explanations", settings, model, *explain)},
+        "/v1/predict": {"post": _inference("predict", "Classify images", "Predictions", settings, model, top)},
+        "/v1/embed": {"post": _inference("embed", "Embed images", "Embeddings", settings, model, normalise, layer)},
+        "/v1/explain": {
+            "post": _inference("explain", "Explain predictions", "Explanations", settings, model, *explain)
+        },
     }
 
 
-def _asking(name: str, summary: str, answer: str, settings: Settings, *options: tuple[str, Json, str]) -> Json:
+def _inference(name: str, summary: str, schema: str, settings: Settings, *options: tuple[str, Json, str]) -> Json:
     image = {"type": "string", "contentMediaType": "image/*", "contentEncoding": "base64"}
-    fields: Json = {option: {**schema, "description": said} for option, schema, said in options}
+    fields: Json = {option: {**schema, "description": text} for option, schema, text in options}
     images = {"type": "array", "items": image, "minItems": 1, "maxItems": settings.images_limit}
     file = {"type": "string", "format": "binary"}
     return {
         "operationId": name,
         "summary": summary,
-        "description": "A result for each image, in order. Where there are several, one that cannot be read has an "
-        "error as its result; where it is the only one, its fault is the status.",
+        "description": "Returns one result per image, in order. If one of several images cannot be read, its "
+        "result holds an error; if it is the only image, the status says so.",
         "parameters": [
-            {"name": option, "in": "query", "required": False, "schema": schema, "description": said}
-            for option, schema, said in options
+            {"name": option, "in": "query", "required": False, "schema": schema, "description": text}
+            for option, schema, text in options
         ],
         "requestBody": {
             "required": True,
@@ -108,37 +110,39 @@ def _asking(name: str, summary: str, answer: str, settings: Settings, *options: 
                 },
             },
         },
-        **_answers(answer, (400, 408, 413, 415, 422, 503, 504), settings.token is not None),
+        **_responses(schema, (400, 408, 413, 415, 422, 503, 504), settings.token is not None),
     }
 
 
-def _others(secured: bool) -> Json:
+def _other_paths(secured: bool) -> Json:
     reload = {
         "operationId": "reload",
-        "summary": "Open a bundle again, or all of them, without losing a request",
+        "summary": "Reload one bundle, or all, without dropping requests",
         "parameters": [{"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}],
-        **_answers("Reloaded", (409, 422, 503), secured),
+        **_responses("Reloaded", (409, 422, 503), secured),
     }
-    text = {"200": {"description": "Prometheus' text.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    metrics = _answers(None, (), secured)
+    text = {
+        "200": {"description": "Prometheus text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    }
+    metrics = _responses(None, (), secured)
     named = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
     image = {
         "200": {"description": "A JPEG.", "content": {"image/jpeg": {"schema": {"type": "string", "format": "binary"}}}}
     }
-    one = _answers(None, (404, 422), secured)
+    one = _responses(None, (404, 422), secured)
     return {
         "/v1/samples": {
             "get": {
-                "operationId": "own_samples",
-                "summary": "Images of a model's own classes, where its run kept some",
+                "operationId": "model_samples",
+                "summary": "Sample images saved by the model's training run",
                 "parameters": [named],
-                **_answers("OwnSamples", (422,), secured),
+                **_responses("ModelSamples", (422,), secured),
             }
         },
         "/v1/samples/image": {
             "get": {
-                "operationId": "own_sample",
-                "summary": "One of these images",
+                "operationId": "model_sample",
+                "summary": "One sample image",
                 "parameters": [
                     named,
                     {"name": "number", "in": "query", "required": True, "schema": {"type": "integer", "minimum": 0}},
@@ -147,15 +151,19 @@ def _others(secured: bool) -> Json:
                 "responses": {**image, **one["responses"]},
             }
         },
-        "/v1/models": {"get": {"operationId": "models", "summary": "The models", **_answers("Models", (), secured)}},
+        "/v1/models": {
+            "get": {"operationId": "models", "summary": "List the models", **_responses("Models", (), secured)}
+        },
         "/v1/models/reload": {"post": reload},
-        "/healthz": {"get": {"operationId": "healthz", "summary": "The process answers", **_answers("Status", ())}},
-        "/readyz": {"get": {"operationId": "readyz", "summary": "Models answer", **_answers("Status", (503,))}},
-        "/samples": {"get": {"operationId": "samples", "summary": "Images to try", **_answers("Samples", ())}},
+        "/healthz": {"get": {"operationId": "healthz", "summary": "Liveness probe", **_responses("Status", ())}},
+        "/readyz": {"get": {"operationId": "readyz", "summary": "Readiness probe", **_responses("Status", (503,))}},
+        "/samples": {
+            "get": {"operationId": "samples", "summary": "Built-in sample images", **_responses("Samples", ())}
+        },
         "/metrics": {
             "get": {
                 "operationId": "metrics",
-                "summary": "Numbers for Prometheus",
+                "summary": "Prometheus metrics",
                 **metrics,
                 "responses": {**text, **metrics["responses"]},
             }
@@ -163,13 +171,13 @@ def _others(secured: bool) -> Json:
     }
 
 
-def _answers(schema: str | None, statuses: tuple[int, ...], secured: bool = False) -> Json:
-    refused = {*statuses, 403, *((401,) if secured else ())}
+def _responses(schema: str | None, statuses: tuple[int, ...], secured: bool = False) -> Json:
+    errors = {*statuses, 403, *((401,) if secured else ())}
     responses = {
-        str(status): {"description": _WORDS[status], "content": _as_json("Error")} for status in sorted(refused)
+        str(status): {"description": _ERRORS[status], "content": _as_json("Error")} for status in sorted(errors)
     }
     if schema is not None:
-        responses = {"200": {"description": "The answer.", "content": _as_json(schema)}, **responses}
+        responses = {"200": {"description": "The result.", "content": _as_json(schema)}, **responses}
     return {"responses": responses, **({"security": [{"token": []}]} if secured else {})}
 
 
@@ -187,38 +195,38 @@ def _list(items: Json) -> Json:
 
 
 def _schemas() -> Json:
-    text, whole, number, truth = ({"type": kind} for kind in ("string", "integer", "number", "boolean"))
-    wholes = _list(whole)
+    text, integer, number, boolean = ({"type": kind} for kind in ("string", "integer", "number", "boolean"))
+    integers = _list(integer)
     error = _object({"error": text})
-    known = _object({"name": text, "index": whole, "probability": number})
-    numbers = _object({"shape": wholes, "dtype": {"enum": ["float32", "float16"]}, "data": text})
-    numbers["description"] = "Numbers as base64 of little-endian bytes, the last axis running fastest."
+    class_entry = _object({"name": text, "index": integer, "probability": number})
+    array = _object({"shape": integers, "dtype": {"enum": ["float32", "float16"]}, "data": text})
+    array["description"] = "Array as base64 of little-endian bytes in row-major order."
     explained = _object(
-        {"map": numbers, "attention": numbers, "image": text, "target": {"anyOf": [known, {"type": "null"}]}},
+        {"map": array, "attention": array, "image": text, "target": {"anyOf": [class_entry, {"type": "null"}]}},
         optional=("map", "attention"),
     )
 
-    def results(one: Json, **more: Json) -> Json:
-        return _object({"model": text, **more, "results": _list({"anyOf": [one, error]})})
+    def results(result: Json, **more: Json) -> Json:
+        return _object({"model": text, **more, "results": _list({"anyOf": [result, error]})})
 
     model = {
-        "name": text, "default": truth, "classes": {"anyOf": [_list(text), {"type": "null"}]}, "class_count": whole,
-        "channels": whole, "image_size": wholes, "patch_size": wholes, "grid": wholes, "depth": whole, "heads": whole,
-        "width": whole, "parameters": whole, "token_count": whole, "patch_start": whole, "pool": text, "digest": text,
-        "precision": text,
-        "tokens": _list(_object({"index": whole, "kind": text, "number": whole}, optional=("number",))),
-        "stages": _list(_object({"name": text, "shape": wholes, "meaning": text})),
-        "methods": {"type": "object", "additionalProperties": truth},
+        "name": text, "default": boolean, "classes": {"anyOf": [_list(text), {"type": "null"}]}, "class_count": integer,
+        "channels": integer, "image_size": integers, "patch_size": integers, "grid": integers, "depth": integer,
+        "heads": integer, "width": integer, "parameters": integer, "token_count": integer, "patch_start": integer,
+        "pool": text, "digest": text, "precision": text,
+        "tokens": _list(_object({"index": integer, "kind": text, "number": integer}, optional=("number",))),
+        "stages": _list(_object({"name": text, "shape": integers, "meaning": text})),
+        "methods": {"type": "object", "additionalProperties": boolean},
         "why_not": {"type": "object", "additionalProperties": text},
     }  # fmt: skip
     return {
-        "Error": _object({"error": {**text, "description": "One sentence."}, "request_id": text}),
+        "Error": _object({"error": {**text, "description": "What is wrong and what to do."}, "request_id": text}),
         "Status": _object({"status": text}),
         "Samples": _object({"samples": _list(_object({"name": text, "url": text}))}),
-        "OwnSamples": _object({"model": text, "samples": _list(_object({"name": text, "number": whole}))}),
+        "ModelSamples": _object({"model": text, "samples": _list(_object({"name": text, "number": integer}))}),
         "Reloaded": _object({"reloaded": _list(text)}),
         "Models": _object({"models": _list(_object(model))}),
-        "Predictions": results(_object({"classes": _list(known)})),
+        "Predictions": results(_object({"classes": _list(class_entry)})),
         "Embeddings": results(_object({"embedding": _list(number)})),
         "Explanations": results(explained, method=text),
     }

@@ -1,4 +1,4 @@
-"""What a request may ask for beside its images: fields of the query, or of the JSON."""
+"""Request options besides the images: query parameters, form fields or JSON fields."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -13,13 +13,13 @@ from vitrail.serving.operations import Embed, Explain, Predict
 
 Fuse = Literal["mean", "max", "min"]
 EVERY_TOKEN = "all"
-MOST = 1_000_000
-"""No number of a request is larger."""
-LONGEST_TEXT = 200
+MAX_NUMBER = 1_000_000
+"""Largest integer a request may contain."""
+MAX_TEXT = 200
 
 
 def _or_none(value: Any) -> Any:
-    """An empty field of a query is one that was not given."""
+    """Treat an empty query parameter as missing."""
     return None if value == "" else value
 
 
@@ -28,7 +28,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _expected(what: str) -> WrapValidator:
-    """Say in our words what an option should be; pydantic's are for programmers, and a client sees these."""
+    """Replace pydantic's error text with one a client understands."""
 
     def checked(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -40,21 +40,21 @@ def _expected(what: str) -> WrapValidator:
 
 
 Text = Annotated[
-    Annotated[str, Field(max_length=LONGEST_TEXT)] | None,
+    Annotated[str, Field(max_length=MAX_TEXT)] | None,
     BeforeValidator(_or_none),
-    _expected(f"text of at most {LONGEST_TEXT} characters"),
+    _expected(f"text of at most {MAX_TEXT} characters"),
 ]
 Whole = Annotated[
-    Annotated[int, Field(ge=-MOST, le=MOST)] | None,
+    Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)] | None,
     BeforeValidator(_or_none),
-    _expected(f"a whole number from {-MOST:,} to {MOST:,}"),
+    _expected(f"a whole number from {-MAX_NUMBER:,} to {MAX_NUMBER:,}"),
 ]
-Top = Annotated[int, Field(ge=1, le=MOST), _expected(f"a whole number from 1 to {MOST:,}")]
+Top = Annotated[int, Field(ge=1, le=MAX_NUMBER), _expected(f"a whole number from 1 to {MAX_NUMBER:,}")]
 Switch = Annotated[bool, _expected("true or false")]
 
 
 class _Options(Frozen):
-    """Options that arrive as text, too: "5" is 5."""
+    """Common options; values may arrive as text, so "5" is accepted as 5."""
 
     model_config = ConfigDict(strict=False)
 
@@ -66,8 +66,8 @@ class PredictOptions(_Options):
 
     top: Top = 5
 
-    def work_item(self) -> Predict:
-        """Return what is asked."""
+    def operation(self) -> Predict:
+        """Return the operation to run."""
         return Predict(self.top)
 
 
@@ -77,8 +77,8 @@ class EmbedOptions(_Options):
     normalise: Switch = False
     layer: Whole = None
 
-    def work_item(self) -> Embed:
-        """Return what is asked."""
+    def operation(self) -> Embed:
+        """Return the operation to run."""
         return Embed(FeatureRequest("pooled", None if self.layer in (None, -1) else self.layer, self.normalise))
 
 
@@ -92,8 +92,8 @@ class ExplainOptions(_Options):
     target: Annotated[Text, BeforeValidator(_as_text)] = None
     fuse: Text = None
 
-    def work_item(self) -> Explain:
-        """Return what is asked."""
+    def operation(self) -> Explain:
+        """Return the operation to run."""
         every_token = self.query == EVERY_TOKEN
         request = ExplanationRequest(
             _one_of("method", self.method or "relevance", get_args(Method)),

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1, with bounds on what one connection may take: places, time for a head, turns of the event loop."""
+"""uvicorn's HTTP/1.1 protocol with limits per connection: slots, header timeout, event loop time."""
 
 import asyncio
 import json
@@ -16,54 +16,54 @@ from uvicorn.server import ServerState
 from vitrail.serving.connections import Connections, client_key
 
 EVENTS = 25
-"""Events (heads, pieces of bodies) that are read in one turn, which takes about half a millisecond."""
-BREAK = 0.001
-"""Seconds between two turns, for whatever else has arrived and for the threads that compute. In chunks of 4 kB a client
-can still send 60 MB in a second."""
-FAREWELL = 1.0
-"""Seconds in which a client that is turned away may read why."""
-FAREWELLS = 64
-"""Clients that are told at the same time; more are cut off."""
+"""h11 events (headers, body chunks) parsed per turn, which takes about half a millisecond."""
+PAUSE = 0.001
+"""Seconds between two turns, left to other connections and compute threads. In chunks of 4 kB a client can still send
+60 MB/s."""
+ERROR_READ_TIME = 1.0
+"""Seconds a rejected client has to read the error."""
+MAX_ERROR_READERS = 64
+"""Rejected clients that may read their error at the same time; beyond it, connections are closed at once."""
 
 
-class Turn:
-    """Connections with more to read than one turn allows, which are read one after the other, with breaks."""
+class ReadScheduler:
+    """Round-robin over connections with more data than one turn may parse, with pauses in between."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[BoundedProtocol, None] = OrderedDict()
-        self._called = False
+        self._scheduled = False
 
     def add(self, protocol: "BoundedProtocol") -> None:
-        """Let a connection have another turn, behind the others."""
+        """Queue a connection for another turn."""
         self._waiting[protocol] = None
-        if not self._called:
-            self._called = True
-            asyncio.get_running_loop().call_later(BREAK, self._next)
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_later(PAUSE, self._next)
 
     def remove(self, protocol: "BoundedProtocol") -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
         self._waiting.pop(protocol, None)
 
     def _next(self) -> None:
-        self._called = False
+        self._scheduled = False
         if self._waiting:
             protocol, _ = self._waiting.popitem(last=False)
             protocol.handle_events()
-        if self._waiting and not self._called:
-            self._called = True
-            asyncio.get_running_loop().call_later(BREAK, self._next)
+        if self._waiting and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_later(PAUSE, self._next)
 
 
 class Bounds:
-    """What all connections of a service share."""
+    """State shared by all connections of a service."""
 
     def __init__(self, connections: Connections, head_time: float) -> None:
         self.connections, self.head_time = connections, head_time
-        self.turn, self.farewells = Turn(), 0
+        self.scheduler, self.error_readers = ReadScheduler(), 0
 
 
 class _BoundedReader(h11.Connection):
-    """h11's parser, which claims to need more data when it has read enough for one turn."""
+    """h11's parser, which reports NEED_DATA once its turn is used up."""
 
     left = EVENTS
     stopped = False
@@ -76,8 +76,8 @@ class _BoundedReader(h11.Connection):
         return super().next_event()
 
 
-class _HeldFlow(FlowControl):
-    """Reads nothing more while there is enough to parse."""
+class _PausableFlow(FlowControl):
+    """Does not resume reading while data is left to parse."""
 
     held = False
 
@@ -90,7 +90,7 @@ class BoundedProtocol(H11Protocol):
     """One connection."""
 
     bounds: ClassVar[Bounds]
-    """Set in a subclass, of which uvicorn makes one for each connection."""
+    """Set in a subclass; uvicorn creates one instance per connection."""
 
     def __init__(
         self,
@@ -101,89 +101,89 @@ class BoundedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.conn = self._reader = _BoundedReader(h11.SERVER)
-        self._turned_away = False
+        self._rejected = False
         self._timer: asyncio.TimerHandle | None = None
         self._last_timer: asyncio.TimerHandle | None = None
 
-    # ── places ──
+    # ── connection slots ──
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a place, or hear that there is none."""
+        """Take a connection slot, or reject the client."""
         super().connection_made(transport)
-        self.flow = self._flow = _HeldFlow(transport)
+        self.flow = self._flow = _PausableFlow(transport)
         if self.bounds.connections.admit(self, client_key(self.client[0] if self.client else "")):
-            self._watch()
+            self._update_timer()
         else:
-            self._turn_away(503, "there are too many connections; try again soon", "retry-after: 1")
+            self._reject(503, "too many connections; try again soon", "retry-after: 1")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the place."""
+        """Release the slot."""
         self.bounds.connections.release(self)
-        self.bounds.turn.remove(self)
+        self.bounds.scheduler.remove(self)
         self._stop_timer()
         if self._last_timer is not None:
             self._last_timer.cancel()
-        if self._turned_away:
-            self.bounds.farewells -= 1
+        if self._rejected:
+            self.bounds.error_readers -= 1
         super().connection_lost(exc)
 
-    def give_way(self) -> None:
-        """Close a connection without a request, because others need its place."""
+    def close_idle(self) -> None:
+        """Close an idle connection to make space for a new one."""
         self._stop_timer()
         self.transport.close()
 
-    def _turn_away(self, status: int, sentence: str, *more: str) -> None:
-        """Answer before anything was asked, and read no more; cut off at once who would be one too many to be told."""
-        self._turned_away = True
-        self.bounds.farewells += 1
+    def _reject(self, status: int, message: str, *more: str) -> None:
+        """Send an error before any request and stop reading; close at once if too many clients are being rejected."""
+        self._rejected = True
+        self.bounds.error_readers += 1
         self.bounds.connections.release(self)
-        body = json.dumps({"error": sentence, "request_id": secrets.token_hex(8)}).encode()
+        body = json.dumps({"error": message, "request_id": secrets.token_hex(8)}).encode()
         lines = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "connection: close", f"content-length: {len(body)}"
         head = "\r\n".join((*lines, "content-type: application/json", *more, "", ""))
         self.transport.write(head.encode() + body)
-        # A client that is still sending would not read an answer on a connection that is closed at once.
-        if self.bounds.farewells > FAREWELLS or not self.transport.can_write_eof():
+        # A client that is still sending would not see the response if the connection were closed at once.
+        if self.bounds.error_readers > MAX_ERROR_READERS or not self.transport.can_write_eof():
             self.transport.close()
             return
         self.transport.write_eof()
-        self._last_timer = self.loop.call_later(FAREWELL, self.transport.abort)
+        self._last_timer = self.loop.call_later(ERROR_READ_TIME, self.transport.abort)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or, where a body is still being sent that nobody reads, not for long."""
+        """Wait for the next request; if an unread body is still arriving, only briefly."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
-            self._last_timer = self.loop.call_later(FAREWELL, self.transport.abort)
+            self._last_timer = self.loop.call_later(ERROR_READ_TIME, self.transport.abort)
 
     def shutdown(self) -> None:
-        """Close in order, when the service ends."""
-        if self._turned_away:
+        """Close when the service stops."""
+        if self._rejected:
             self.transport.abort()
         else:
             super().shutdown()
 
-    # ── time for a head ──
+    # ── header timeout ──
 
-    def _watch(self) -> None:
-        """Bound the time from the first byte of a request, or from the beginning, to the end of its head."""
+    def _update_timer(self) -> None:
+        """Limit the time from the first byte of a request (or the connect) to the end of its headers."""
         if self._last_timer is not None and self.conn.their_state is not h11.SEND_BODY:
-            self._last_timer.cancel()  # the body that nobody reads has come to its end after all
+            self._last_timer.cancel()  # the unread body has ended
             self._last_timer = None
-        waits = self.conn.their_state is h11.IDLE
-        if not waits:
+        idle = self.conn.their_state is h11.IDLE
+        if not idle:
             self._stop_timer()
             self.bounds.connections.work(self)
         elif self._timer is None and (self.cycle is None or self.conn.trailing_data[0]):
-            self._timer = self.loop.call_later(self.bounds.head_time, self._head_is_late)
-        if waits:
+            self._timer = self.loop.call_later(self.bounds.head_time, self._on_header_timeout)
+        if idle:
             self.bounds.connections.wait(self)
 
-    def _head_is_late(self) -> None:
+    def _on_header_timeout(self) -> None:
         self._timer = None
         if self.transport.is_closing():
             return
         if self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
-            sentence = f"the head of the request did not arrive within {self.bounds.head_time:g} s"
-            self._turn_away(408, sentence)
+            message = f"the request headers did not arrive within {self.bounds.head_time:g} s"
+            self._reject(408, message)
         else:
             self.transport.close()
 
@@ -195,18 +195,18 @@ class BoundedProtocol(H11Protocol):
     # ── turns ──
 
     def data_received(self, data: bytes) -> None:
-        """Read a turn's worth of what has arrived."""
-        if self._turned_away:
+        """Parse as much of the data as one turn allows."""
+        if self._rejected:
             return
-        if self._flow.held:  # has arrived although reading is paused
+        if self._flow.held:  # arrived although reading is paused
             self.transport.pause_reading()
             self.conn.receive_data(data)
         else:
             super().data_received(data)
 
     def handle_events(self) -> None:
-        """Read a turn's worth of events; the rest waits for the next turn, and the client with it."""
-        if self.transport.is_closing() or self._turned_away:
+        """Parse one turn's worth of events; pause the client until the next turn if more are left."""
+        if self.transport.is_closing() or self._rejected:
             return
         self._reader.left, self._reader.stopped = EVENTS, False
         if self._flow.held:
@@ -215,8 +215,8 @@ class BoundedProtocol(H11Protocol):
         super().handle_events()
         if self.transport.is_closing():
             return
-        self._watch()
+        self._update_timer()
         if self._reader.stopped:
             self._flow.pause_reading()
             self._flow.held = True
-            self.bounds.turn.add(self)
+            self.bounds.scheduler.add(self)

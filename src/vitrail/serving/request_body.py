@@ -1,4 +1,4 @@
-"""Reading a request: never more than is allowed, in any of the three ways in which images are sent."""
+"""Read a request body within limits: a raw image, multipart form data or JSON."""
 
 import asyncio
 import base64
@@ -18,22 +18,22 @@ from vitrail.serving.options import EmbedOptions, ExplainOptions, PredictOptions
 from vitrail.serving.settings import MEGABYTE, Settings
 
 Kind = TypeVar("Kind", PredictOptions, EmbedOptions, ExplainOptions)
-MOST_OPTIONS, LONGEST_OPTION = 50, 100
-MORE_PARTS = 1000
-"""How many values JSON may have beside its images. Each takes a hundred times the memory of its bytes."""
-WAYS = "an image as the body (image/*), multipart/form-data with fields 'image', or JSON with 'images'"
+MAX_OPTIONS, MAX_OPTION_NAME = 50, 100
+MAX_JSON_VALUES = 1000
+"""Maximum number of JSON values besides the images; a parsed value can take 100× the memory of its text."""
+BODY_FORMS = "an image as the body (image/*), multipart/form-data with fields 'image', or JSON with 'images'"
 
 
 class ParsedRequest(NamedTuple):
-    """What a request holds."""
+    """The contents of a request."""
 
     images: list[bytes]
     fields: dict[str, Any]
-    """Its options, not checked yet."""
+    """Options, not validated yet."""
 
 
 class Uploads:
-    """How much memory all requests hold together."""
+    """Memory accounting of all request bodies."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings, self._held = settings, 0
@@ -41,7 +41,7 @@ class Uploads:
 
     @contextmanager
     def reading(self) -> Iterator["Upload"]:
-        """Give a request its account, and close it at the end."""
+        """Account for one request and release its bytes at the end."""
         upload = Upload(self)
         try:
             yield upload
@@ -49,14 +49,14 @@ class Uploads:
             self._held -= upload.size
 
     def hold(self, size: int) -> None:
-        """Count bytes, or refuse them."""
+        """Reserve bytes, or raise 503."""
         if self._held + size > self._most:
-            raise HttpError(503, "too much is being uploaded already; try again soon", retry_after=1, reason="uploads")
+            raise HttpError(503, "too many uploads in progress; try again soon", retry_after=1, reason="uploads")
         self._held += size
 
 
 class Upload:
-    """The memory that one request holds."""
+    """Memory held by one request."""
 
     def __init__(self, uploads: Uploads) -> None:
         self._uploads, self.size = uploads, 0
@@ -68,42 +68,44 @@ class Upload:
 
 
 async def read_request(request: Request, upload: Upload, settings: Settings) -> ParsedRequest:
-    """Read the body and take the images and the options out of it."""
+    """Read the body and extract images and options."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (kind.startswith("image/") or kind in ("multipart/form-data", "application/json", "")):
-        raise HttpError(415, f"a body of type {kind[:80]!r} is not taken; send {WAYS}")
+        raise HttpError(415, f"the content type {kind[:80]!r} is not supported; send {BODY_FORMS}")
     try:
         async with asyncio.timeout(settings.upload_time):
             body = await _read_body(request, upload, settings.body_bytes)
     except TimeoutError:
         raise HttpError(408, f"the request did not arrive within {settings.upload_time:g} s", reason="slow") from None
     if not body:
-        raise HttpError(400, f"the request has no body; send {WAYS}")
+        raise HttpError(400, f"the request has no body; send {BODY_FORMS}")
     fields: dict[str, Any] = dict(request.query_params)
     if kind == "":
-        raise HttpError(415, f"the request does not say what its body is; set Content-Type, and send {WAYS}")
+        raise HttpError(415, f"the request has no Content-Type; set it, and send {BODY_FORMS}")
     if kind == "application/json":
-        # Much text takes long to read, and nobody else is answered meanwhile.
+        # Parse large JSON in a thread, so that the event loop is not blocked.
         most = settings.images_limit
         images, more = (
             await asyncio.to_thread(_from_json, body, most) if len(body) > MEGABYTE else _from_json(body, most)
         )
-        asked = ParsedRequest(images, {**fields, **more})
+        parsed = ParsedRequest(images, {**fields, **more})
     elif kind == "multipart/form-data":
         images, more = await _from_multipart(request, body, settings)
-        asked = ParsedRequest(images, {**fields, **more})
+        parsed = ParsedRequest(images, {**fields, **more})
     else:
-        asked = ParsedRequest([body], fields)
-    if len(asked.images) > settings.images_limit:
-        raise HttpError(413, f"{len(asked.images)} images in one request; at most {settings.images_limit} are taken")
-    return asked
+        parsed = ParsedRequest([body], fields)
+    if len(parsed.images) > settings.images_limit:
+        raise HttpError(
+            413, f"{len(parsed.images)} images in one request; at most {settings.images_limit} are accepted"
+        )
+    return parsed
 
 
 def read_options(kind: type[Kind], fields: dict[str, Any]) -> Kind:
-    """Check the options of a request."""
-    # A name that is not known is compared with all that are, which takes long for many names and for long ones.
-    if len(fields) > MOST_OPTIONS or any(len(name) > LONGEST_OPTION for name in fields):
-        raise HttpError(422, f"the request has {len(fields)} options, or one with a very long name; see /openapi.json")
+    """Validate the options of a request."""
+    # Suggestions for unknown names are slow to compute for many or long names.
+    if len(fields) > MAX_OPTIONS or any(len(name) > MAX_OPTION_NAME for name in fields):
+        raise HttpError(422, f"too many options ({len(fields)}) or a very long option name; see /openapi.json")
     try:
         return kind.model_validate(fields)
     except ConfigError as error:
@@ -111,9 +113,9 @@ def read_options(kind: type[Kind], fields: dict[str, Any]) -> Kind:
 
 
 async def _read_body(request: Request, upload: Upload, most: int) -> bytes:
-    too_large = HttpError(413, f"the request is larger than {most / MEGABYTE:g} MB, which is the limit; send less")
-    said = request.headers.get("content-length", "")
-    if said.isdigit() and int(said[:20]) > most:
+    too_large = HttpError(413, f"the request is larger than the limit of {most / MEGABYTE:g} MB")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length[:20]) > most:
         raise too_large
     chunks: list[bytes] = []
     size = 0
@@ -132,7 +134,7 @@ async def _read_body(request: Request, upload: Upload, most: int) -> bytes:
 
 
 class _InMemory(MultiPartParser):
-    """Starlette's parser, which writes nothing to disk: the whole body is in memory and has been measured."""
+    """Starlette's parser without spooling to disk: the body is already in memory and within the limit."""
 
     spool_max_size = 2**40
 
@@ -147,48 +149,48 @@ async def _from_multipart(request: Request, body: bytes, settings: Settings) -> 
         form = await parser.parse()
     except MultiPartException as error:
         if "Too many files" in error.message:
-            raise HttpError(413, f"more than {most} images in one request; send fewer at a time") from None
+            raise HttpError(413, f"more than {most} images in one request; send fewer per request") from None
         raise HttpError(400, f"the multipart body cannot be read: {error.message.rstrip('.')}") from None
-    except Exception:  # headers of parts can be damaged in ways that the parser does not foresee
+    except Exception:  # malformed part headers can raise anything in the parser
         raise HttpError(400, "the multipart body cannot be read; is its boundary the one in Content-Type?") from None
     try:
-        found = form.getlist("image")
-        if not found:
-            raise HttpError(400, "the form has no field 'image'; send one for each image")
-        if not all(isinstance(part, UploadFile) for part in found):
-            raise HttpError(400, "the field 'image' is text; send it as a file, with a file name")
+        files = form.getlist("image")
+        if not files:
+            raise HttpError(400, "the form has no 'image' field; send one per image")
+        if not all(isinstance(part, UploadFile) for part in files):
+            raise HttpError(400, "the 'image' field is text; send it as a file, with a file name")
         options = {name: value for name, value in form.multi_items() if name != "image"}
         for name, value in options.items():
             if isinstance(value, UploadFile):
-                raise HttpError(400, f"the form has a file in the field {name[:80]!r}; images are fields 'image'")
-        return [await part.read() for part in found if isinstance(part, UploadFile)], options
+                raise HttpError(400, f"the form has a file in the field {name[:80]!r}; send images as 'image' fields")
+        return [await part.read() for part in files if isinstance(part, UploadFile)], options
     finally:
         await form.close()
 
 
 def _from_json(body: bytes, most: int) -> tuple[list[bytes], dict[str, Any]]:
-    # None of these signs is in base64, so few of them are in a body that is meant well.
-    if sum(body.count(sign) for sign in (b",", b"[", b"{")) > most + MORE_PARTS:
-        raise HttpError(400, 'the body is not JSON like {"images": ["<base64>", …]}: it has far too many parts')
+    # Base64 contains none of these characters, so a valid body has few of them.
+    if sum(body.count(character) for character in (b",", b"[", b"{")) > most + MAX_JSON_VALUES:
+        raise HttpError(400, 'the body is not JSON like {"images": ["<base64>", …]}: it has too many values')
     try:
-        asked = json.loads(body, parse_constant=_no_constant)
+        content = json.loads(body, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         raise HttpError(400, 'the body is not JSON; send {"images": ["<base64>", …]}') from None
-    if not isinstance(asked, dict):
-        raise HttpError(400, "the JSON should be an object with a list 'images' of base64 texts")
-    given = asked.pop("images", None)
-    if not isinstance(given, list) or not given or not all(isinstance(one, str) for one in given):
-        raise HttpError(400, "'images' should be a list of one or more base64 texts")
+    if not isinstance(content, dict):
+        raise HttpError(400, "the JSON should be an object with a list 'images' of base64 strings")
+    encoded = content.pop("images", None)
+    if not isinstance(encoded, list) or not encoded or not all(isinstance(image, str) for image in encoded):
+        raise HttpError(400, "'images' should be a non-empty list of base64 strings")
     images = []
-    for number, one in enumerate(given):
+    for number, image in enumerate(encoded):
         try:
-            images.append(base64.b64decode(one, validate=True))
+            images.append(base64.b64decode(image, validate=True))
         except (binascii.Error, ValueError):
             raise HttpError(
-                400, f"image {number} is not base64; send that alone, without 'data:' before it or line breaks in it"
+                400, f"image {number} is not valid base64; send it without a 'data:' prefix or line breaks"
             ) from None
-    return images, asked
+    return images, content
 
 
-def _no_constant(word: str) -> Any:
+def _reject_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")

@@ -1,4 +1,4 @@
-"""Running the service: the port, the signals, the log, from the start to an orderly end."""
+"""Run the service: socket, signals, logging, graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -19,36 +19,36 @@ import uvicorn
 
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.serving.app import Service
-from vitrail.serving.connections import Connections, RateLimitFilter, room_for, told
+from vitrail.serving.connections import Connections, RateLimitFilter, connection_limit, rate_limited_log
 from vitrail.serving.http_errors import HttpError
 from vitrail.serving.protocol import BoundedProtocol, Bounds
 from vitrail.serving.settings import Settings
 
 LINGER = 0.5
-"""Seconds for which a service that stops still says so, instead of being gone at once."""
-LAST_WORDS = 0.2
-"""Seconds for those who were connected in the last moment to be told."""
-CUT_OFF = 2.0
-"""Seconds after which connections are cut off that have not taken all of their answer, when everything else is over."""
-AT_ONCE = 4
-"""Connections that are accepted in one round of the event loop. It takes some rounds until others have given way for
-them, so there are file descriptors in reserve."""
-QUEUED = 1024
-"""Connections that the system holds until they are accepted."""
+"""Seconds during which a stopping service still accepts connections and responds with 503."""
+FINAL_DRAIN = 0.2
+"""Seconds for the last open connections to receive their 503."""
+ABORT_AFTER = 2.0
+"""Seconds after shutdown before connections that are still reading a response are aborted."""
+ACCEPT_BURST = 4
+"""Connections accepted per event loop iteration. Closing idle ones to make space takes a few iterations, so some file
+descriptors are kept in reserve."""
+BACKLOG = 1024
+"""Listen backlog of the socket once the service is ready."""
 _log = logging.getLogger("vitrail.serving")
 
 
 def serve(settings: Settings, *, started: float | None = None) -> None:
-    """Serve until a signal asks for an end. `started` is when the program began, for the time it took to be ready."""
-    began = time.time() if started is None else started
-    _write_log()
-    place = _bound(settings.host, settings.port)
-    with place, _no_hangup():
-        _log.info("settings", extra={"fields": {"settings": settings.shown()}})
+    """Serve until a signal stops it. `started` is when the program started, to report the startup time."""
+    started_at = time.time() if started is None else started
+    _configure_logging()
+    listener = _bind(settings.host, settings.port)
+    with listener, _ignore_sighup():
+        _log.info("settings", extra={"fields": {"settings": settings.redacted()}})
         if settings.token is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
-            _log.warning("there is no token, so everybody who reaches this address can use the models")
+            _log.warning("no token is set: anyone who can reach this address can use the models")
         service = Service(settings)
-        connections = Connections(room_for(settings.connections), settings.client_connections, service.counters)
+        connections = Connections(connection_limit(settings.connections), settings.client_connections, service.counters)
 
         class Protocol(BoundedProtocol):
             bounds = Bounds(connections, settings.head_time)
@@ -56,8 +56,8 @@ def serve(settings: Settings, *, started: float | None = None) -> None:
         config = uvicorn.Config(
             service.app,
             http=Protocol,
-            proxy_headers=False,  # anybody on this machine could claim to be many clients
-            backlog=AT_ONCE,
+            proxy_headers=False,  # a local client could otherwise pretend to be many clients
+            backlog=ACCEPT_BURST,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -67,90 +67,90 @@ def serve(settings: Settings, *, started: float | None = None) -> None:
             timeout_keep_alive=30,
             timeout_graceful_shutdown=5,
         )
-        asyncio.run(_Server(config, service, place, began).run_to_the_end())
+        asyncio.run(_Server(config, service, listener, started_at).run_until_stopped())
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends only when what was accepted has its answer."""
+    """uvicorn's server, which finishes accepted requests before it stops."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, place: socket.socket, began: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, listener: socket.socket, started_at: float) -> None:
         super().__init__(config)
-        self._service, self._place, self._began = service, place, began
+        self._service, self._listener, self._started_at = service, listener, started_at
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._fault: Exception | None = None
-        """Why no model answers."""
+        self._startup_error: Exception | None = None
+        """Why startup failed."""
 
-    async def run_to_the_end(self) -> None:
+    async def run_until_stopped(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(_tell_fault)
-        self._begin(self._warm_up())
-        if _has_hangup():
-            self._loop.add_signal_handler(signal.SIGHUP, lambda: self._begin(self._reload()))
-        await self.serve(sockets=[self._place])
+        self._loop.set_exception_handler(_log_loop_error)
+        self._create_task(self._warm_up())
+        if _can_handle_sighup():
+            self._loop.add_signal_handler(signal.SIGHUP, lambda: self._create_task(self._reload()))
+        await self.serve(sockets=[self._listener])
         await self._service.stop()
-        if self._fault is not None:
-            raise self._fault
+        if self._startup_error is not None:
+            raise self._startup_error
         _log.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as uvicorn calls it
-        """Ask for an end, on SIGTERM and Ctrl-C; asked again by Ctrl-C, end at once."""
+        """Start a graceful shutdown on SIGTERM or Ctrl-C; a second Ctrl-C exits immediately."""
         if self._service.lifecycle.stage == "stopping" and sig == signal.SIGINT:
             self.should_exit = self.force_exit = True
         elif self._loop is not None and self._service.lifecycle.stage != "stopping":
             self._service.lifecycle.stage = "stopping"
-            self._loop.call_soon_threadsafe(lambda: self._begin(self._wind_down()))
+            self._loop.call_soon_threadsafe(lambda: self._create_task(self._shut_down_gracefully()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the connections; who does not take what is left of an answer is cut off."""
-        # uvicorn would cancel what still answers them, and log that as a fault.
-        timer = asyncio.get_running_loop().call_later(CUT_OFF, self._cut_off)
+        """Close the connections; abort those that do not read the rest of their response."""
+        # uvicorn would cancel the running handlers and log that as an error.
+        timer = asyncio.get_running_loop().call_later(ABORT_AFTER, self._abort_connections)
         await super().shutdown(sockets)
         timer.cancel()
 
-    def _cut_off(self) -> None:
+    def _abort_connections(self) -> None:
         for connection in list(self.server_state.connections):
             if isinstance(connection, BoundedProtocol):
                 connection.transport.abort()
 
-    async def _wind_down(self) -> None:
-        """Finish what was accepted, refuse what comes, then close."""
+    async def _shut_down_gracefully(self) -> None:
+        """Finish accepted requests, refuse new ones, then close."""
         lifecycle = self._service.lifecycle
         self._service.counters.ready.set(0)
         _log.info("stopping", extra={"fields": {"accepted": lifecycle.accepted}})
         lifecycle.refuse_arriving()
         _, in_time = await asyncio.gather(asyncio.sleep(LINGER), lifecycle.idle(self._service.settings.grace))
         if not in_time:
-            _log.warning("the grace is over", extra={"fields": {"unanswered": lifecycle.accepted}})
-            lifecycle.refuse_unanswered()
-        for listening in self.servers:  # nobody new; those who are connected still hear that it is over
-            listening.close()
-        await asyncio.sleep(LAST_WORDS)
+            _log.warning("grace period expired", extra={"fields": {"unfinished": lifecycle.accepted}})
+            lifecycle.refuse_unfinished()
+        for server in self.servers:  # no new connections; open ones still receive a 503
+            server.close()
+        await asyncio.sleep(FINAL_DRAIN)
         self.should_exit = True
 
     async def _warm_up(self) -> None:
         try:
             await asyncio.gather(self._service.start_decoders(), self._service.start())
-        except HttpError:  # told already; nothing could be answered
-            self._fault = ConfigError("no process that decodes images can be started; is there enough memory?")
+        except HttpError:  # already logged
+            self._startup_error = ConfigError("no decoder process can be started; is there enough memory?")
             self.should_exit = True
             return
         except Exception as error:
-            self._fault, self.should_exit = error, True
+            self._startup_error, self.should_exit = error, True
             return
         while not self.started and not self.should_exit:
             await asyncio.sleep(0.005)
-        with contextlib.suppress(OSError):  # closed meanwhile
-            self._place.listen(QUEUED)
-        if self._service.lifecycle.stage != "ready":  # it has been told to stop meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
+            self._listener.listen(BACKLOG)
+        if self._service.lifecycle.stage != "ready":  # stopped in the meantime
             return
-        host, port = self._place.getsockname()[:2]
+        host, port = self._listener.getsockname()[:2]
         address = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
-        seconds = round(time.time() - self._began, 2)
+        seconds = round(time.time() - self._started_at, 2)
         _log.info("ready", extra={"fields": {"address": address, "seconds": seconds}})
         try:
             print(f"ready after {seconds:g} s at {address}", flush=True)
-        except OSError:  # whoever started it does not listen, and the log has said it, too
+        except OSError:  # stdout is closed; the log has the same line
             return
 
     async def _reload(self) -> None:
@@ -159,25 +159,25 @@ class _Server(uvicorn.Server):
         except VitrailError as error:
             _log.error("reload: %s", error)
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
+    def _create_task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # the loop alone would not keep it alive
+        self._tasks.add(task)  # the event loop only keeps a weak reference
         task.add_done_callback(self._tasks.discard)
 
 
-def _tell_fault(_: asyncio.AbstractEventLoop, fault: dict[str, Any]) -> None:
-    """Write what went wrong outside of any request, such as file descriptors that run out, and not too often."""
-    told.warn(str(fault.get("message")), error=str(fault.get("exception")))
+def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error outside of any request, such as running out of file descriptors; rate-limited."""
+    rate_limited_log.warn(str(context.get("message")), error=str(context.get("exception")))
 
 
-def _has_hangup() -> bool:
+def _can_handle_sighup() -> bool:
     return hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
-def _no_hangup() -> Iterator[None]:
-    """Let SIGHUP, which would end the process, do nothing while the bundles are being opened anyway."""
-    if not _has_hangup():
+def _ignore_sighup() -> Iterator[None]:
+    """Ignore SIGHUP, which would kill the process, while the bundles are loading."""
+    if not _can_handle_sighup():
         yield
         return
     before = signal.signal(signal.SIGHUP, lambda *_: None)
@@ -187,33 +187,33 @@ def _no_hangup() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """Take the port, before models are opened for nothing."""
+def _bind(host: str, port: int) -> socket.socket:
+    """Bind the port before loading the models, so that a port in use fails fast."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError):
-        raise _no_such_host(host) from None
-    place = socket.socket(family, socket.SOCK_STREAM)
+        raise _unknown_host(host) from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
-        place.close()
+        listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            raise _no_such_host(host) from None
+            raise _unknown_host(host) from None
         raise ConfigError(
             f"port {port} of {host} cannot be used ({(error.strerror or str(error)).lower()}); choose another with "
-            f"--port, or 0 for any that is free"
+            f"--port, or 0 for any free port"
         ) from None
-    return place
+    return listener
 
 
-def _no_such_host(host: str) -> ConfigError:
-    return ConfigError(f"no address of this machine is called {host!r}; use 127.0.0.1, or 0.0.0.0 for all")
+def _unknown_host(host: str) -> ConfigError:
+    return ConfigError(f"{host!r} is not an address of this machine; use 127.0.0.1, or 0.0.0.0 for all")
 
 
-class _Lines(logging.Formatter):
-    """A log record as one line of JSON."""
+class _JsonFormatter(logging.Formatter):
+    """Formats a log record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -227,16 +227,16 @@ class _Lines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def _write_log() -> None:
-    """Write the service's log, and the complaints of uvicorn, to stderr."""
+def _configure_logging() -> None:
+    """Send the service's log and uvicorn's warnings to stderr."""
     ours, others = logging.StreamHandler(sys.stderr), logging.StreamHandler(sys.stderr)
-    others.addFilter(RateLimitFilter())  # "Invalid HTTP request received." can be had ten thousand times a second
+    others.addFilter(RateLimitFilter())  # clients can trigger "Invalid HTTP request received." at will
     for name, level, handler in (
         ("vitrail.serving", logging.INFO, ours),
         ("uvicorn", logging.WARNING, others),
         ("asyncio", logging.WARNING, others),
     ):
-        handler.setFormatter(_Lines())
+        handler.setFormatter(_JsonFormatter())
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

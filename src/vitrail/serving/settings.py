@@ -1,4 +1,4 @@
-"""Every setting of the service, checked once; and what the models on the command line are called."""
+"""The service's settings, validated once, and the names of the models on the command line."""
 
 import os
 import re
@@ -27,135 +27,137 @@ Amount = Annotated[float, BeforeValidator(_as_number), Field(gt=0, le=100_000)]
 
 
 class NamedSource(NamedTuple):
-    """A model that is to be served."""
+    """A model to serve."""
 
     name: str
     source: str
-    """Whatever `vitrail.load` opens."""
+    """Anything `vitrail.load` accepts."""
 
 
 class Settings(Frozen):
-    """How a service is run. The token is in no printed form of it."""
+    """Settings of a service. The token never appears in a repr, dump or log."""
 
     models: Annotated[tuple[NamedSource, ...], AsTuple]
-    """The first is the one that answers where a request names none."""
+    """The first is the default for requests without a model name."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Fields that the models' files do not tell, as for `vitrail.load`; for all models."""
+    """Fields missing from the checkpoint files, as in `vitrail.load`; applied to all models."""
     keys: Path | None = None
-    """A key table for home-made ViTs."""
+    """A key table for custom ViT checkpoints."""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
-    """0 takes any that is free."""
+    """0 picks any free port."""
     device: str = "auto"
     engine: str = "torch"
     precision: Literal["float32", "bf16", "fp16", "auto"] = "auto"
-    """`auto` tries bf16 on the first images that clients send, and takes it where it is faster and agrees."""
+    """`auto` tries bf16 on the first images from clients and keeps it if it is faster and the predictions agree."""
 
     batch: Annotated[int, Field(gt=0, le=4096)] = 32
-    """Most images that are computed at once."""
+    """Maximum batch size."""
     wait: Annotated[float, BeforeValidator(_as_number), Field(ge=0, le=10_000)] = 5.0
-    """Milliseconds for which an image waits for others, when nothing is being computed."""
+    """Milliseconds an image waits for others to join its batch when the model is idle."""
     queue: Positive = 256
-    """Most images of a model that wait; more are refused with 503."""
+    """Maximum number of queued images per model; beyond it, requests get 503."""
     deadline: Seconds = 30.0
-    """Seconds from a request's last byte to its answer; later it is 504."""
+    """Seconds from a request's last byte to its response; after that, 504."""
     decoders: Annotated[int, Field(gt=0, le=256)] = 2
-    """Processes that decode images."""
+    """Number of decoder processes."""
     decode_time: Seconds = 10.0
-    """Seconds that one image may take to decode; then its decoder is ended, and it is 422."""
+    """Seconds one image may take to decode; after that its decoder is killed and the response is 422."""
 
     connections: Positive = 512
-    """Most connections; fewer where there are not as many file descriptors."""
+    """Maximum number of connections; lower if there are not enough file descriptors."""
     client_connections: Positive = 128
-    """Most connections of one client."""
+    """Maximum number of connections per client."""
     head_time: Seconds = 10.0
-    """Seconds that the head of a request may take to arrive."""
+    """Seconds in which the request headers must arrive."""
     body_limit: Amount = 32.0
-    """Most megabytes of one request."""
+    """Maximum size of one request in megabytes."""
     uploads_limit: Amount = 512.0
-    """Most megabytes of all requests together that are being read or wait."""
+    """Maximum total size in megabytes of all requests being read or queued."""
     upload_time: Seconds = 60.0
-    """Seconds that a request may take to arrive."""
+    """Seconds in which a request body must arrive."""
     pixel_limit: Amount = 50.0
-    """Most millions of pixels of an image, seen in its header before anything is decoded."""
+    """Maximum megapixels per image, checked in its header before decoding."""
     images_limit: Positive = 64
-    """Most images in one request."""
+    """Maximum number of images in one request."""
     formats: Annotated[tuple[Format, ...], AsTuple, Field(min_length=1)] = ("jpeg", "png", "webp", "gif", "bmp")
-    """The kinds of files that are opened at all."""
+    """Accepted image formats."""
     token: str | None = Field(default=None, repr=False, exclude=True)
-    """What a client has to send as `Authorization: Bearer …`; None: nothing."""
+    """Bearer token that clients must send in `Authorization`; None disables authentication."""
     allow_hosts: Annotated[tuple[str, ...], AsTuple] = ()
-    """Host names for which it answers beside its address and localhost; '*' is any."""
+    """Accepted `Host` names besides the bound address and localhost; '*' accepts any."""
     origins: Annotated[tuple[str, ...], AsTuple] = ()
-    """Web origins whose pages may call the service (CORS), such as https://example.org."""
+    """Web origins allowed to call the service (CORS), such as https://example.org."""
     grace: Seconds = 30.0
-    """Seconds that SIGTERM leaves to requests that have arrived whole."""
+    """Seconds that fully received requests have to finish after SIGTERM."""
     log_requests: bool = True
-    """Whether every request is a line in the log."""
+    """Whether to log every request."""
 
     @model_validator(mode="after")
-    def _models_have_names(self) -> Self:
+    def _check_model_names(self) -> Self:
         if not self.models:
-            raise ConfigError("there is no model to serve; name a bundle")
+            raise ConfigError("no model to serve; pass at least one bundle")
         names = [model.name for model in self.models]
         for name in names:
             if not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"{name!r} cannot be a model's name: up to 64 letters, digits, '.', '_' and '-', a letter or digit "
-                    f"first; name it with NAME=BUNDLE"
+                    f"{name!r} is not a valid model name: use up to 64 letters, digits, '.', '_' and '-', starting "
+                    f"with a letter or digit; set it with NAME=BUNDLE"
                 )
             if names.count(name) > 1:
-                raise ConfigError(f"two models would be called {name!r}; name them apart with NAME=BUNDLE")
+                raise ConfigError(f"two models are named {name!r}; give them different names with NAME=BUNDLE")
         return self
 
     @model_validator(mode="after")
-    def _token_can_be_sent(self) -> Self:
+    def _check_token(self) -> Self:
         token = self.token
         if token is not None and (not token.isascii() or not token.isprintable() or " " in token or not token):
-            raise ConfigError("the token should be ASCII letters, digits and signs without spaces, and not empty")
+            raise ConfigError("the token must be printable ASCII without spaces, and not empty")
         return self
 
     @model_validator(mode="after")
-    def _hosts_are_hosts(self) -> Self:
+    def _check_hosts(self) -> Self:
         for host in self.allow_hosts:
             if host != "*" and not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+", host):
                 raise ConfigError(f"{host!r} is not a host name; write it as example.org, without port or path, or '*'")
         return self
 
     @model_validator(mode="after")
-    def _origins_are_origins(self) -> Self:
+    def _check_origins(self) -> Self:
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
-                raise ConfigError(f"{origin!r} is no origin; write it as https://example.org, without a path, or '*'")
+                raise ConfigError(
+                    f"{origin!r} is not an origin; write it as https://example.org, without a path, or '*'"
+                )
         return self
 
     @property
     def body_bytes(self) -> int:
-        """Most bytes of a request."""
+        """Maximum size of a request in bytes."""
         return round(self.body_limit * MEGABYTE)
 
     @property
     def pixels(self) -> int:
-        """Most pixels of an image."""
+        """Maximum number of pixels per image."""
         return round(self.pixel_limit * 1_000_000)
 
-    def shown(self) -> dict[str, Any]:
-        """Return the settings as they are printed: whether there is a token, not which."""
+    def redacted(self) -> dict[str, Any]:
+        """Return the settings for the log, with the token redacted."""
         models = {model.name: model.source for model in self.models}
         return {**self.model_dump(), "models": models, "token": "set" if self.token is not None else "none"}
 
 
-def name_models(given: Sequence[str]) -> tuple[NamedSource, ...]:
-    """Read what stands on the command line: NAME=BUNDLE, or a bundle that is called by its folder or file."""
-    return tuple(_named(word) for word in given)
+def name_models(arguments: Sequence[str]) -> tuple[NamedSource, ...]:
+    """Parse command-line models: NAME=BUNDLE, or a bundle named after its folder or file."""
+    return tuple(_named_source(argument) for argument in arguments)
 
 
-def _named(word: str) -> NamedSource:
-    named = _NAMED.fullmatch(word)
-    if named is not None and not os.path.exists(word):
+def _named_source(argument: str) -> NamedSource:
+    named = _NAMED.fullmatch(argument)
+    if named is not None and not os.path.exists(argument):
         return NamedSource(named[1], named[2])
-    path = PurePath(os.path.abspath(word) if ":" not in word else word.partition(":")[2].partition("@")[0])
+    path = PurePath(os.path.abspath(argument) if ":" not in argument else argument.partition(":")[2].partition("@")[0])
     name = path.parent.name if path.name == "best" and path.parent.name else path.name
-    if os.path.isfile(word):
+    if os.path.isfile(argument):
         name = PurePath(name).stem
-    return NamedSource(re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:64] or "model", word)
+    return NamedSource(re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")[:64] or "model", argument)

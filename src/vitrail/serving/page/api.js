@@ -1,119 +1,118 @@
-// The server, as functions. Every failure becomes a Failure with one sentence that can be shown.
+// API client. Every failure is thrown as a Failure with a message to display.
 
 const KEY = "vitrail-token";
-const TRIES = 4;
-const LONGEST_WAIT = 5;
+const MAX_ATTEMPTS = 4;
+const MAX_WAIT_SECONDS = 5;
 
 export class Failure extends Error {
-  constructor(sentence, status = 0) {
-    super(sentence);
+  constructor(message, status = 0) {
+    super(message);
     this.status = status;
   }
 }
 
-const asking = { token: async () => null, waiting: () => {} };
+const hooks = { token: async () => null, waiting: () => {} };
 
-/** Say how to ask for a token, and what to do while the server is busy. */
-export function onNeed({ token, waiting }) {
-  Object.assign(asking, { token, waiting });
+/** Set the hooks that ask for a token and report that the server is busy. */
+export function setHooks({ token, waiting }) {
+  Object.assign(hooks, { token, waiting });
 }
 
-export const getModels = async () => (await ask("v1/models")).models;
-export const getSamples = async () => (await ask("samples")).samples;
+export const getModels = async () => (await fetchJson("v1/models")).models;
+export const getSamples = async () => (await fetchJson("samples")).samples;
 
-
-/** Return the images that the run of a model kept of its classes; an older server has none. */
-export async function getOwnSamples(model) {
-  const { samples } = await ask(`v1/samples?${new URLSearchParams({ model })}`);
+/** Return the sample images saved by a model's training run. */
+export async function getModelSamples(model) {
+  const { samples } = await fetchJson(`v1/samples?${new URLSearchParams({ model })}`);
   return samples.map(({ name, number }) => ({
     name: `${model}/${number}`,
     title: name,
-    own: true,
+    training: true,
     url: `v1/samples/image?${new URLSearchParams({ model, number })}`,
   }));
 }
 
 export async function getImage(url) {
-  const reply = await send(url, {});
-  return reply.blob();
+  const response = await send(url, {});
+  return response.blob();
 }
 
-/** Return the likeliest classes of an image. */
+/** Return the top classes of an image. */
 export async function predict(image, model, top, signal) {
-  const reply = await ask(`v1/predict?${new URLSearchParams({ model, top })}`, post(image, signal));
-  return only(reply).classes;
+  const response = await fetchJson(`v1/predict?${new URLSearchParams({ model, top })}`, post(image, signal));
+  return onlyResult(response).classes;
 }
 
-/** Return what `/v1/explain` says of an image; options that are null are left out. */
+/** Return the `/v1/explain` result of an image; null options are omitted. */
 export async function explain(image, options, signal) {
-  const given = Object.entries(options).filter(([, value]) => value !== null && value !== undefined);
-  return only(await ask(`v1/explain?${new URLSearchParams(given)}`, post(image, signal)));
+  const parameters = Object.entries(options).filter(([, value]) => value !== null && value !== undefined);
+  return onlyResult(await fetchJson(`v1/explain?${new URLSearchParams(parameters)}`, post(image, signal)));
 }
 
-function only(reply) {
-  const [result] = reply.results;
-  if (result.error) throw new Failure(sentence(result.error));
+function onlyResult(response) {
+  const [result] = response.results;
+  if (result.error) throw new Failure(asSentence(result.error));
   return result;
 }
 
 function post(image, signal) {
-  // A file whose type nobody knows may be an image all the same; the server looks into it.
+  // A file of unknown type may still be an image; the server checks its content.
   const type = image.type || "image/unknown";
   return { method: "POST", body: image, headers: { "Content-Type": type }, signal };
 }
 
-async function ask(url, options = {}) {
+async function fetchJson(url, options = {}) {
   return (await send(url, options)).json();
 }
 
 async function send(url, options) {
   for (let attempt = 1; ; attempt++) {
-    const used = sessionStorage.getItem(KEY);
-    const reply = await reach(url, options, used);
-    if (reply.ok) return reply;
-    if (reply.status === 401) {
-      if (used !== null && used === sessionStorage.getItem(KEY)) sessionStorage.removeItem(KEY);
-      const token = sessionStorage.getItem(KEY) || (await asking.token(used !== null));
-      if (!token) throw new Failure("This server wants a token; reload the page to give it one.", 401);
-      // What no header can hold is nobody's token. Nothing is sent then, and the server says no.
+    const tokenSent = sessionStorage.getItem(KEY);
+    const response = await fetchOnce(url, options, tokenSent);
+    if (response.ok) return response;
+    if (response.status === 401) {
+      if (tokenSent !== null && tokenSent === sessionStorage.getItem(KEY)) sessionStorage.removeItem(KEY);
+      const token = sessionStorage.getItem(KEY) || (await hooks.token(tokenSent !== null));
+      if (!token) throw new Failure("This server requires a token; reload the page to enter it.", 401);
+      // A header cannot hold other characters, so send no token; the server then rejects the request.
       sessionStorage.setItem(KEY, /^[\x21-\x7e]+$/.test(token) ? token : "");
-    } else if (reply.status === 503 && attempt < TRIES) {
-      asking.waiting("The server is busy; trying again.");
-      const seconds = Math.min(Number(reply.headers.get("Retry-After")) || 1, LONGEST_WAIT);
+    } else if (response.status === 503 && attempt < MAX_ATTEMPTS) {
+      hooks.waiting("The server is busy; retrying.");
+      const seconds = Math.min(Number(response.headers.get("Retry-After")) || 1, MAX_WAIT_SECONDS);
       await new Promise((resolve) => setTimeout(resolve, seconds * 1000));
       options.signal?.throwIfAborted();
     } else {
-      throw new Failure(await reason(reply), reply.status);
+      throw new Failure(await errorMessage(response), response.status);
     }
   }
 }
 
-async function reach(url, options, token) {
+async function fetchOnce(url, options, token) {
   const headers = { ...options.headers, ...(token && { Authorization: `Bearer ${token}` }) };
   try {
     return await fetch(url, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     const size = options.body?.size ?? 0;
-    // A server that refuses a large body may hang up before the browser has read its answer.
+    // A server that refuses a large body may close the connection before the browser has read its response.
     if (size > 2 ** 20) {
       const megabytes = (size / 2 ** 20).toFixed(0);
-      throw new Failure(`The server broke off: ${megabytes} MB may be too large for it, or it has stopped.`);
+      throw new Failure(`The connection was closed: the upload (${megabytes} MB) may be too large, or the server has stopped.`);
     }
-    throw new Failure("The server does not answer; it may have stopped.");
+    throw new Failure("The server does not respond; it may have stopped.");
   }
 }
 
-async function reason(reply) {
-  const said = await reply.json().then((body) => body.error, () => null);
-  if (said) return sentence(said);
-  if (reply.status === 413) return "The image is too large for this server.";
-  if (reply.status === 503) return "The server is busy; try again in a moment.";
-  return `The server answered with an error (${reply.status}).`;
+async function errorMessage(response) {
+  const error = await response.json().then((body) => body.error, () => null);
+  if (error) return asSentence(error);
+  if (response.status === 413) return "The image is too large for this server.";
+  if (response.status === 503) return "The server is busy; try again in a moment.";
+  return `The server returned an error (${response.status}).`;
 }
 
-/** Write what a program said as a sentence. */
-function sentence(text) {
-  const whole = text.charAt(0).toUpperCase() + text.slice(1);
-  return /[.!?]$/.test(whole) ? whole : `${whole}.`;
+/** Capitalise an error message and end it with a full stop. */
+function asSentence(text) {
+  const capitalised = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(capitalised) ? capitalised : `${capitalised}.`;
 }

@@ -1,8 +1,8 @@
-// Arrays as the server sends them: base64, little-endian, float32 or float16.
+// Decode the server's arrays: base64, little-endian, float32 or float16.
 
 let halves = null;
 
-/** Return the value of every 16-bit float, by its bits; browsers do not all know the type yet. */
+/** Return a table of all float16 values by their bits; not every browser has Float16Array. */
 function halfTable() {
   if (halves) return halves;
   halves = new Float32Array(65536);
@@ -24,33 +24,33 @@ function bytesOf(base64) {
   return bytes;
 }
 
-/** Read a map: its shape and its numbers. */
+/** Decode a map: its shape and values. */
 export function readMap({ shape, dtype, data }) {
-  if (dtype !== "float32") throw new Error(`a map of ${dtype} cannot be read`);
+  if (dtype !== "float32") throw new Error(`cannot read a map of dtype ${dtype}`);
   return { shape, values: new Float32Array(bytesOf(data).buffer) };
 }
 
-/** The attention of one layer, (heads, tokens, tokens). It stays in 16 bits; a row is opened when it is asked for. */
+/** The attention of one layer, (heads, tokens, tokens). Stored as float16; rows are decoded on demand. */
 export class Attention {
   constructor({ shape, dtype, data }) {
-    if (dtype !== "float16") throw new Error(`attention of ${dtype} cannot be read`);
+    if (dtype !== "float16") throw new Error(`cannot read attention of dtype ${dtype}`);
     [this.heads, this.tokens] = shape;
     this.bits = new Uint16Array(bytesOf(data).buffer);
   }
 
-  /** Where some tokens look on the average, in one head, or in the mean of all heads (null). */
-  row(head, asked) {
+  /** Return the mean attention row of the query tokens, in one head or averaged over all heads (null). */
+  row(head, queries) {
     const table = halfTable();
     const sum = new Float32Array(this.tokens);
     const heads = head === null ? [...Array(this.heads).keys()] : [head];
-    for (const one of heads) {
-      for (const token of asked) {
-        const start = (one * this.tokens + token) * this.tokens;
+    for (const index of heads) {
+      for (const token of queries) {
+        const start = (index * this.tokens + token) * this.tokens;
         for (let i = 0; i < this.tokens; i++) sum[i] += table[this.bits[start + i]];
       }
     }
-    const share = 1 / (heads.length * asked.length);
-    for (let i = 0; i < this.tokens; i++) sum[i] *= share;
+    const weight = 1 / (heads.length * queries.length);
+    for (let i = 0; i < this.tokens; i++) sum[i] *= weight;
     return sum;
   }
 }

@@ -1,5 +1,5 @@
-// The image on a canvas, with its patches and a map over it. A move of the pointer paints a few hundred numbers and
-// copies two finished layers, so it takes a few milliseconds.
+// The image on a canvas, with its patches and a map overlay. On pointer moves only the map is repainted; the other
+// layers are cached, so it takes a few milliseconds.
 
 import { paintColours, paintHeat, range } from "./colours.js";
 import { isPatch, patchName, patchOf } from "./tokens.js";
@@ -7,36 +7,36 @@ import { isPatch, patchName, patchOf } from "./tokens.js";
 const SIDE = 720;
 const PIXELATED_FROM = 4;
 
-const fresh = (width, height) => Object.assign(document.createElement("canvas"), { width, height });
+const newCanvas = (width, height) => Object.assign(document.createElement("canvas"), { width, height });
 
 export class PatchView {
-  /** `hover` is called with a patch or null, `pick` with a patch; a click and the arrow keys pick. */
+  /** `hover` is called with a patch or null, `pick` with a patch, on click and on arrow keys. */
   constructor(canvas, { hover, pick, home }) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d", { willReadFrequently: false });
     this.grid = [1, 1];
     this.opacity = 0.6;
     this.lines = true;
-    this.asked = null;
+    this.query = null;
     this.map = null;
     this.#listen(hover, pick, home);
   }
 
-  /** Take the image that the model saw, and the grid it is cut by. */
+  /** Set the preprocessed image and its patch grid. */
   setImage(image, grid) {
     this.image = image;
     this.grid = grid;
-    const larger = SIDE / Math.max(image.naturalWidth, image.naturalHeight);
-    this.canvas.width = Math.round(image.naturalWidth * larger);
-    this.canvas.height = Math.round(image.naturalHeight * larger);
-    this.pixelated = larger >= PIXELATED_FROM;
-    this.heat = fresh(grid[1], grid[0]);
+    const zoom = SIDE / Math.max(image.naturalWidth, image.naturalHeight);
+    this.canvas.width = Math.round(image.naturalWidth * zoom);
+    this.canvas.height = Math.round(image.naturalHeight * zoom);
+    this.pixelated = zoom >= PIXELATED_FROM;
+    this.heat = newCanvas(grid[1], grid[0]);
     this.map = null;
     this.#prepare();
   }
 
-  /** Say how much of the map is seen, and whether patches are told apart. */
-  setLook(opacity, lines) {
+  /** Set the opacity of the map, and whether to draw the patch grid. */
+  setStyle(opacity, lines) {
     this.opacity = opacity;
     this.lines = lines;
     if (!this.image) return;
@@ -44,7 +44,7 @@ export class PatchView {
     if (this.map) this.#paintMap();
   }
 
-  /** Take a number for each patch, or three colours; null takes the map away. */
+  /** Set one value per patch, or three colour channels; null removes the map. */
   setMap(values) {
     this.map = values;
     if (!values) return null;
@@ -53,7 +53,7 @@ export class PatchView {
     return this.limits;
   }
 
-  /** Paint the map, a pixel for each patch. Where it has little to show it covers little, so that the image stays clear. */
+  /** Paint the map, one pixel per patch. Low values are more transparent, so that the image stays visible. */
   #paintMap() {
     const { map, limits, opacity } = this;
     const [rows, columns] = this.grid;
@@ -62,10 +62,10 @@ export class PatchView {
     const isColours = map.length === rows * columns * 3;
     if (isColours) paintColours(pixels, map);
     else paintHeat(pixels, map, limits);
-    const [least, span] = [limits.least, limits.most - limits.least || 1];
-    const weakest = opacity ** 3; // at full opacity the map alone is seen
+    const [min, span] = [limits.min, limits.max - limits.min || 1];
+    const weakest = opacity ** 3; // at full opacity only the map is visible
     for (let patch = 0; patch < rows * columns; patch++) {
-      const strength = isColours ? 1 : (map[patch] - least) / span;
+      const strength = isColours ? 1 : (map[patch] - min) / span;
       pixels.data[4 * patch + 3] = Math.round(255 * opacity * (weakest + (1 - weakest) * strength));
     }
     context.putImageData(pixels, 0, 0);
@@ -75,45 +75,45 @@ export class PatchView {
     if (!this.image) return;
     const { context, canvas } = this;
     context.globalAlpha = 1;
-    context.drawImage(this.map ? this.ground : this.plain, 0, 0);
+    context.drawImage(this.map ? this.backdrop : this.plain, 0, 0);
     if (this.map) {
       context.imageSmoothingEnabled = !this.lines;
       context.imageSmoothingQuality = "high";
       context.drawImage(this.heat, 0, 0, canvas.width, canvas.height);
     }
-    if (this.lines) context.drawImage(this.lead, 0, 0);
-    if (this.asked && isPatch(this.asked)) this.#outline(...patchOf(this.asked));
+    if (this.lines) context.drawImage(this.gridLines, 0, 0);
+    if (this.query && isPatch(this.query)) this.#outline(...patchOf(this.query));
   }
 
-  /** Paint what does not change while the pointer moves: the image, greyer the more the map covers it, and the lead. */
+  /** Render the static layers: the image, desaturated under the map, and the grid lines. */
   #prepare() {
     const { width, height } = this.canvas;
-    this.plain = fresh(width, height);
+    this.plain = newCanvas(width, height);
     const plain = this.plain.getContext("2d");
     plain.imageSmoothingEnabled = !this.pixelated;
     plain.drawImage(this.image, 0, 0, width, height);
-    this.ground = fresh(width, height);
-    const ground = this.ground.getContext("2d");
-    ground.drawImage(this.plain, 0, 0);
-    ground.globalCompositeOperation = "saturation";
-    ground.globalAlpha = this.opacity ** 2;
-    ground.fillStyle = "#808080";
-    ground.fillRect(0, 0, width, height);
-    this.lead = fresh(width, height);
-    const lead = this.lead.getContext("2d");
+    this.backdrop = newCanvas(width, height);
+    const backdrop = this.backdrop.getContext("2d");
+    backdrop.drawImage(this.plain, 0, 0);
+    backdrop.globalCompositeOperation = "saturation";
+    backdrop.globalAlpha = this.opacity ** 2;
+    backdrop.fillStyle = "#808080";
+    backdrop.fillRect(0, 0, width, height);
+    this.gridLines = newCanvas(width, height);
+    const gridLines = this.gridLines.getContext("2d");
     const [rows, columns] = this.grid;
-    lead.strokeStyle = "rgb(20 18 26 / 0.55)";
-    lead.lineWidth = Math.max(1, Math.min(3, width / columns / 18));
-    lead.beginPath();
+    gridLines.strokeStyle = "rgb(20 18 26 / 0.55)";
+    gridLines.lineWidth = Math.max(1, Math.min(3, width / columns / 18));
+    gridLines.beginPath();
     for (let column = 1; column < columns; column++) {
-      lead.moveTo((column * width) / columns, 0);
-      lead.lineTo((column * width) / columns, height);
+      gridLines.moveTo((column * width) / columns, 0);
+      gridLines.lineTo((column * width) / columns, height);
     }
     for (let row = 1; row < rows; row++) {
-      lead.moveTo(0, (row * height) / rows);
-      lead.lineTo(width, (row * height) / rows);
+      gridLines.moveTo(0, (row * height) / rows);
+      gridLines.lineTo(width, (row * height) / rows);
     }
-    lead.stroke();
+    gridLines.stroke();
   }
 
   #outline(row, column) {
@@ -149,26 +149,26 @@ export class PatchView {
     });
     canvas.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
-      const patch = this.#stepped(event.key);
+      const patch = this.#moved(event.key);
       if (!patch && event.key !== "Escape") return;
-      hover((last = null)); // a pointer that rests on the image has nothing to say now
+      hover((last = null)); // ignore a resting pointer
       if (patch) pick(patch);
       else home();
       event.preventDefault();
     });
   }
 
-  /** Return the patch that a key leads to. */
-  #stepped(key) {
+  /** Return the patch that a key moves to. */
+  #moved(key) {
     const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
     const [rows, columns] = this.grid;
     if (key === "Home") return patchName(0, 0);
     if (key === "End") return patchName(rows - 1, columns - 1);
     if (!steps[key]) return null;
-    // From a token that is no patch, the first step leads to the middle.
-    if (!this.asked || !isPatch(this.asked)) return patchName(Math.floor((rows - 1) / 2), Math.floor((columns - 1) / 2));
-    const [row, column] = patchOf(this.asked);
-    const within = (place, count) => Math.max(0, Math.min(count - 1, place));
-    return patchName(within(row + steps[key][0], rows), within(column + steps[key][1], columns));
+    // From a special token, the first step moves to the centre.
+    if (!this.query || !isPatch(this.query)) return patchName(Math.floor((rows - 1) / 2), Math.floor((columns - 1) / 2));
+    const [row, column] = patchOf(this.query);
+    const clamp = (index, count) => Math.max(0, Math.min(count - 1, index));
+    return patchName(clamp(row + steps[key][0], rows), clamp(column + steps[key][1], columns));
   }
 }

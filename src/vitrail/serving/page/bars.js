@@ -1,8 +1,8 @@
-// Names and probabilities as bars. Each is a button: what speaks for this class?
+// Class probabilities as bars. Each is a button that explains its class.
 
 import { make, percent } from "./elements.js";
 
-/** Fill a list with the likeliest classes; `chosen` is the number of the one that is explained, or null. */
+/** Fill a list with the top classes; `chosen` is the index of the explained class, or null. */
 export function showBars(list, classes, chosen, pick) {
   list.replaceChildren(
     ...classes.map(({ name, index, probability }) => {
@@ -10,9 +10,9 @@ export function showBars(list, classes, chosen, pick) {
       fill.style.setProperty("inline-size", `${100 * probability}%`);
       const button = make(
         "button",
-        { type: "button", title: `Show what speaks for ${name}`, "aria-pressed": String(index === chosen) },
+        { type: "button", title: `Show the evidence for ${name}`, "aria-pressed": String(index === chosen) },
         make("span", { className: "name" }, name),
-        make("span", { className: "share" }, percent(probability)),
+        make("span", { className: "probability" }, percent(probability)),
         make("span", { className: "bar", "aria-hidden": "true" }, fill),
       );
       button.addEventListener("click", () => pick(index));
@@ -21,7 +21,7 @@ export function showBars(list, classes, chosen, pick) {
   );
 }
 
-/** Mark the class that is explained. */
+/** Mark the explained class. */
 export function markBar(list, classes, chosen) {
   classes.forEach(({ index }, i) => {
     list.children[i]?.firstElementChild.setAttribute("aria-pressed", String(index === chosen));

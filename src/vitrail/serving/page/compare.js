@@ -1,30 +1,30 @@
-// Two models on one image: do they say the same, and do they look at the same places?
+// Compare two models on one image: their predictions, and the correlation of their maps.
 
 import { percent } from "./elements.js";
 
-/** Say in a sentence how two panels agree; null while one of them does not know yet. */
-export function result(one, other) {
+/** Describe how two panels agree; null while one has no predictions yet. */
+export function comparison(one, other) {
   const [first, second] = [one.classes?.[0], other.classes?.[0]];
   if (!first || !second) return null;
-  const said =
+  const predictions =
     first.name === second.name
-      ? `Both say ${first.name}: ${percent(first.probability)} and ${percent(second.probability)}.`
-      : `${one.model.name} says ${first.name} (${percent(first.probability)}), ` +
-        `${other.model.name} says ${second.name} (${percent(second.probability)}).`;
-  const alike = correlation(one.shown, other.shown);
-  return alike === null ? said : `${said} The correlation of their maps is ${alike.toFixed(2)}.`;
+      ? `Both predict ${first.name}: ${percent(first.probability)} and ${percent(second.probability)}.`
+      : `${one.model.name} predicts ${first.name} (${percent(first.probability)}), ` +
+        `${other.model.name} predicts ${second.name} (${percent(second.probability)}).`;
+  const similarity = correlation(one.shown, other.shown);
+  return similarity === null ? predictions : `${predictions} Their maps correlate at ${similarity.toFixed(2)}.`;
 }
 
-/** Return how alike two maps of one shape are, from −1 to 1; null where they cannot be compared. */
+/** Return the Pearson correlation of two maps; null if they cannot be compared. */
 function correlation(a, b) {
   if (!a || !b || a.length !== b.length) return null;
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-  const [middleA, middleB] = [mean(a), mean(b)];
-  let [both, ofA, ofB] = [0, 0, 0];
+  const [meanA, meanB] = [mean(a), mean(b)];
+  let [covariance, varianceA, varianceB] = [0, 0, 0];
   for (let i = 0; i < a.length; i++) {
-    both += (a[i] - middleA) * (b[i] - middleB);
-    ofA += (a[i] - middleA) ** 2;
-    ofB += (b[i] - middleB) ** 2;
+    covariance += (a[i] - meanA) * (b[i] - meanB);
+    varianceA += (a[i] - meanA) ** 2;
+    varianceB += (b[i] - meanB) ** 2;
   }
-  return ofA > 0 && ofB > 0 ? both / Math.sqrt(ofA * ofB) : null;
+  return varianceA > 0 && varianceB > 0 ? covariance / Math.sqrt(varianceA * varianceB) : null;
 }

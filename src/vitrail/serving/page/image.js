@@ -1,16 +1,16 @@
-// An image comes in: chosen, dropped anywhere, pasted, or one of the samples.
+// Image input: file dialog, drag and drop, paste, or a sample.
 
 import { getImage } from "./api.js";
 import { byId, make } from "./elements.js";
 import { OWN } from "./state.js";
 
-/** Watch all the ways in. `take({ blob, name })` gets an image, `refuse(sentence)` the reason for none. */
+/** Listen for images. Calls `take({ blob, name })` with an image, or `refuse(message)`. */
 export function watchForImages(take, refuse) {
   const offer = (files) => {
     const [file] = files;
-    if (!file) return refuse("That does not hold an image.");
-    if (!file.size) return refuse(`“${file.name}” is empty; choose another.`);
-    // What has no type is left to the server, which looks into it.
+    if (!file) return refuse("No image found.");
+    if (!file.size) return refuse(`“${file.name}” is empty; choose another file.`);
+    // A file without a type is left to the server, which checks its content.
     if (file.type && !file.type.startsWith("image/")) {
       return refuse(`“${file.name}” is not an image; choose a file such as a PNG, a JPEG or a WebP.`);
     }
@@ -19,7 +19,7 @@ export function watchForImages(take, refuse) {
   const input = byId("file");
   input.addEventListener("change", () => {
     if (input.files.length) offer(input.files);
-    input.value = ""; // so that the same file can be chosen again
+    input.value = ""; // allow choosing the same file again
   });
   addEventListener("dragover", (event) => {
     event.preventDefault();
@@ -39,36 +39,36 @@ export function watchForImages(take, refuse) {
   });
 }
 
-/** Return the words for a sample's name. */
+/** Return the display name of a sample. */
 const titleOf = (name) => name.replaceAll("-", " ");
 
-/** List the samples as buttons; those of the model's own classes have their names below them. */
+/** List the samples as buttons; training samples show their labels. */
 export function showSamples(samples, pick) {
   byId("samples").replaceChildren(
     ...samples.map((sample) => {
       const title = sample.title ?? titleOf(sample.name);
       const image = make("img", { alt: title, width: 64, height: 64 });
-      const words = sample.own ? [make("span", { "aria-hidden": "true" }, title)] : [];
-      const said = sample.own ? `${title} (a training image of this model)` : title;
-      const button = make("button", { type: "button", className: "sample", title: said }, image, ...words);
+      const label = sample.training ? [make("span", { "aria-hidden": "true" }, title)] : [];
+      const tooltip = sample.training ? `${title} (a training image of this model)` : title;
+      const button = make("button", { type: "button", className: "sample", title: tooltip }, image, ...label);
       button.dataset.name = sample.name;
       button.addEventListener("click", () => pick(sample));
-      if (sample.own) showThumbnail(image, sample);
+      if (sample.training) showThumbnail(image, sample);
       else image.src = sample.url;
       return button;
     }),
   );
 }
 
-/** Fetch a thumbnail as all else of the models is fetched: with the token, where there is one. */
+/** Fetch a thumbnail with the token, if there is one. */
 async function showThumbnail(image, sample) {
   sample.blob ??= getImage(sample.url);
-  const address = URL.createObjectURL(await sample.blob.catch(() => new Blob()));
-  image.addEventListener("load", () => URL.revokeObjectURL(address), { once: true });
-  image.src = address;
+  const url = URL.createObjectURL(await sample.blob.catch(() => new Blob()));
+  image.addEventListener("load", () => URL.revokeObjectURL(url), { once: true });
+  image.src = url;
 }
 
-/** Mark the sample that is shown; an image of one's own marks none. */
+/** Mark the displayed sample; an uploaded image marks none. */
 export function markSample(name) {
   for (const button of byId("samples").children) button.setAttribute("aria-pressed", String(button.dataset.name === name));
 }
@@ -78,10 +78,10 @@ export async function loadSample(sample) {
   return { blob, name: sample.name, title: sample.title ?? titleOf(sample.name) };
 }
 
-/** Return the sample to begin with: one of the model's own classes, a digit for a model of digits, else a scene. */
-export function fittingSample(samples, model) {
-  const own = samples.find((sample) => sample.own && sample.name.startsWith(`${model.name}/`));
-  if (own) return own;
-  const ofDigits = model.classes?.length === 10 && model.classes.every((name, i) => name === String(i));
-  return samples.find((sample) => sample.name.startsWith("digit") === ofDigits) ?? samples[0];
+/** Return the first sample to show: a training sample, a digit for a digits model, or else a scene. */
+export function defaultSample(samples, model) {
+  const training = samples.find((sample) => sample.training && sample.name.startsWith(`${model.name}/`));
+  if (training) return training;
+  const isDigits = model.classes?.length === 10 && model.classes.every((name, i) => name === String(i));
+  return samples.find((sample) => sample.name.startsWith("digit") === isDigits) ?? samples[0];
 }

@@ -1,63 +1,63 @@
-// The page: what is wanted (state.js), who shows it (panels), and the controls that change it.
+// The page: the state (state.js), the panels that show it, and the controls that change it.
 
-import { Failure, getModels, getOwnSamples, getSamples, onNeed } from "./api.js";
-import { result } from "./compare.js";
-import { byId, make, percent, say } from "./elements.js";
+import { Failure, getModels, getModelSamples, getSamples, setHooks } from "./api.js";
+import { comparison } from "./compare.js";
+import { byId, make, percent, setMessage } from "./elements.js";
 import { Panel } from "./panel.js";
-import { fittingSample, loadSample, markSample, showSamples, watchForImages } from "./image.js";
+import { defaultSample, loadSample, markSample, showSamples, watchForImages } from "./image.js";
 import { Sequence } from "./sequence.js";
 import { showStages } from "./stages.js";
 import { askForToken } from "./token.js";
 import { METHODS, OWN, readState, writeState } from "./state.js";
-import { known, translated } from "./tokens.js";
+import { resolveQuery, translateQuery } from "./tokens.js";
 
-const WORDS = {
-  attention: ["Attention", "Where one token looks, in one layer. Move over the image, or go through it with the arrow keys."],
-  rollout: ["Rollout", "What one token is made of after all layers: their attention multiplied. Click a patch to ask it."],
-  relevance: ["Relevance", "Which patches speak for a class: attention weighted by its gradient. Click an answer to ask for it."],
-  gradcam: ["Grad-CAM", "Where one layer has the features that speak for a class. Click an answer to ask for it."],
-  pca: ["PCA", "Which patches are alike to the model: the three main directions of their features as colours."],
+const METHOD_TEXT = {
+  attention: ["Attention", "The attention of one token in one layer. Move over the image, or use the arrow keys."],
+  rollout: ["Rollout", "Attention multiplied through all layers: which patches a token is made of. Click a patch to select it."],
+  relevance: ["Relevance", "Which patches support a class: attention weighted by its gradient. Click a class to explain it."],
+  gradcam: ["Grad-CAM", "Where the features of one layer support a class. Click a class to explain it."],
+  pca: ["PCA", "Which patches have similar features: the first three principal components as colours."],
 };
 
-const LARGEST_ATTENTION = 64 * 2 ** 20; // bytes, as in serving/questions.py
+const MAX_ATTENTION_BYTES = 64 * 2 ** 20; // as in serving/operations.py
 
 let state = readState(location.hash);
 let models = [];
-let samples = []; // those of the page
-const ownSamples = new Map(); // those of each model
+let samples = []; // built-in samples
+const modelSamples = new Map(); // training samples by model
 let image = null;
-let coming = null; // the image that is being looked at for the first time
-let turn = 0; // counts the images that were asked for, so that one that loads slowly does not replace a later one
+let pending = null; // the image being loaded
+let imageRequest = 0; // counts requested images, so that a slow one does not replace a later one
 const panels = [];
 
 const app = {
-  /** What is wanted of a panel: the first one's part of the state, or the second's. */
-  wanted(panel) {
+  /** Return the view state of a panel. */
+  viewOf(panel) {
     if (panel === panels[0]) return state;
-    const query = state.query === null ? null : translated(known(state.query, panels[0].model), panels[0].model, panel.model);
+    const query = state.query === null ? null : translateQuery(resolveQuery(state.query, panels[0].model), panels[0].model, panel.model);
     return { ...state, query, layer: state.otherLayer, head: state.otherHead, target: targetIn(panel.model) };
   },
   change(panel, changes) {
     const next = { ...changes };
-    if (next.query) next.query = known(translated(next.query, panel.model, panels[0].model), panels[0].model);
+    if (next.query) next.query = resolveQuery(translateQuery(next.query, panel.model, panels[0].model), panels[0].model);
     if ("target" in next && panel !== panels[0]) next.target = targetIn(panels[0].model, panel.model.classes?.[next.target]);
     if (next.target !== undefined && !["relevance", "gradcam"].includes(state.method)) next.method = "relevance";
     if (panel !== panels[0]) {
       const second = { model: "other", layer: "otherLayer", head: "otherHead" };
-      return move(Object.fromEntries(Object.entries(next).map(([key, value]) => [second[key] ?? key, value])));
+      return setState(Object.fromEntries(Object.entries(next).map(([key, value]) => [second[key] ?? key, value])));
     }
-    return move(next);
+    return setState(next);
   },
   hover(panel, query) {
     for (const each of panels) {
-      each.preview(query === null || each === panel ? query : translated(query, panel.model, each.model));
+      each.preview(query === null || each === panel ? query : translateQuery(query, panel.model, each.model));
     }
   },
-  drawn(panel, asked) {
-    if (panels.length === 2) showResult();
+  drawn(panel, query) {
+    if (panels.length === 2) showComparison();
     if (panel !== panels[0]) return;
-    sequence.draw(panel.weights, asked);
-    byId("sequence-says").hidden = !panel.weights;
+    sequence.draw(panel.weights, query);
+    byId("sequence-help").hidden = !panel.weights;
   },
 };
 
@@ -66,77 +66,77 @@ const sequence = new Sequence(byId("sequence"), {
   pick: (query) => app.change(panels[0], { query }),
 });
 
-/** Return the number in a model of the class that is wanted, by its name; null for the likeliest. */
+/** Return the index of the target class in a model, by name; null means the top class. */
 function targetIn(model, name = panels[0].model.classes?.[state.target]) {
   const index = model.classes?.indexOf(name) ?? -1;
   return index >= 0 ? index : null;
 }
 
-/** Take attention out of what a model offers where a layer of it is more than the server sends at once. */
-function withinReason(model) {
+/** Disable attention for a model if one layer exceeds what the server sends. */
+function limitAttention(model) {
   const tokens = model.tokens.length + model.grid[0] * model.grid[1];
-  if (2 * model.heads * tokens ** 2 <= LARGEST_ATTENTION) return model;
-  const why = { ...model.why_not, attention: "a layer of it is too large to be sent at once" };
+  if (2 * model.heads * tokens ** 2 <= MAX_ATTENTION_BYTES) return model;
+  const why = { ...model.why_not, attention: "one layer is too large to send" };
   return { ...model, methods: { ...model.methods, attention: false }, why_not: why };
 }
 
 const modelNamed = (name) => models.find((model) => model.name === name);
 
-/** Go to another state: the address says so, and what has to be shown anew is. */
-async function move(changes) {
+/** Change the state, update the URL and redraw what changed. */
+async function setState(changes) {
   const before = state;
   state = { ...state, ...changes };
   const changed = (...keys) => keys.some((key) => state[key] !== before[key]);
-  if (changed("model")) state = possible({ ...state, layer: null, head: null, target: null });
+  if (changed("model")) state = validState({ ...state, layer: null, head: null, target: null });
   if (changed("other")) Object.assign(state, { otherLayer: null, otherHead: null });
   showControls();
   if (changed("model", "other")) return arrange();
   if (changed("opacity", "grid")) {
-    for (const panel of panels) panel.setLook(state.opacity, state.grid);
+    for (const panel of panels) panel.setStyle(state.opacity, state.grid);
     return undefined;
   }
-  const shown = await Promise.all(panels.map((panel) => attempt(panel, () => panel.showMap())));
-  conclude(); // an image that was coming has been asked for anew, in the new view
-  if (shown[0] && panels[0].found) byId("live").textContent = panels[0].readout();
-  return showWhole();
+  const done = await Promise.all(panels.map((panel) => attempt(panel, () => panel.showMap())));
+  settlePending(); // a pending image was requested again for the new view
+  if (done[0] && panels[0].explanation) byId("live").textContent = panels[0].readout();
+  return showShared();
 }
 
-/** Let a panel do something; what goes wrong is said in the panel. */
+/** Run something for a panel; show failures in that panel. */
 async function attempt(panel, work) {
   try {
     await work();
     return true;
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
-    say(panel.parts.problem, error.message);
+    setMessage(panel.parts.problem, error.message);
     return false;
   }
 }
 
-/** Make as many panels as are wanted, each with its model. */
+/** Create one panel per selected model. */
 async function arrange() {
-  const wanted = [modelNamed(state.model), modelNamed(state.other)].filter(Boolean);
-  while (panels.length > wanted.length) panels.pop().element.remove();
-  wanted.forEach((model, i) => {
+  const selected = [modelNamed(state.model), modelNamed(state.other)].filter(Boolean);
+  while (panels.length > selected.length) panels.pop().element.remove();
+  selected.forEach((model, i) => {
     if (!panels[i]) {
       panels.push(new Panel(app));
       panels[i].offer(models);
       byId("panels").append(panels[i].element);
     }
-    panels[i].setLook(state.opacity, state.grid);
+    panels[i].setStyle(state.opacity, state.grid);
     if (panels[i].model !== model) panels[i].setModel(model);
   });
   byId("panels").classList.toggle("two", panels.length === 2);
   await offerSamples();
-  const next = coming ?? image;
-  if (next) await look(next);
+  const next = pending ?? image;
+  if (next) await showImage(next);
 }
 
-/** Offer images of the first model's own classes where its run kept some; else those of the page. */
+/** Offer the first model's training samples if it has some, or else the built-in ones. */
 async function offerSamples() {
   const name = state.model;
-  if (!ownSamples.has(name)) ownSamples.set(name, await getOwnSamples(name).catch(() => []));
-  const own = ownSamples.get(name);
+  if (!modelSamples.has(name)) modelSamples.set(name, await getModelSamples(name).catch(() => []));
+  const own = modelSamples.get(name);
   if (name !== state.model || offered === (own.length ? own : samples)) return;
   offered = own.length ? own : samples;
   showSamples(offered, (sample) => attemptAll(() => takeSample(sample)));
@@ -144,65 +144,65 @@ async function offerSamples() {
 }
 let offered = null;
 
-/** Let every panel look at an image. If the first cannot, the image before stays. */
-async function look(next) {
+/** Show an image in every panel. If the first panel fails, the previous image stays. */
+async function showImage(next) {
   const others = panels.slice(1).map((panel) => attempt(panel, () => panel.show(next)));
-  byId("way").ariaBusy = "true";
+  byId("pipeline").ariaBusy = "true";
   try {
-    if (!(await panels[0].show(next))) return; // something else is looked at by now
+    if (!(await panels[0].show(next))) return; // superseded
   } catch (error) {
-    byId("way").ariaBusy = "false";
+    byId("pipeline").ariaBusy = "false";
     if (!(error instanceof Failure)) throw error;
-    say(byId("problem"), error.message);
-    conclude();
+    setMessage(byId("problem"), error.message);
+    settlePending();
     return;
   }
-  conclude();
+  settlePending();
   const best = panels[0].classes?.[0];
-  byId("live").textContent = best ? `${panels[0].model.name} says ${best.name}, ${percent(best.probability)}.` : "";
+  byId("live").textContent = best ? `${panels[0].model.name} predicts ${best.name}, ${percent(best.probability)}.` : "";
   await Promise.all(others);
-  setTimeout(showWhole); // the image can be used before the drawings further down are made
+  setTimeout(showShared); // draw the stages after the image is usable
 }
 
-/** Note what became of the image that was coming, once the first panel is at rest. */
-function conclude() {
-  if (!coming || panels[0].coming) return;
-  if (panels[0].image === coming) image = coming;
+/** Record the outcome of the pending image once the first panel is idle. */
+function settlePending() {
+  if (!pending || panels[0].pending) return;
+  if (panels[0].image === pending) image = pending;
   else state = { ...state, image: image?.name ?? null };
-  coming = null;
+  pending = null;
 }
 
-/** Take a sample, unless another image is asked for while it loads. */
+/** Load and show a sample, unless another image is requested meanwhile. */
 async function takeSample(sample, changes) {
-  const mine = ++turn;
+  const request = ++imageRequest;
   const next = await loadSample(sample);
-  if (mine === turn) await take(next, changes);
+  if (request === imageRequest) await take(next, changes);
 }
 
-/** Take a new image. */
+/** Show a new image. */
 async function take(next, changes = { target: null }) {
-  turn++;
-  coming = next;
-  say(byId("problem"), null);
-  say(byId("notice"), null);
+  imageRequest++;
+  pending = next;
+  setMessage(byId("problem"), null);
+  setMessage(byId("notice"), null);
   state = { ...state, ...changes, image: next.name };
   showControls();
-  await look(next);
+  await showImage(next);
   showControls();
 }
 
-/** Do something; what goes wrong is said at the top. */
+/** Run something; show failures at the top of the page. */
 async function attemptAll(work) {
   try {
     await work();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
-    say(byId("problem"), error.message);
+    setMessage(byId("problem"), error.message);
   }
 }
 
-/** Write the view into the address. Browsers refuse to do that many times a second. */
-function writeAddress() {
+/** Write the state to the URL, debounced: browsers limit how often it may change. */
+function updateUrl() {
   clearTimeout(writing);
   writing = setTimeout(() => history.replaceState(null, "", writeState(state)), 150);
 }
@@ -213,128 +213,128 @@ function showControls() {
     const model = panels[0]?.model ?? modelNamed(state.model);
     input.checked = input.value === state.method;
     input.disabled = model ? !model.methods[input.value] : false;
-    input.parentElement.title = input.disabled ? (model.why_not?.[input.value] ?? "not for this model") : "";
+    input.parentElement.title = input.disabled ? (model.why_not?.[input.value] ?? "not supported by this model") : "";
   }
-  byId("method-says").textContent = WORDS[state.method][1];
+  byId("method-help").textContent = METHOD_TEXT[state.method][1];
   byId("opacity").value = Math.round(100 * state.opacity);
   byId("opacity-value").textContent = `${Math.round(100 * state.opacity)} %`;
   byId("grid").checked = state.grid;
   byId("compare").value = state.other ?? "";
   markSample(state.image);
-  writeAddress();
+  updateUrl();
 }
 
-/** Show what belongs to all panels, or to the first: how they agree, the stages, the sequence. */
-async function showWhole() {
-  showResult();
+/** Show what is shared by the panels: the comparison, the stages, the sequence. */
+async function showShared() {
+  showComparison();
   const [panel] = panels;
-  const { seen, model, classes } = panel;
-  if (!seen || drawnOf === seen) {
-    byId("way").ariaBusy = "false";
+  const { preprocessed, model, classes } = panel;
+  if (!preprocessed || drawnImage === preprocessed) {
+    byId("pipeline").ariaBusy = "false";
     return;
   }
-  drawnOf = seen;
-  sequence.show(seen, model);
-  showStages(byId("stages"), model, { image: seen, classes });
-  const attention = await panel.firstAttention().catch(() => null); // one drawing less, and no more
-  if (drawnOf !== seen) return; // there is another image by now
-  if (attention) showStages(byId("stages"), model, { image: seen, classes, attention });
-  byId("way").ariaBusy = "false";
+  drawnImage = preprocessed;
+  sequence.show(preprocessed, model);
+  showStages(byId("stages"), model, { image: preprocessed, classes });
+  const attention = await panel.firstAttention().catch(() => null); // skip this drawing on failure
+  if (drawnImage !== preprocessed) return; // superseded
+  if (attention) showStages(byId("stages"), model, { image: preprocessed, classes, attention });
+  byId("pipeline").ariaBusy = "false";
 }
-let drawnOf = null;
+let drawnImage = null;
 
-function showResult() {
-  say(byId("result"), panels.length === 2 ? result(...panels) : null);
+function showComparison() {
+  setMessage(byId("result"), panels.length === 2 ? comparison(...panels) : null);
 }
 
 function buildControls() {
   byId("methods").append(
     ...METHODS.map((method) => {
       const input = make("input", { type: "radio", name: "method", value: method });
-      input.addEventListener("change", () => move({ method }));
-      return make("label", {}, input, make("span", {}, WORDS[method][0]));
+      input.addEventListener("change", () => setState({ method }));
+      return make("label", {}, input, make("span", {}, METHOD_TEXT[method][0]));
     }),
   );
-  byId("opacity").addEventListener("input", (event) => move({ opacity: Number(event.target.value) / 100 }));
-  byId("grid").addEventListener("change", (event) => move({ grid: event.target.checked }));
-  byId("compare").addEventListener("change", (event) => move({ other: event.target.value || null }));
+  byId("opacity").addEventListener("input", (event) => setState({ opacity: Number(event.target.value) / 100 }));
+  byId("grid").addEventListener("change", (event) => setState({ grid: event.target.checked }));
+  byId("compare").addEventListener("change", (event) => setState({ other: event.target.value || null }));
   byId("copy").addEventListener("click", copyLink);
   byId("skip").addEventListener("click", (event) => {
-    event.preventDefault(); // the address is the view's
+    event.preventDefault(); // the URL hash holds the state
     panels[0]?.parts.canvas.focus();
     byId("explore").scrollIntoView();
   });
-  // The address as it was asked for: by now it may have been written over.
-  addEventListener("hashchange", ({ newURL }) => begin(readState(new URL(newURL).hash)));
+  // Use the URL of the event: location may have been overwritten already.
+  addEventListener("hashchange", ({ newURL }) => open(readState(new URL(newURL).hash)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    drawnOf = null; // the drawings have the colours of the page
-    if (panels.length) showWhole();
+    drawnImage = null; // the drawings use the page's colours
+    if (panels.length) showShared();
   });
-  addEventListener("unhandledrejection", () => say(byId("problem"), "Something went wrong on this page; reload it."));
+  addEventListener("unhandledrejection", () => setMessage(byId("problem"), "Something went wrong; reload the page."));
 }
 
 async function copyLink() {
   history.replaceState(null, "", writeState(state));
-  const own = state.image === OWN ? " The image itself is not in it." : "";
+  const note = state.image === OWN ? " The link does not include your image." : "";
   try {
     await navigator.clipboard.writeText(location.href);
-    byId("copied").textContent = `Copied.${own}`;
+    byId("copied").textContent = `Copied.${note}`;
   } catch {
-    byId("copied").textContent = `The address of this page is the link.${own}`;
+    byId("copied").textContent = `Copy the address of this page.${note}`;
   }
 }
 
 function offerComparison() {
-  const none = make("option", { value: "" }, "no other model");
+  const none = make("option", { value: "" }, "none");
   byId("compare").replaceChildren(none, ...models.map(({ name }) => make("option", { value: name }, name)));
   byId("compare-field").hidden = models.length < 2;
 }
 
-/** Return a state that can be shown: with models and a sample that exist. */
-function possible(wanted) {
-  const fitting = modelNamed(wanted.model) ?? models.find((model) => model.default) ?? models[0];
-  const other = modelNamed(wanted.other);
-  const method = fitting.methods[wanted.method] ? wanted.method : METHODS.find((each) => fitting.methods[each]);
-  const target = wanted.target !== null && wanted.target < fitting.class_count ? wanted.target : null;
-  return { ...wanted, model: fitting.name, other: other ? other.name : null, method: method ?? wanted.method, target };
+/** Return a valid state: only models and methods that exist. */
+function validState(requested) {
+  const model = modelNamed(requested.model) ?? models.find((model) => model.default) ?? models[0];
+  const other = modelNamed(requested.other);
+  const method = model.methods[requested.method] ? requested.method : METHODS.find((each) => model.methods[each]);
+  const target = requested.target !== null && requested.target < model.class_count ? requested.target : null;
+  return { ...requested, model: model.name, other: other ? other.name : null, method: method ?? requested.method, target };
 }
 
-/** Show the view of an address. */
-async function restore(wanted) {
-  state = possible(wanted);
+/** Restore the view of a URL. */
+async function restore(requested) {
+  state = validState(requested);
   showControls();
   await arrange();
   if (state.image === OWN && image?.name === OWN) return;
-  const all = [...[...ownSamples.values()].flat(), ...samples];
-  const sample = all.find(({ name }) => name === wanted.image) ?? fittingSample(all, modelNamed(state.model));
-  if (!sample) return say(byId("notice"), "Choose an image to begin.");
+  const all = [...[...modelSamples.values()].flat(), ...samples];
+  const sample = all.find(({ name }) => name === requested.image) ?? defaultSample(all, modelNamed(state.model));
+  if (!sample) return setMessage(byId("notice"), "Choose an image to start.");
   await takeSample(sample, {});
-  if (wanted.image === OWN) {
-    say(byId("notice"), "This link was made with an image of someone's own, which it cannot hold. Here is a sample instead; "
-      + "choose the image to see the view as it was.");
+  if (requested.image === OWN) {
+    setMessage(byId("notice"), "This link was made with an uploaded image, which a link cannot contain. A sample is shown instead; "
+      + "choose the original image to restore the view.");
   }
 }
 
-/** Show a view, and say when it is there. */
-async function begin(wanted) {
+/** Open a view and mark the page as ready. */
+async function open(requested) {
   clearTimeout(writing);
   delete document.body.dataset.ready;
-  await attemptAll(() => restore(wanted));
+  await attemptAll(() => restore(requested));
   document.body.dataset.ready = "";
 }
 
 async function start() {
-  onNeed({ token: askForToken, waiting: (sentence) => (byId("live").textContent = sentence) });
+  setHooks({ token: askForToken, waiting: (message) => (byId("live").textContent = message) });
   buildControls();
   watchForImages(
     (next) => take(next),
-    (sentence) => say(byId("problem"), sentence),
+    (message) => setMessage(byId("problem"), message),
   );
   await attemptAll(async () => {
     [models, samples] = await Promise.all([getModels(), getSamples()]);
-    models = models.map(withinReason);
+    models = models.map(limitAttention);
     offerComparison();
-    await begin(state);
+    await open(state);
   });
 }
 

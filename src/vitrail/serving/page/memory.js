@@ -1,21 +1,21 @@
-// Answers of the server that may be wanted again: the oldest are let go when they take too much room.
+// A cache of server responses, limited by size; the oldest are evicted first.
 
-const MOST_BYTES = 200e6;
+const MAX_BYTES = 200e6;
 
-export class Memory {
-  #kept = new Map();
+export class ResponseCache {
+  #entries = new Map();
   #bytes = 0;
 
   get(key) {
-    return this.#kept.get(key)?.value;
+    return this.#entries.get(key)?.value;
   }
 
   set(key, value, bytes) {
-    this.#bytes += bytes - (this.#kept.get(key)?.bytes ?? 0);
-    this.#kept.set(key, { value, bytes });
-    for (const [old, { bytes: freed }] of this.#kept) {
-      if (this.#bytes <= MOST_BYTES || old === key) break;
-      this.#kept.delete(old);
+    this.#bytes += bytes - (this.#entries.get(key)?.bytes ?? 0);
+    this.#entries.set(key, { value, bytes });
+    for (const [old, { bytes: freed }] of this.#entries) {
+      if (this.#bytes <= MAX_BYTES || old === key) break;
+      this.#entries.delete(old);
       this.#bytes -= freed;
     }
   }

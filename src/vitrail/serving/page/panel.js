@@ -1,29 +1,29 @@
-// One model looking at the image: its answer, its map, and what can be chosen of it.
+// One model's panel: its predictions, its map and its controls.
 
 import { explain, Failure, predict } from "./api.js";
 import { Attention, readMap } from "./arrays.js";
 import { PatchView } from "./attention.js";
 import { markBar, showBars } from "./bars.js";
 import { paintHeat } from "./colours.js";
-import { counted, make, percent, rounded, say } from "./elements.js";
+import { abbreviated, formatCount, make, percent, setMessage } from "./elements.js";
 import { Heads } from "./heads.js";
-import { Memory } from "./memory.js";
-import { defaultQuery, inWords, isPatch, known, patchOf, places, specials, tokenAt } from "./tokens.js";
+import { ResponseCache } from "./memory.js";
+import { defaultQuery, tokenLabel, isPatch, resolveQuery, patchOf, tokenIndices, specialTokens, tokenAt } from "./tokens.js";
 
 const TOP = 5;
-const PATIENCE = 200; // milliseconds before "Looking…" shows
-const MOST_DRAWN = 600; // patches
+const BUSY_DELAY = 200; // milliseconds before "Computing…" is shown
+const MAX_DRAWN_PATCHES = 600;
 const LAYERED = ["attention", "gradcam", "pca"];
 const TARGETED = ["relevance", "gradcam"];
 
 export class Panel {
-  /** `app` has wanted(panel), change(panel, changes), hover(panel, query), drawn(panel, query). */
+  /** `app` has viewOf(panel), change(panel, changes), hover(panel, query), drawn(panel, query). */
   constructor(app) {
     this.app = app;
     this.element = document.getElementById("panel").content.firstElementChild.cloneNode(true);
     this.parts = {};
     for (const part of this.element.querySelectorAll("[data-part]")) this.parts[part.dataset.part] = part;
-    this.memory = new Memory();
+    this.cache = new ResponseCache();
     this.hovered = null;
     this.view = new PatchView(this.parts.canvas, {
       hover: (patch) => app.hover(this, patch),
@@ -43,156 +43,156 @@ export class Panel {
   }
 
   setModel(model) {
-    this.running?.abort(); // what comes now is the other model's
+    this.running?.abort(); // the old model's results are no longer needed
     this.model = model;
     this.classes = null;
-    this.seen = null;
-    this.memory = new Memory();
+    this.preprocessed = null;
+    this.cache = new ResponseCache();
     this.parts.models.value = model.name;
     this.parts.layer.max = model.depth - 1;
     const [rows, columns] = model.grid;
     const patch = model.patch_size.join("×");
     this.parts.facts.textContent =
-      `${rounded(model.parameters)} parameters, ${model.depth} layers of ${model.heads} heads, ` +
+      `${abbreviated(model.parameters)} parameters, ${model.depth} layers of ${model.heads} heads, ` +
       `${rows}×${columns} patches of ${patch} pixels`;
-    this.parts.tokens.replaceChildren(...specials(model).map((name) => this.#tokenButton(name)));
+    this.parts.tokens.replaceChildren(...specialTokens(model).map((name) => this.#tokenButton(name)));
     this.heads.setModel(model);
   }
 
   /**
-   * Let the model look at an image. What was shown stays until all is there; a failure leaves it. Whether it was shown:
-   * not where something else is wanted by now.
+   * Show an image. The previous view stays until everything has arrived, or on failure. Returns whether it was
+   * shown, which is false if it was superseded.
    */
   async show(image) {
-    this.coming = image;
+    this.pending = image;
     return this.#busy(async (signal) => {
-      const [options, memory] = [this.#wantedOptions(), new Memory()];
-      const [classes, found] = await Promise.all([
-        this.#predicted(image, signal),
-        this.#explained(image, signal, options, memory),
+      const [options, cache] = [this.#requestOptions(), new ResponseCache()];
+      const [classes, explanation] = await Promise.all([
+        this.#predict(image, signal),
+        this.#explain(image, signal, options, cache),
       ]);
-      const seen = new Image();
-      seen.src = found.source;
-      await seen.decode();
+      const preprocessed = new Image();
+      preprocessed.src = explanation.source;
+      await preprocessed.decode();
       signal.throwIfAborted();
-      Object.assign(this, { image, classes, memory, seen });
-      this.view.setImage(seen, this.model.grid);
+      Object.assign(this, { image, classes, cache, preprocessed });
+      this.view.setImage(preprocessed, this.model.grid);
       this.#showPlain();
-      this.#take(found);
-      this.#showAnswers();
+      this.#take(explanation);
+      this.#showPredictions();
     });
   }
 
-  /** Show what is wanted now of the image that is there, or of the one that is about to be. */
+  /** Show the current view of the image, or of the pending one. */
   async showMap() {
     this.#mark();
-    if (this.coming) return this.show(this.coming);
+    if (this.pending) return this.show(this.pending);
     if (!this.image) return false;
-    if (!this.seen) return this.show(this.image);
+    if (!this.preprocessed) return this.show(this.image);
     return this.#busy(async (signal) => {
-      const found = await this.#explained(this.image, signal, this.#wantedOptions(), this.memory);
-      signal.throwIfAborted(); // what is remembered comes at once, but not in between
-      this.#take(found);
+      const explanation = await this.#explain(this.image, signal, this.#requestOptions(), this.cache);
+      signal.throwIfAborted(); // cached results arrive at once, but may be superseded
+      this.#take(explanation);
     });
   }
 
-  /** Return the first layer's attention for a drawing of it; null where it would be too large for that. */
+  /** Return the first layer's attention for its drawing; null if it is too large. */
   async firstAttention() {
     const [rows, columns] = this.model.grid;
-    if (!this.model.methods.attention || rows * columns > MOST_DRAWN) return null;
+    if (!this.model.methods.attention || rows * columns > MAX_DRAWN_PATCHES) return null;
     const options = { model: this.model.name, method: "attention", layer: 0, target: null, query: "all" };
-    return (await this.#explained(this.image, undefined, options, this.memory)).attention;
+    return (await this.#explain(this.image, undefined, options, this.cache)).attention;
   }
 
-  setLook(opacity, lines) {
-    this.view.setLook(opacity, lines);
+  setStyle(opacity, lines) {
+    this.view.setStyle(opacity, lines);
     this.view.draw();
   }
 
-  /** Show another token for as long as the pointer is there; null goes back. */
+  /** Show another token while the pointer is over it; null resets. */
   preview(query) {
     this.hovered = query;
     this.draw();
   }
 
-  /** Whether the model says what is in the image, rather than in each token or nothing at all. */
-  get answers() {
+  /** Whether the model classifies whole images. */
+  get classifiesImages() {
     return this.model.class_count !== 0 && this.model.pool !== "none";
   }
 
-  /** The token whose attention is shown. */
-  get asked() {
-    return this.hovered ?? known(this.app.wanted(this).query, this.model);
+  /** The query token. */
+  get query() {
+    return this.hovered ?? resolveQuery(this.app.viewOf(this).query, this.model);
   }
 
   get layer() {
-    return Math.min(this.app.wanted(this).layer ?? this.model.depth - 1, this.model.depth - 1);
+    return Math.min(this.app.viewOf(this).layer ?? this.model.depth - 1, this.model.depth - 1);
   }
 
   get head() {
-    const { head } = this.app.wanted(this);
+    const { head } = this.app.viewOf(this);
     return head !== null && head < this.model.heads ? head : null;
   }
 
-  /** The number of the class that is explained, where the method explains one. */
+  /** The index of the explained class, if the method explains one. */
   get target() {
-    const { method, target } = this.app.wanted(this);
+    const { method, target } = this.app.viewOf(this);
     if (!TARGETED.includes(method)) return null;
     return target ?? this.classes?.[0]?.index ?? null;
   }
 
-  async #predicted(image, signal) {
-    if (!this.answers) return [];
+  async #predict(image, signal) {
+    if (!this.classifiesImages) return [];
     return predict(image.blob, this.model.name, TOP, signal);
   }
 
-  /** Say what is wanted in the server's words. */
-  #wantedOptions() {
-    const { method, query, target } = this.app.wanted(this);
+  /** Return the request options for the server. */
+  #requestOptions() {
+    const { method, query, target } = this.app.viewOf(this);
     if (!this.model.methods[method]) {
-      throw new Failure(`No ${method} map: ${this.model.why_not?.[method] ?? "this model does not allow it"}.`);
+      throw new Failure(`No ${method} map: ${this.model.why_not?.[method] ?? "not supported by this model"}.`);
     }
     return {
       model: this.model.name,
       method,
       layer: LAYERED.includes(method) ? this.layer : null,
-      // By its name where it has one, because a number may be another class's name.
+      // By name if it has one, because a number may be the name of another class.
       target: TARGETED.includes(method) && target !== null ? (this.model.classes?.[target] ?? target) : null,
-      query: method === "attention" ? "all" : method === "rollout" && query !== null ? known(query, this.model) : null,
+      query: method === "attention" ? "all" : method === "rollout" && query !== null ? resolveQuery(query, this.model) : null,
     };
   }
 
-  /** Ask the server, or remember what it said. */
-  async #explained(image, signal, options, memory) {
+  /** Return the explanation from the server or the cache. */
+  async #explain(image, signal, options, cache) {
     const key = JSON.stringify(options);
-    const kept = memory.get(key);
-    if (kept) return kept;
+    const cached = cache.get(key);
+    if (cached) return cached;
     const { model } = this;
     const result = await explain(image.blob, options, signal);
-    if (!fits(result, model)) throw new Failure(`The server has another model as “${model.name}” by now; reload the page.`);
+    if (!fits(result, model)) throw new Failure(`The model “${model.name}” has changed on the server; reload the page.`);
     const { method, layer } = options;
-    const found = { method, layer, target: result.target, source: result.image };
-    if (result.attention) found.attention = new Attention(result.attention);
-    else found.values = readMap(result.map).values;
-    memory.set(key, found, found.attention?.bits.byteLength ?? found.values.byteLength);
-    return found;
+    const explanation = { method, layer, target: result.target, source: result.image };
+    if (result.attention) explanation.attention = new Attention(result.attention);
+    else explanation.values = readMap(result.map).values;
+    cache.set(key, explanation, explanation.attention?.bits.byteLength ?? explanation.values.byteLength);
+    return explanation;
   }
 
-  #take(found) {
-    found.source = null; // as large as the image, and the same each time
-    this.found = found;
+  #take(explanation) {
+    explanation.source = null; // free it: as large as the image, and always the same
+    this.explanation = explanation;
     this.#mark();
     this.draw();
   }
 
-  /** Run something that takes time; what was running is given up. Whether it came to its end. */
+  /** Run something slow, aborting what is running. Returns whether it finished. */
   async #busy(work) {
     this.running?.abort();
     const running = (this.running = new AbortController());
     const { signal } = running;
-    const timer = setTimeout(() => this.element.classList.add("busy"), PATIENCE);
+    const timer = setTimeout(() => this.element.classList.add("busy"), BUSY_DELAY);
     this.element.setAttribute("aria-busy", "true");
-    say(this.parts.problem, null);
+    setMessage(this.parts.problem, null);
     try {
       await work(signal);
       return true;
@@ -202,135 +202,135 @@ export class Panel {
     } finally {
       clearTimeout(timer);
       if (this.running === running) {
-        this.coming = null;
+        this.pending = null;
         this.element.classList.remove("busy");
         this.element.setAttribute("aria-busy", "false");
       }
     }
   }
 
-  /** Draw the map of the token that is asked, from what is at hand. */
+  /** Draw the map of the query token from the loaded data. */
   draw() {
-    const { found, model, parts } = this;
-    if (!found || !this.seen) return;
-    const { asked } = this;
-    const isAttention = Boolean(found.attention);
+    const { explanation, model, parts } = this;
+    if (!explanation || !this.preprocessed) return;
+    const { query } = this;
+    const isAttention = Boolean(explanation.attention);
     let limits;
     this.weights = null;
     if (isAttention) {
-      const at = places(asked, model);
+      const at = tokenIndices(query, model);
       const [rows, columns] = model.grid;
-      this.weights = found.attention.row(this.head, at);
+      this.weights = explanation.attention.row(this.head, at);
       this.shown = this.weights.subarray(model.patch_start, model.patch_start + rows * columns);
       limits = this.view.setMap(this.shown);
-      this.heads.draw(found.attention, at, model.patch_start);
+      this.heads.draw(explanation.attention, at, model.patch_start);
     } else {
-      limits = this.view.setMap(found.values);
-      this.shown = found.method === "pca" ? null : found.values;
+      limits = this.view.setMap(explanation.values);
+      this.shown = explanation.method === "pca" ? null : explanation.values;
     }
-    this.view.asked = isAttention || found.method === "rollout" || this.hovered ? asked : null;
+    this.view.query = isAttention || explanation.method === "rollout" || this.hovered ? query : null;
     this.view.draw();
-    parts.legend.classList.toggle("unused", found.method === "pca");
-    parts.least.textContent = isAttention ? percent(limits.least) : "least";
-    parts.most.textContent = isAttention ? percent(limits.most) : "most";
+    parts.legend.classList.toggle("unused", explanation.method === "pca");
+    parts.min.textContent = isAttention ? percent(limits.min) : "min";
+    parts.max.textContent = isAttention ? percent(limits.max) : "max";
     parts.readout.textContent = this.readout();
-    this.app.drawn(this, asked);
+    this.app.drawn(this, query);
   }
 
-  /** Say in a sentence what is shown. */
+  /** Describe the map in one sentence. */
   readout() {
-    const { found, model, asked } = this;
-    if (found.attention) {
+    const { explanation, model, query } = this;
+    if (explanation.attention) {
       let best = 0;
       this.weights.forEach((weight, i) => {
         if (weight > this.weights[best]) best = i;
       });
       const to = tokenAt(best, model);
-      const whom = to === asked ? "itself" : inWords(to);
-      const most = `${capital(inWords(asked))} looks most at ${whom}: ${percent(this.weights[best])}.`;
-      if (!model.tokens.length) return most;
-      const elsewhere = model.tokens.reduce((sum, { index }) => sum + this.weights[index], 0);
-      return `${most} ${percent(elsewhere)} goes to tokens that are no patches.`;
+      const attended = to === query ? "itself" : tokenLabel(to);
+      const readout = `${capitalise(tokenLabel(query))} attends most to ${attended}: ${percent(this.weights[best])}.`;
+      if (!model.tokens.length) return readout;
+      const toSpecial = model.tokens.reduce((sum, { index }) => sum + this.weights[index], 0);
+      return `${readout} ${percent(toSpecial)} goes to special tokens.`;
     }
-    if (this.hovered && isPatch(this.hovered) && found.method !== "pca") {
+    if (this.hovered && isPatch(this.hovered) && explanation.method !== "pca") {
       const [row, column] = patchOf(this.hovered);
-      const value = found.values[row * model.grid[1] + column];
-      const most = Math.max(...found.values);
-      return `Patch ${this.hovered}: ${percent(most > 0 ? value / most : 0)} of the most.`;
+      const value = explanation.values[row * model.grid[1] + column];
+      const max = Math.max(...explanation.values);
+      return `Patch ${this.hovered}: ${percent(max > 0 ? value / max : 0)} of the maximum.`;
     }
-    if (found.method === "rollout") {
-      const query = known(this.app.wanted(this).query, model);
-      return `What ${isPatch(query) ? "" : "the "}${inWords(query)} is made of.`;
+    if (explanation.method === "rollout") {
+      const query = resolveQuery(this.app.viewOf(this).query, model);
+      return `Contribution of each patch to ${isPatch(query) ? "" : "the "}${tokenLabel(query)}.`;
     }
-    if (found.method === "pca") return `Patches of one colour have similar features after layer ${found.layer}.`;
-    if (!found.target) return "";
-    return `What speaks for ${found.target.name}, to which the model gives ${percent(found.target.probability)}.`;
+    if (explanation.method === "pca") return `Patches of the same colour have similar features after layer ${explanation.layer}.`;
+    if (!explanation.target) return "";
+    return `Evidence for ${explanation.target.name}, predicted with ${percent(explanation.target.probability)}.`;
   }
 
-  /** Show in the controls what is wanted. */
+  /** Update the controls. */
   #mark() {
     const { parts, model } = this;
-    const { method } = this.app.wanted(this);
+    const { method } = this.app.viewOf(this);
     parts.layer.value = this.layer;
     parts["layer-value"].textContent = `${this.layer}`;
     parts.layer.setAttribute("aria-valuetext", `Layer ${this.layer} of 0 to ${model.depth - 1}`);
     parts.layers.hidden = !LAYERED.includes(method);
     parts.heads.hidden = method !== "attention";
     this.heads.mark(this.head);
-    const asks = method === "attention" || method === "rollout";
-    const query = known(this.app.wanted(this).query, model);
-    parts.tokens.hidden = !asks;
+    const usesQuery = method === "attention" || method === "rollout";
+    const query = resolveQuery(this.app.viewOf(this).query, model);
+    parts.tokens.hidden = !usesQuery;
     for (const button of parts.tokens.children) {
       button.setAttribute("aria-pressed", String(button.dataset.query === query));
     }
-    const where = asks ? `, ${inWords(query)} asked` : "";
-    parts.canvas.setAttribute("aria-label", `The image as ${model.name} sees it, ${model.grid.join(" by ")} patches${where}`);
+    const queryLabel = usesQuery ? `, query: ${tokenLabel(query)}` : "";
+    parts.canvas.setAttribute("aria-label", `The image as ${model.name} sees it, ${model.grid.join(" by ")} patches${queryLabel}`);
     if (this.classes) markBar(parts.bars, this.classes, this.target);
   }
 
-  /** Show the image without a map over it, as the model sees it. */
+  /** Show the preprocessed image without a map. */
   #showPlain() {
-    const { parts, seen, image } = this;
-    parts.plain.src = seen.src;
+    const { parts, preprocessed, image } = this;
+    parts.plain.src = preprocessed.src;
     parts.plain.alt = image.title ?? "";
     parts.plain.hidden = false;
-    parts.plain.classList.toggle("pixelated", seen.naturalWidth < 64);
-    parts["plain-says"].textContent =
-      `The image alone, as the model sees it: ${seen.naturalHeight}×${seen.naturalWidth} pixels.`;
+    parts.plain.classList.toggle("pixelated", preprocessed.naturalWidth < 64);
+    parts["plain-note"].textContent =
+      `The preprocessed image: ${preprocessed.naturalHeight}×${preprocessed.naturalWidth} pixels.`;
   }
 
-  #showAnswers() {
+  #showPredictions() {
     const { parts, classes, model } = this;
     showBars(parts.bars, classes, this.target, (index) => this.app.change(this, { target: index }));
     const count = model.class_count ?? model.classes?.length ?? 0;
-    if (!classes.length) parts["answers-say"].textContent = "This model does not answer for a whole image.";
-    else parts["answers-say"].textContent = count > TOP ? `The likeliest of ${counted(count)} classes` : "";
+    if (!classes.length) parts["predictions-note"].textContent = "This model does not classify whole images.";
+    else parts["predictions-note"].textContent = count > TOP ? `Top ${TOP} of ${formatCount(count)} classes` : "";
   }
 
   #tokenButton(name) {
-    const button = make("button", { type: "button", className: "chip" }, capital(inWords(name)));
+    const button = make("button", { type: "button", className: "chip" }, capitalise(tokenLabel(name)));
     button.dataset.query = name;
     button.addEventListener("click", () =>
       this.app.change(this, { query: name === defaultQuery(this.model) ? null : name }),
     );
-    button.addEventListener("pointerenter", () => this.found?.attention && this.app.hover(this, name));
-    button.addEventListener("pointerleave", () => this.found?.attention && this.app.hover(this, null));
+    button.addEventListener("pointerenter", () => this.explanation?.attention && this.app.hover(this, name));
+    button.addEventListener("pointerleave", () => this.explanation?.attention && this.app.hover(this, null));
     return button;
   }
 
   #drawRamp() {
     const context = this.parts.ramp.getContext("2d");
     const pixels = context.createImageData(128, 1);
-    paintHeat(pixels, Float32Array.from({ length: 128 }, (_, i) => i / 127), { least: 0, most: 1 });
+    paintHeat(pixels, Float32Array.from({ length: 128 }, (_, i) => i / 127), { min: 0, max: 1 });
     context.putImageData(pixels, 0, 0);
   }
 }
 
-/** Whether an answer is of the model that is shown: a bundle may have been replaced after the page was opened. */
+/** Whether a result matches the displayed model: the bundle may have been reloaded since the page was opened. */
 function fits({ attention, map }, { heads, token_count: tokens, grid }) {
-  const wanted = attention ? [heads, tokens, tokens] : grid;
+  const expected = attention ? [heads, tokens, tokens] : grid;
   const { shape } = attention ?? map;
-  return wanted.every((size, axis) => size === shape[axis]);
+  return expected.every((size, axis) => size === shape[axis]);
 }
 
-const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+const capitalise = (text) => text.charAt(0).toUpperCase() + text.slice(1);

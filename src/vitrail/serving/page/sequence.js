@@ -1,9 +1,9 @@
-// The tokens in the order the encoder has them, with a bar under each: how much it is looked at.
+// The tokens in sequence order, with a bar under each for the attention it receives.
 
 import { heatColour, range } from "./colours.js";
-import { places, tokenAt } from "./tokens.js";
+import { tokenIndices, tokenAt } from "./tokens.js";
 
-const MOST = 600;
+const MAX_TOKENS = 600;
 const GAP = 3;
 const BAR = 16;
 
@@ -16,10 +16,10 @@ export class Sequence {
     const at = (event) => {
       if (!this.model) return null;
       const box = canvas.getBoundingClientRect();
-      const column = Math.floor((event.clientX - box.left) / this.across);
-      const row = Math.floor((event.clientY - box.top) / this.down);
-      const place = row * this.columns + column;
-      return column < this.columns && place < this.count ? tokenAt(place, this.model) : null;
+      const column = Math.floor((event.clientX - box.left) / this.cellWidth);
+      const row = Math.floor((event.clientY - box.top) / this.cellHeight);
+      const index = row * this.columns + column;
+      return column < this.columns && index < this.count ? tokenAt(index, this.model) : null;
     };
     canvas.addEventListener("pointermove", (event) => {
       const token = at(event);
@@ -30,41 +30,41 @@ export class Sequence {
       const token = at(event);
       if (token) pick(token);
     });
-    new ResizeObserver(() => this.model && this.#lay()).observe(canvas);
+    new ResizeObserver(() => this.model && this.#layOut()).observe(canvas);
   }
 
-  /** Take the image and cut it. */
+  /** Set the image and draw its patches. */
   show(image, model) {
     this.image = image;
     this.model = model;
-    this.#lay();
+    this.#layOut();
   }
 
-  #lay() {
+  #layOut() {
     const { model, image } = this;
     const [rows, columns] = model.grid;
-    const wide = this.canvas.clientWidth;
-    this.count = Math.min(MOST, model.tokens.length + rows * columns);
+    const width = this.canvas.clientWidth;
+    this.count = Math.min(MAX_TOKENS, model.tokens.length + rows * columns);
     this.side = this.count > 100 ? 20 : 34;
-    this.across = this.side + GAP;
-    this.down = this.side + BAR + GAP * 2;
-    this.columns = Math.max(1, Math.floor((wide + GAP) / this.across));
+    this.cellWidth = this.side + GAP;
+    this.cellHeight = this.side + BAR + GAP * 2;
+    this.columns = Math.max(1, Math.floor((width + GAP) / this.cellWidth));
     const scale = Math.min(2, devicePixelRatio || 1);
     this.scale = scale;
-    this.canvas.width = wide * scale;
-    const tall = Math.ceil(this.count / this.columns) * this.down;
-    this.canvas.height = tall * scale;
-    this.canvas.style.setProperty("block-size", `${tall}px`);
-    this.still = Object.assign(document.createElement("canvas"), { width: this.canvas.width, height: this.canvas.height });
-    const context = this.still.getContext("2d");
+    this.canvas.width = width * scale;
+    const height = Math.ceil(this.count / this.columns) * this.cellHeight;
+    this.canvas.height = height * scale;
+    this.canvas.style.setProperty("block-size", `${height}px`);
+    this.background = Object.assign(document.createElement("canvas"), { width: this.canvas.width, height: this.canvas.height });
+    const context = this.background.getContext("2d");
     context.scale(scale, scale);
     const [w, h] = [image.naturalWidth / columns, image.naturalHeight / rows];
     context.imageSmoothingEnabled = w > this.side;
-    context.strokeStyle = "rgb(128 132 140 / 0.5)"; // black patches on a black page are patches, too
-    for (let place = 0; place < this.count; place++) {
-      const [x, y] = this.#corner(place);
-      const number = place - model.patch_start;
-      if (model.tokens.some(({ index }) => index === place)) {
+    context.strokeStyle = "rgb(128 132 140 / 0.5)"; // keeps dark patches visible on a dark page
+    for (let index = 0; index < this.count; index++) {
+      const [x, y] = this.#corner(index);
+      const number = index - model.patch_start;
+      if (model.tokens.some((token) => token.index === index)) {
         context.fillStyle = "#d9a400";
         context.beginPath();
         context.roundRect(x, y, this.side, this.side, 4);
@@ -75,34 +75,34 @@ export class Sequence {
         context.strokeRect(x + 0.5, y + 0.5, this.side - 1, this.side - 1);
       }
     }
-    this.draw(this.weights, this.asked);
+    this.draw(this.weights, this.query);
   }
 
-  #corner(place) {
-    return [(place % this.columns) * this.across, Math.floor(place / this.columns) * this.down + 2];
+  #corner(index) {
+    return [(index % this.columns) * this.cellWidth, Math.floor(index / this.columns) * this.cellHeight + 2];
   }
 
-  /** Draw what a token looks at, a weight for each token, or none. */
-  draw(weights, asked) {
+  /** Draw the attention of a token, one weight per token; null draws none. */
+  draw(weights, query) {
     this.weights = weights;
-    this.asked = asked;
-    if (!this.still) return;
+    this.query = query;
+    if (!this.background) return;
     const { context, scale } = this;
     context.setTransform(1, 0, 0, 1, 0, 0);
     context.clearRect(0, 0, this.canvas.width, this.canvas.height);
-    context.drawImage(this.still, 0, 0);
+    context.drawImage(this.background, 0, 0);
     context.scale(scale, scale);
     if (!weights) return;
-    const { most } = range(weights);
-    for (let place = 0; place < this.count; place++) {
-      const [x, y] = this.#corner(place);
-      const share = most > 0 ? weights[place] / most : 0;
-      context.fillStyle = heatColour(0.15 + 0.75 * share);
-      context.fillRect(x, y + this.side + 3, this.side, Math.max(1, BAR * share));
+    const { max } = range(weights);
+    for (let index = 0; index < this.count; index++) {
+      const [x, y] = this.#corner(index);
+      const fraction = max > 0 ? weights[index] / max : 0;
+      context.fillStyle = heatColour(0.15 + 0.75 * fraction);
+      context.fillRect(x, y + this.side + 3, this.side, Math.max(1, BAR * fraction));
     }
-    const places_ = asked ? places(asked, this.model) : [];
-    if (places_.length !== 1 || places_[0] >= this.count) return;
-    const [x, y] = this.#corner(places_[0]);
+    const indices = query ? tokenIndices(query, this.model) : [];
+    if (indices.length !== 1 || indices[0] >= this.count) return;
+    const [x, y] = this.#corner(indices[0]);
     context.strokeStyle = getComputedStyle(this.canvas).color;
     context.lineWidth = 2.5;
     context.strokeRect(x, y, this.side, this.side);

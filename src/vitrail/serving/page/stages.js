@@ -1,4 +1,4 @@
-// What an image becomes on its way, each stage with a small drawing of it.
+// The stages of the forward pass, each with a small drawing.
 
 import { heatColour, paintHeat, range } from "./colours.js";
 import { make } from "./elements.js";
@@ -7,7 +7,7 @@ const [WIDE, TALL] = [168, 112];
 const GOLD = "#d9a400";
 const LEAD = "#1e1b24";
 
-/** Return the drawing that belongs to a stage, by the name the server gives it. */
+/** Return the drawing of a stage, by the stage's name. */
 function drawingOf(name) {
   if (/^(image|pixels)/.test(name)) return drawImage;
   if (/^patches/.test(name)) return drawPatches;
@@ -17,11 +17,11 @@ function drawingOf(name) {
   if (/^tokens after/.test(name)) return drawEncoded;
   if (/^tokens/.test(name)) return drawTokens;
   if (/^pooled/.test(name)) return drawPooled;
-  return drawAnswer;
+  return drawPrediction;
 }
 
-/** List a model's stages. `seen` has what is known of the image: image, attention (of the first layer) and classes. */
-export function showStages(list, model, seen) {
+/** List a model's stages. `data` has the image, the first layer's attention and the classes. */
+export function showStages(list, model, data) {
   const cards = model.stages.map(({ name, shape, meaning }, i) =>
     make(
       "li",
@@ -33,12 +33,12 @@ export function showStages(list, model, seen) {
     ),
   );
   list.replaceChildren(...cards);
-  // Drawn when they stand in the document, where they have its colours.
-  const known = { ...seen, colours: patchColours(seen.image, model.grid) };
+  // Draw after insertion, when the computed styles are available.
+  const drawingData = { ...data, colours: patchColours(data.image, model.grid) };
   cards.forEach((card, i) => {
     const context = card.querySelector("canvas").getContext("2d");
     context.scale(2, 2);
-    drawingOf(model.stages[i].name)(context, model, { ...known, shape: model.stages[i].shape });
+    drawingOf(model.stages[i].name)(context, model, { ...drawingData, shape: model.stages[i].shape });
   });
 }
 
@@ -57,7 +57,7 @@ function smoothFor(context, image, side) {
   context.imageSmoothingQuality = "high";
 }
 
-/** Return the box that the image takes in a drawing. */
+/** Return the box of the image in a drawing. */
 function boxOf(image, side = TALL) {
   const scale = side / Math.max(image.naturalWidth, image.naturalHeight);
   const [w, h] = [image.naturalWidth * scale, image.naturalHeight * scale];
@@ -85,7 +85,7 @@ function drawPatches(context, model, { image }) {
   }
 }
 
-/** Draw a feature map (1, channels, rows, columns) as sheets one behind the other, as fine as the map is. */
+/** Draw a feature map (1, channels, rows, columns) as stacked sheets, at its resolution. */
 function drawMaps(context, model, { image, shape }) {
   const [, , rows, columns] = shape;
   const [sheets, step] = [4, 9];
@@ -97,7 +97,7 @@ function drawMaps(context, model, { image, shape }) {
   for (let i = sheets - 1; i >= 0; i--) {
     const at = [left + i * step, top + i * step, w, h];
     context.drawImage(small, ...at);
-    // Each sheet is one feature; what it holds is not known here, so it has a tint of its own.
+    // Each sheet stands for one channel; the values are not available here, so the tint is arbitrary.
     context.globalAlpha = 0.55;
     context.fillStyle = heatColour(0.2 + 0.2 * i);
     context.fillRect(...at);
@@ -107,7 +107,7 @@ function drawMaps(context, model, { image, shape }) {
   }
 }
 
-/** Draw some tokens as upright strips: few enough to be told apart. */
+/** Draw a few tokens as vertical strips. */
 function strips(context, colours, { gold = 0, last = false, top = 0, height = TALL, cells = 9 } = {}) {
   const shown = 11 - gold;
   const picked = Array.from({ length: Math.min(shown, colours.length) }, (_, i) =>
@@ -119,7 +119,7 @@ function strips(context, colours, { gold = 0, last = false, top = 0, height = TA
   all.forEach((colour, i) => {
     context.fillStyle = colour;
     for (let k = 0; k < cells; k++) {
-      // Lighter and darker cells stand for features; their values are not known here.
+      // Shades stand for features; the values are not available here.
       context.globalAlpha = 0.45 + (0.55 * ((i * 7 + k * 5) % 9)) / 8;
       context.fillRect(i * pitch + 1, top + k * cell + 0.5, pitch - 3, cell - 1);
     }
@@ -132,7 +132,7 @@ function drawEmbeddings(context, model, { colours }) {
   strips(context, colours);
 }
 
-/** Return how many tokens that are no patches are drawn, and on which side. */
+/** Return how many special tokens to draw, and on which side. */
 const special = (model) => ({ gold: Math.min(3, model.tokens.length), last: model.patch_start === 0 });
 
 function drawTokens(context, model, { colours }) {
@@ -154,10 +154,10 @@ function drawAttention(context, model, { attention }) {
     const pixels = inner.createImageData(attention.tokens, attention.tokens);
     const values = new Float32Array(attention.tokens ** 2);
     for (let token = 0; token < attention.tokens; token++) values.set(attention.row(i, [token]), token * attention.tokens);
-    const { least, most } = range(values);
-    // A square root, because a few weights are far above all others.
-    const roots = values.map((value) => Math.sqrt((value - least) / (most - least || 1)));
-    paintHeat(pixels, roots, { least: 0, most: 1 });
+    const { min, max } = range(values);
+    // Square root, because a few weights are far larger than the rest.
+    const roots = values.map((value) => Math.sqrt((value - min) / (max - min || 1)));
+    paintHeat(pixels, roots, { min: 0, max: 1 });
     inner.putImageData(pixels, 0, 0);
     const at = (WIDE - side) / 2 + (i - (shown - 1) / 2) * 10;
     context.drawImage(small, at, i * 10, side, side);
@@ -189,7 +189,7 @@ function drawPooled(context) {
   context.globalAlpha = 1;
 }
 
-function drawAnswer(context, model, { classes }) {
+function drawPrediction(context, model, { classes }) {
   if (!classes?.length) return;
   const style = getComputedStyle(context.canvas);
   context.font = "11px system-ui, sans-serif";

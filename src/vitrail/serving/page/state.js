@@ -1,4 +1,4 @@
-// What is shown, as one flat value, and as the part of the address behind "#": a link restores a view.
+// The view state as a flat object, and as the URL hash: a link restores a view.
 
 export const METHODS = ["attention", "rollout", "relevance", "gradcam", "pca"];
 export const OWN = "own";
@@ -6,11 +6,11 @@ export const OWN = "own";
 export const DEFAULTS = {
   image: null, // a sample's name, or OWN
   model: null,
-  layer: null, // null: the last
-  head: null, // null: the mean of all
-  query: null, // "class", "register:0", "mean", or a patch "row,column"; null: what the head reads
+  layer: null, // null: the last layer
+  head: null, // null: the mean of all heads
+  query: null, // "class", "register:0", "mean", or a patch "row,column"; null: the token the head reads
   method: "attention",
-  target: null, // a class's number; null: the likeliest
+  target: null, // class index; null: the top class
   opacity: 0.6,
   grid: true,
   other: null, // the model to compare with
@@ -21,27 +21,27 @@ export const DEFAULTS = {
 const READERS = {
   image: text,
   model: text,
-  layer: whole,
-  head: whole,
+  layer: integer,
+  head: integer,
   query: (value) => (/^(class|distillation|mean|register:\d{1,4}|\d{1,4},\d{1,4})$/.test(value) ? value : null),
   method: (value) => (METHODS.includes(value) ? value : null),
-  target: whole,
+  target: integer,
   opacity: (value) => (/^(0|1|0?\.\d{1,2})$/.test(value) ? Number(value) : null),
   grid: (value) => (value === "0" ? false : null),
   other: text,
-  otherLayer: whole,
-  otherHead: whole,
+  otherLayer: integer,
+  otherHead: integer,
 };
 
 function text(value) {
   return value.length <= 200 ? value : null;
 }
 
-function whole(value) {
+function integer(value) {
   return /^\d{1,6}$/.test(value) ? Number(value) : null;
 }
 
-/** Read a view from an address; what cannot be read is as if it were not there. */
+/** Parse a view from a URL hash; invalid values are ignored. */
 export function readState(hash) {
   const state = { ...DEFAULTS };
   for (const [key, value] of new URLSearchParams(hash.replace(/^#/, ""))) {
@@ -50,12 +50,12 @@ export function readState(hash) {
   return state;
 }
 
-/** Write a view as an address; what is as at first is left out. */
+/** Format a view as a URL hash; defaults are omitted. */
 export function writeState(state) {
-  const parts = new URLSearchParams();
+  const parameters = new URLSearchParams();
   for (const key of Object.keys(DEFAULTS)) {
     if (state[key] === DEFAULTS[key]) continue;
-    parts.set(key, typeof state[key] === "boolean" ? Number(state[key]) : state[key]);
+    parameters.set(key, typeof state[key] === "boolean" ? Number(state[key]) : state[key]);
   }
-  return `#${parts.toString().replaceAll("%2C", ",").replaceAll("%3A", ":")}`;
+  return `#${parameters.toString().replaceAll("%2C", ",").replaceAll("%3A", ":")}`;
 }

@@ -1,16 +1,16 @@
-// A server may want a token. All requests that wait for it wait for one dialog.
+// The token dialog, shared by all requests that wait for the token.
 
 import { byId } from "./elements.js";
 
 let pending = null;
 
-/** Ask the reader for the token; `again` says that the last one was refused. Null: the dialog was closed. */
+/** Ask for the token; `again` means the last one was rejected. Returns null if the dialog was closed. */
 export function askForToken(again) {
   pending ??= new Promise((resolve) => {
     const dialog = byId("token");
     const input = byId("token-value");
     input.value = "";
-    if (again) byId("token-says").textContent = "The server did not accept this token; try another.";
+    if (again) byId("token-note").textContent = "The server did not accept this token; try another.";
     dialog.addEventListener(
       "close",
       () => {
