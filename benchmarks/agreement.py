@@ -21,7 +21,7 @@ from torch import Tensor
 import vitrail
 from vitrail.acceleration.accelerate import check_fp8
 from vitrail.acceleration.cuda.calibration import calibrate
-from vitrail.acceleration.cuda.encoder import Numbers, can_fold
+from vitrail.acceleration.cuda.encoder import EncoderPrecision, can_fold
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.data.batches import Evaluation, evaluation_batches
 from vitrail.data.sources.opening import open_source
@@ -57,8 +57,8 @@ def ways(
         print("what the fast encoder does not know is left out: fp8, exact GELU, merging")
         yield "bf16", vitrail.accelerate(model)
         return
-    yield "bf16", FastModel(model, Numbers())
-    yield "bf16, exact GELU", FastModel(model, Numbers(exact=True))
+    yield "bf16", FastModel(model, EncoderPrecision())
+    yield "bf16, exact GELU", FastModel(model, EncoderPrecision(exact=True))
     try:
         if device.type == "cuda":
             check_fp8(model, device)
@@ -66,14 +66,14 @@ def ways(
     except VitrailError as error:
         print(f"fp8: left out, {error}")
     else:
-        yield "fp8", FastModel(model, Numbers(inputs=seen))
-        nearest = {name: known._replace(together=None) for name, known in seen.items()}
-        yield "fp8, nearest", FastModel(model, Numbers(inputs=nearest))
-        yield "fp8, all blocks", FastModel(model, Numbers(inputs=seen, spared=0))
-        yield "fp8, both", FastModel(model, Numbers(inputs=nearest, spared=0))
+        yield "fp8", FastModel(model, EncoderPrecision(inputs=seen))
+        nearest = {name: known._replace(correlation=None) for name, known in seen.items()}
+        yield "fp8, nearest", FastModel(model, EncoderPrecision(inputs=nearest))
+        yield "fp8, all blocks", FastModel(model, EncoderPrecision(inputs=seen, spared=0))
+        yield "fp8, both", FastModel(model, EncoderPrecision(inputs=nearest, spared=0))
     for tokens in merges:
         try:
-            merged = FastModel(model, Numbers(), merge=tokens)
+            merged = FastModel(model, EncoderPrecision(), merge=tokens)
         except ConfigError as error:
             print(f"merge {tokens}: left out, {error}")
         else:

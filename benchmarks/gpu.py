@@ -59,10 +59,10 @@ import vitrail
 from vitrail.acceleration.accelerate import Accelerated
 from vitrail.acceleration.cuda import short_attention
 from vitrail.acceleration.cuda.calibration import calibrate
-from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision, can_fold, can_quantise
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.fused_training import TrainingPass, can_forget, can_hasten
+from vitrail.acceleration.fused_training import FusedTraining, can_checkpoint, can_fuse
 from vitrail.errors import ConfigError, VitrailError
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost
@@ -252,16 +252,16 @@ def answering(row: Row, model: nn.Module, mode: str | None = None) -> Ready:
     return Ready(lambda: logits(row.images), logits, held(model))
 
 
-def fast(row: Row, model: ViT, numbers: Numbers, *, graphs: bool = False, merge: int | Merging = 0) -> Ready:
+def fast(row: Row, model: ViT, numbers: EncoderPrecision, *, graphs: bool = False, merge: int | Merging = 0) -> Ready:
     """Make what `vitrail.accelerate` makes on a CUDA device, on any."""
     call = Accelerated(FastModel(model.to(row.device), numbers, merge=merge), row.device, graphs=graphs)
     return Ready(lambda: call(row.images), call, held(call.model), replayed=graphs)
 
 
-def low(row: Row, model: ViT, **changes: Any) -> Numbers:
+def low(row: Row, model: ViT, **changes: Any) -> EncoderPrecision:
     """Return fp8 numbers that are chosen by some of the row's images."""
     like = next(model.to(row.device).parameters())
-    numbers = Numbers(**changes)
+    numbers = EncoderPrecision(**changes)
     inputs = calibrate(model, row.images[:64].to(like.dtype), low=numbers.low, spared=numbers.spared)
     return dataclasses.replace(numbers, inputs=inputs)
 
@@ -294,8 +294,8 @@ def learning_plainly(row: Row, model: nn.Module, mode: str | None = None) -> Rea
 def learning_fast(row: Row, model: ViT, mode: str | None = None) -> Ready:
     """Make our own training path, as `vitrail train` does when it compiles on a GPU."""
     model = model.to(row.device).train()
-    short = can_hasten(row.config) and (can_forget() or not row.checkpointing)
-    return learning(row, model, TrainingPass(model) if short else model, mode)
+    short = can_fuse(row.config) and (can_checkpoint() or not row.checkpointing)
+    return learning(row, model, FusedTraining(model) if short else model, mode)
 
 
 def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, dict[str, Maker]]:
@@ -305,21 +305,21 @@ def contestants(options: argparse.Namespace, weights: ViT | None) -> dict[str, d
         return lambda row: answering(row, PEERS[name](row, weights), mode)
 
     inference: dict[str, Maker] = {
-        "vitrail bf16": lambda row: fast(row, ours(row, weights), Numbers()),
+        "vitrail bf16": lambda row: fast(row, ours(row, weights), EncoderPrecision()),
         "timm compile": peer("timm"),
         "vitrail fp8": lambda row: fast(row, model := ours(row, weights), low(row, model)),
-        "vitrail bf16 exact": lambda row: fast(row, ours(row, weights), Numbers(exact=True)),
-        "vitrail bf16 graphs": lambda row: fast(row, ours(row, weights), Numbers(), graphs=True),
+        "vitrail bf16 exact": lambda row: fast(row, ours(row, weights), EncoderPrecision(exact=True)),
+        "vitrail bf16 graphs": lambda row: fast(row, ours(row, weights), EncoderPrecision(), graphs=True),
         "vitrail fp8 graphs": lambda row: fast(row, model := ours(row, weights), low(row, model), graphs=True),
-        "vitrail fp8 all": lambda row: fast(row, model := ours(row, weights), low(row, model, low=frozenset(PRODUCTS))),
+        "vitrail fp8 all": lambda row: fast(row, model := ours(row, weights), low(row, model, low=frozenset(MATMULS))),
         "vitrail fp8 unspared": lambda row: fast(row, model := ours(row, weights), low(row, model, spared=0)),
         "vitrail fp8 unfused": lambda row: fast(row, model := ours(row, weights), low(row, model, fused=False)),
-        "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), Numbers(exact=True, fused=True)),
+        "vitrail bf16 fused": lambda row: fast(row, ours(row, weights), EncoderPrecision(exact=True, fused=True)),
         "vitrail fp8 rows": lambda row: fast(row, model := ours(row, weights), low(row, model, weight_scales="row")),
-        "vitrail bf16 merge 8": lambda row: fast(row, ours(row, weights), Numbers(), merge=8),
-        "vitrail bf16 merge 16": lambda row: fast(row, ours(row, weights), Numbers(), merge=16),
+        "vitrail bf16 merge 8": lambda row: fast(row, ours(row, weights), EncoderPrecision(), merge=8),
+        "vitrail bf16 merge 16": lambda row: fast(row, ours(row, weights), EncoderPrecision(), merge=16),
         "vitrail bf16 merge 8 unbiased": lambda row: fast(
-            row, ours(row, weights), Numbers(), merge=Merging(8, proportional=False)
+            row, ours(row, weights), EncoderPrecision(), merge=Merging(8, proportional=False)
         ),
         "vitrail fp8 merge 8": lambda row: fast(row, model := ours(row, weights), low(row, model), merge=8),
         "vitrail compile": lambda row: answering(row, ours(row, weights)),
@@ -690,7 +690,7 @@ def parse() -> argparse.Namespace:
         "--nudge", type=float, help=f"with --nudges: by about which share of themselves (default: {NUDGE:g})"
     )
     parser.add_argument(
-        "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
+        "--short", type=int, default=short_attention.MAX_TOKENS, help="tokens up to which our own attention is trained"
     )
     options = parser.parse_args()
     if options.checkpointing and ("training" not in options.tasks or options.curve is not None):
@@ -724,7 +724,7 @@ def parse() -> argparse.Namespace:
             re.compile(pattern)
         except re.error as error:
             parser.error(f"--contestants {pattern!r} is no regular expression: {error}")
-    short_attention.LONGEST = options.short
+    short_attention.MAX_TOKENS = options.short
     if options.device is None and not torch.cuda.is_available():
         parser.error("no CUDA device was found; see that the program runs with --device cpu, as its first lines say")
     options.device = choose_device(options.device or "cuda")

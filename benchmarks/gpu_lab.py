@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vitrail.acceleration.accelerate import Accelerated
 from vitrail.acceleration.cuda import elementwise
 from vitrail.acceleration.cuda.calibration import calibrate
-from vitrail.acceleration.cuda.encoder import PRODUCTS, FastEncoder, Numbers
+from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision, FastEncoder
 from vitrail.acceleration.cuda.folding import Affine
-from vitrail.acceleration.cuda.matmul import Fp8Matmul, Known, Matmul
+from vitrail.acceleration.cuda.matmul import Fp8Matmul, InputCalibration, Matmul
 from vitrail.acceleration.cuda.model import FastModel, PatchStem
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -133,7 +133,7 @@ def measure(candidate: Candidate, device: torch.device, rates: dict[str, float])
     }
 
 
-def predict(config: ViTConfig, batch: int, copied: float, numbers: Numbers) -> float:
+def predict(config: ViTConfig, batch: int, copied: float, numbers: EncoderPrecision) -> float:
     """Return the milliseconds predicted for the encoder: its passes and products, one after another.
 
     `copied` is the copy rate in bytes a second. For models of which the head reads one token.
@@ -148,7 +148,9 @@ def predict(config: ViTConfig, batch: int, copied: float, numbers: Numbers) -> f
     return 1e3 * (seconds + products + M * D * (_first_norm(low) + 4) / copied)
 
 
-def _block_seconds(config: ViTConfig, batch: int, copied: float, numbers: Numbers, low: frozenset[str]) -> float:
+def _block_seconds(
+    config: ViTConfig, batch: int, copied: float, numbers: EncoderPrecision, low: frozenset[str]
+) -> float:
     M, D, H = batch * config.tokens, config.width, config.mlp_hidden
     flops = {name: 2.0 * M * outputs * inputs for name, (outputs, inputs) in shapes(config).items()}
     products = sum(work / SEEN["fp8" if name in low else "bf16"] for name, work in flops.items())
@@ -224,7 +226,7 @@ def shapes(config: ViTConfig) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of a block's four products."""
     inner = config.heads * config.head_width
     sizes = ((3 * inner, config.width), (config.width, inner), (config.mlp_hidden, config.width))
-    return dict(zip(PRODUCTS, (*sizes, (config.width, config.mlp_hidden)), strict=True))
+    return dict(zip(MATMULS, (*sizes, (config.width, config.mlp_hidden)), strict=True))
 
 
 def weights(outputs: int, inputs: int, device: torch.device) -> Affine:
@@ -261,12 +263,12 @@ def fp8_products(config: ViTConfig, batch: int, device: torch.device) -> Iterato
         folded, x = weights(outputs, inputs, device), elementwise.to_fp8(torch.randn(M, inputs, device=device), 0.01)
         flops = 2.0 * M * outputs * inputs
         for scales in ("tensor", "row"):
-            product = Fp8Matmul(folded, BF16, Known(0.01), "row" if scales == "row" else "tensor")
+            product = Fp8Matmul(folded, BF16, InputCalibration(0.01), "row" if scales == "row" else "tensor")
             yield Candidate(f"{name} fp8, by {scales}", partial(product, x), flops=flops, kind="fp8")
         if name == "fc1" and device.type == "cuda":
             from vitrail.acceleration.cuda.kernels import multiply
 
-            product = Fp8Matmul(folded, BF16, Known(0.01))
+            product = Fp8Matmul(folded, BF16, InputCalibration(0.01))
             factor = float(product.input_scale * product.weight_scale)
             run = partial(multiply, x, product.weight, product.bias, "gelu", sum_scale=factor, scale=0.01)
             yield Candidate("fc1 fp8 with exact gelu to fp8, Triton", run, flops=flops, kind="fp8")
@@ -358,16 +360,16 @@ def whole_models(config: ViTConfig, batch: int, device: torch.device) -> Iterato
     scramble(model)
     model = model.to(device)
     images = random(batch, config.channels, *config.image_size, device=device)
-    inputs = calibrate(model, images[:64].float(), low=frozenset(PRODUCTS), spared=0)
+    inputs = calibrate(model, images[:64].float(), low=frozenset(MATMULS), spared=0)
     kinds = {
-        "bf16": Numbers(),
-        "bf16 exact": Numbers(exact=True),
-        "bf16 exact, fused": Numbers(exact=True, fused=True),
-        "fp8": Numbers(inputs=inputs),
-        "fp8, no block spared": Numbers(inputs=inputs, spared=0),
-        "fp8, unfused": Numbers(inputs=inputs, fused=False),
-        "fp8 with proj": Numbers(inputs=inputs, low=frozenset(PRODUCTS)),
-        "fp8 by row": Numbers(inputs=inputs, weight_scales="row"),
+        "bf16": EncoderPrecision(),
+        "bf16 exact": EncoderPrecision(exact=True),
+        "bf16 exact, fused": EncoderPrecision(exact=True, fused=True),
+        "fp8": EncoderPrecision(inputs=inputs),
+        "fp8, no block spared": EncoderPrecision(inputs=inputs, spared=0),
+        "fp8, unfused": EncoderPrecision(inputs=inputs, fused=False),
+        "fp8 with proj": EncoderPrecision(inputs=inputs, low=frozenset(MATMULS)),
+        "fp8 by row": EncoderPrecision(inputs=inputs, weight_scales="row"),
     }
     tokens = random(batch, config.tokens, config.width, device=device)
     for name, numbers in kinds.items():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from vitrail.acceleration.cuda import short_attention
-from vitrail.acceleration.fused_training import TrainingPass
+from vitrail.acceleration.fused_training import FusedTraining
 from vitrail.data.batches import Batch
 from vitrail.errors import VitrailError
 from vitrail.models.vit import ViT
@@ -61,7 +61,7 @@ def prepared(plan: TrainingPlan, options: argparse.Namespace, device: torch.devi
     forward = forward_of(model, recipe, precision, ranks)
     if options.mode is not None:
         shorter = uses_fused_pass(model.config, recipe, precision, device, alone=True)
-        inner = TrainingPass(model) if shorter else model
+        inner = FusedTraining(model) if shorter else model
         forward = cast("nn.Module", torch.compile(inner, mode=options.mode))
     return Stepper(recipe, plan.preprocess, device, precision, None, ranks), state, forward
 
@@ -81,13 +81,13 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--mode", defaults=MODES, help="torch.compile's, in place of the one that training takes")
     parser.add_argument(
-        "--short", type=int, default=short_attention.LONGEST, help="tokens up to which our own attention is trained"
+        "--short", type=int, default=short_attention.MAX_TOKENS, help="tokens up to which our own attention is trained"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=30, help="in a round")
     parser.add_argument("--json", help="where to add a line with the numbers")
     options = parser.parse_args()
-    short_attention.LONGEST = options.short
+    short_attention.MAX_TOKENS = options.short
     device = choose_device(options.device)
     names = tuple(map(str, range(options.classes)))
     plan = resolve_defaults(

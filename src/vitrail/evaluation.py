@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitrail.acceleration.engine import made_ready
+from vitrail.acceleration.engine import prepare
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Batch, evaluation_batches
 from vitrail.data.batches import Evaluation as EveryImage
@@ -225,7 +225,7 @@ def evaluate_bundle(
     if on_progress is not None:
         batches = _told(batches, on_progress, len(source))
     return evaluate(
-        made_ready(bundle.model.to(place), precision),
+        prepare(bundle.model.to(place), precision),
         batches,
         source,
         preprocess=bundle.preprocess,

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch import Tensor
 
 from vitrail._version import __version__
-from vitrail.acceleration.export.check import TOLERANCE, Check, check_answers
+from vitrail.acceleration.export.check import TOLERANCE, Check, check_outputs
 from vitrail.acceleration.export.graph import BATCH, INPUT, Graph, output_name, trace
 from vitrail.acceleration.export.onnx import OPSET, OnnxFile, check_opset, onnx_program, write_onnx
 from vitrail.acceleration.export.openvino import Compiled, openvino_model, write_openvino
@@ -64,7 +64,7 @@ def export(
     metadata = describe_graph(graph, opened)
     with whole_file(target, overwrite=overwrite) as temporary:
         _write(graph, to, temporary, metadata, OPSET if opset is None else opset)
-        check = check_answers(graph, opened.preprocess, _opened(to, temporary))
+        check = check_outputs(graph, opened.preprocess, _opened(to, temporary))
         if not check.passed:
             raise CheckpointError(
                 f"what was written as {to} answers differently (by {check.relative:.1e} of the largest answer, where "

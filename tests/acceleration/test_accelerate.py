@@ -11,7 +11,7 @@ from torch import Tensor
 import vitrail
 from vitrail import Bundle
 from vitrail.acceleration.accelerate import accelerate
-from vitrail.acceleration.engine import made_ready
+from vitrail.acceleration.engine import prepare
 from vitrail.errors import ConfigError, InputError
 from vitrail.runtime import autocast
 
@@ -27,7 +27,7 @@ def test_on_a_cpu_bf16_is_what_engines_have(kind: str) -> None:
     made.model.train()  # the caller's own model keeps its mode
     fast = vitrail.accelerate(made.model)
     with torch.inference_mode(), autocast(CPU, "bf16"):
-        expected = made_ready(made.model, "bf16").eval()(images).float()
+        expected = prepare(made.model, "bf16").eval()(images).float()
     assert torch.equal(fast(images), expected)
     assert fast(images).dtype == torch.float32
     assert made.model.training

@@ -9,7 +9,7 @@ from tests.acceleration.tiny import CPU, bundle, pixels
 from torch import Tensor
 
 from vitrail.acceleration import auto
-from vitrail.acceleration.auto import SettlingEngine, settle_precision
+from vitrail.acceleration.auto import AutoPrecisionEngine, choose_precision
 from vitrail.acceleration.engine import Engine, Kind, open_engine
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
@@ -85,7 +85,7 @@ def turned() -> Tensor:
 
 @pytest.mark.usefixtures("fast")
 def test_bf16_is_taken_where_nothing_changes() -> None:
-    engine, why = settle_precision(opener(LOGITS, LOGITS + 0.001 * torch.randn(100, 5)), numbered(100), CPU)
+    engine, why = choose_precision(opener(LOGITS, LOGITS + 0.001 * torch.randn(100, 5)), numbered(100), CPU)
     assert engine.precision == "bf16"
     assert "times as fast here; the first 64 images get the same answers, probabilities within 0.00" in why
     assert why.startswith("bf16: ")
@@ -96,14 +96,14 @@ def test_bf16_is_taken_where_nothing_changes() -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_one_answer_that_turns_is_enough() -> None:
-    engine, why = settle_precision(opener(near_tie(), turned()), numbered(64), CPU)
+    engine, why = choose_precision(opener(near_tie(), turned()), numbered(64), CPU)
     assert (engine.precision, why) == ("float32", "float32: bf16 would answer 1 of the first 64 images differently")
 
 
 @pytest.mark.usefixtures("fast")
 def test_what_turns_after_the_first_64_is_not_seen() -> None:
-    assert settle_precision(opener(LOGITS, swapped(64)), numbered(100), CPU)[0].precision == "bf16"
-    assert settle_precision(opener(LOGITS, swapped(63)), numbered(100), CPU)[0].precision == "float32"
+    assert choose_precision(opener(LOGITS, swapped(64)), numbered(100), CPU)[0].precision == "bf16"
+    assert choose_precision(opener(LOGITS, swapped(63)), numbered(100), CPU)[0].precision == "float32"
 
 
 @pytest.mark.usefixtures("fast")
@@ -113,7 +113,7 @@ def test_probabilities_may_change_by_two_hundredths(share: float, taken: str) ->
     exact[7] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.05]).log()
     quick = exact.clone()
     quick[7] = torch.tensor([0.5 + share, 0.3 - share, 0.1, 0.05, 0.05]).log()
-    engine, why = settle_precision(opener(exact, quick), numbered(64), CPU)
+    engine, why = choose_precision(opener(exact, quick), numbered(64), CPU)
     assert engine.precision == taken
     if taken == "float32":
         assert why == "float32: bf16 would change a probability of the first 64 images by 0.021"
@@ -121,7 +121,7 @@ def test_probabilities_may_change_by_two_hundredths(share: float, taken: str) ->
 
 @pytest.mark.usefixtures("fast")
 def test_what_is_not_faster_is_not_taken() -> None:
-    engine, why = settle_precision(opener(LOGITS, LOGITS, (100.0, 2000.0)), numbered(64), CPU)
+    engine, why = choose_precision(opener(LOGITS, LOGITS, (100.0, 2000.0)), numbered(64), CPU)
     assert engine.precision == "float32"
     assert why.startswith("float32: bf16 is only 0.")
 
@@ -129,14 +129,14 @@ def test_what_is_not_faster_is_not_taken() -> None:
 @pytest.mark.usefixtures("fast")
 def test_numbers_that_are_none_are_refused() -> None:
     broken = torch.full_like(LOGITS, float("nan"))
-    assert settle_precision(opener(LOGITS, broken), numbered(64), CPU)[0].precision == "float32"
+    assert choose_precision(opener(LOGITS, broken), numbered(64), CPU)[0].precision == "float32"
 
 
 @pytest.mark.usefixtures("fast")
 def test_one_image_and_none() -> None:
-    assert "the first image gets the same answer" in settle_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
-    engine, why = settle_precision(opener(LOGITS, LOGITS), numbered(0), CPU)
-    assert (engine.precision, why) == ("float32", "float32: there are no images to try bf16 on")
+    assert "the first image gets the same answer" in choose_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
+    engine, why = choose_precision(opener(LOGITS, LOGITS), numbered(0), CPU)
+    assert (engine.precision, why) == ("float32", "float32: no images to try bf16 on")
 
 
 @pytest.mark.usefixtures("fast")
@@ -146,7 +146,7 @@ def test_an_engine_that_cannot_compute_in_bf16() -> None:
             raise ConfigError("it cannot")
         return Fake("float32", LOGITS, 0)
 
-    engine, why = settle_precision(refuse, numbered(4), CPU)
+    engine, why = choose_precision(refuse, numbered(4), CPU)
     assert (engine.precision, why) == ("float32", "float32: it cannot")
 
 
@@ -158,8 +158,8 @@ def test_a_processor_without_bf16_is_not_even_tried(monkeypatch: pytest.MonkeyPa
         asked.append(precision)
         return Fake(precision, LOGITS, 0)
 
-    engine, why = settle_precision(remember, numbered(4), CPU)
-    assert (engine.precision, why) == ("float32", "float32: this processor is not faster in bf16")
+    engine, why = choose_precision(remember, numbered(4), CPU)
+    assert (engine.precision, why) == ("float32", "float32: bf16 is not faster on this device")
     assert asked == ["float32"]
 
 
@@ -167,7 +167,7 @@ def test_a_processor_without_bf16_is_not_even_tried(monkeypatch: pytest.MonkeyPa
 def test_with_a_real_model() -> None:
     """What is taken depends on the processor that runs the test; the sentence says which."""
     made = bundle()
-    engine, why = settle_precision(
+    engine, why = choose_precision(
         lambda precision: open_engine(made.model, made.preprocess, precision=precision, device=CPU), pixels(20), CPU
     )
     assert why.startswith(f"{engine.precision}: ")
@@ -180,9 +180,9 @@ def test_with_a_real_model() -> None:
 @pytest.mark.usefixtures("fast")
 def test_an_engine_settles_after_64_images() -> None:
     said: list[str] = []
-    engine = SettlingEngine(opener(LOGITS, LOGITS + 0.001), CPU, said.append)
+    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS + 0.001), CPU, said.append)
     engine(numbered(40))  # to warm up
-    engine.begin()
+    engine.restart()
     for first in range(0, 60, 20):
         assert torch.equal(engine(numbered(100)[first : first + 20]), LOGITS[first : first + 20])
         assert (engine.precision, said) == ("float32", [])
@@ -198,7 +198,7 @@ def test_an_engine_that_finds_a_difference_stays_exact() -> None:
     said: list[str] = []
     broken = LOGITS.clone()
     broken[2] = float("nan")  # seen in the first batch, and not forgotten in the others
-    engine = SettlingEngine(opener(LOGITS, broken), CPU, said.append)
+    engine = AutoPrecisionEngine(opener(LOGITS, broken), CPU, said.append)
     for first in range(0, 100, 10):
         assert torch.equal(engine(numbered(100)[first : first + 10]), LOGITS[first : first + 10])
     assert engine.precision == "float32"
@@ -208,9 +208,9 @@ def test_an_engine_that_finds_a_difference_stays_exact() -> None:
 def test_an_engine_that_need_not_try_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
     said: list[str] = []
-    engine = SettlingEngine(opener(LOGITS, LOGITS), CPU, said.append)
-    assert said == ["float32: this processor is not faster in bf16"]
-    engine.begin()
+    engine = AutoPrecisionEngine(opener(LOGITS, LOGITS), CPU, said.append)
+    assert said == ["float32: bf16 is not faster on this device"]
+    engine.restart()
     assert torch.equal(engine(numbered(3)), LOGITS[:3])
 
 
@@ -222,7 +222,7 @@ def test_an_engine_whose_trial_fails_answers_all_the_same() -> None:
 
     made: dict[str, Fake] = {"float32": Fake("float32", LOGITS, 0), "bf16": Failing("bf16", LOGITS, 0)}
     said: list[str] = []
-    engine = SettlingEngine(lambda precision: made[precision], CPU, said.append)
+    engine = AutoPrecisionEngine(lambda precision: made[precision], CPU, said.append)
     for _ in range(2):
         assert torch.equal(engine(numbered(3)), LOGITS[:3])
     assert said == ["float32: bf16 could not be tried: not enough memory"]

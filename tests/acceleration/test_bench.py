@@ -10,7 +10,7 @@ import torch
 from tests.acceleration.tiny import CPU, bundle, run
 from torch import Tensor
 
-from vitrail.acceleration.bench import ROUNDS, measure
+from vitrail.acceleration.bench import ROUNDS, run_benchmark
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
 
@@ -26,7 +26,7 @@ def test_every_cell_gets_its_time_in_turns(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ViT, "forward", remembering)
     told: list[tuple[int, int]] = []
-    found = measure(
+    found = run_benchmark(
         made.model,
         made.preprocess,
         device=CPU,
@@ -55,7 +55,9 @@ def test_what_is_not_there_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setitem(sys.modules, "openvino", None)
     made = bundle()
-    found = measure(made.model, made.preprocess, device=CPU, precisions=("float32", "bf16"), batches=(1,), seconds=0.01)
+    found = run_benchmark(
+        made.model, made.preprocess, device=CPU, precisions=("float32", "bf16"), batches=(1,), seconds=0.01
+    )
     assert [(cell.engine, cell.precision) for cell in found.cells] == [("torch", "float32"), ("torch", "bf16")]
     assert found.cells[1].change > 0
     assert [(left.engine, left.precision) for left in found.left_out] == [
@@ -68,7 +70,7 @@ def test_what_is_not_there_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_batch_beyond_memory_is_not_made() -> None:
     made = bundle()
-    found = measure(
+    found = run_benchmark(
         made.model,
         made.preprocess,
         device=CPU,
@@ -85,7 +87,7 @@ def test_a_batch_beyond_memory_is_not_made() -> None:
 def test_an_engine_whose_numbers_overflow_is_left_out() -> None:
     made = bundle()
     made.model.head.weight.data.mul_(1e6)
-    found = measure(
+    found = run_benchmark(
         made.model,
         made.preprocess,
         device=CPU,
@@ -96,12 +98,12 @@ def test_an_engine_whose_numbers_overflow_is_left_out() -> None:
     )
     assert [cell.precision for cell in found.cells] == ["float32"]
     (left,) = found.left_out
-    assert (left.precision, left.batch, left.reason) == ("fp16", None, "its answers are not finite numbers")
+    assert (left.precision, left.batch, left.reason) == ("fp16", None, "its output is not finite")
 
 
 def test_what_would_take_too_long_is_left_out() -> None:
     made = bundle()
-    found = measure(
+    found = run_benchmark(
         made.model,
         made.preprocess,
         device=CPU,
@@ -118,7 +120,7 @@ def test_what_would_take_too_long_is_left_out() -> None:
 def test_the_model_is_left_as_it_was() -> None:
     made = bundle()
     before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
-    measure(made.model, made.preprocess, device=CPU, engines=("torch",), batches=(1,), seconds=0.01)
+    run_benchmark(made.model, made.preprocess, device=CPU, engines=("torch",), batches=(1,), seconds=0.01)
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.model.state_dict().items())
 
 
@@ -126,7 +128,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_what_cannot_be_measured(batches: tuple[int, ...], seconds: float) -> None:
     made = bundle()
     with pytest.raises(ConfigError):
-        measure(made.model, made.preprocess, device=CPU, batches=batches, seconds=seconds)
+        run_benchmark(made.model, made.preprocess, device=CPU, batches=batches, seconds=seconds)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +183,7 @@ def test_nothing_to_measure(
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     made = bundle()
-    found = measure(made.model, made.preprocess, device=torch.device("cuda"), batches=(1, 16), seconds=0.1)
+    found = run_benchmark(made.model, made.preprocess, device=torch.device("cuda"), batches=(1, 16), seconds=0.1)
     assert {(cell.engine, cell.precision) for cell in found.cells} == {
         ("torch", "float32"),
         ("torch", "bf16"),

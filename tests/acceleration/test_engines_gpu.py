@@ -9,7 +9,7 @@ from tests.peers import relative_error
 from torch import Tensor
 
 from vitrail.acceleration.cuda.graphs import SIZES
-from vitrail.acceleration.engine import PART, TorchEngine
+from vitrail.acceleration.engine import CHUNK, TorchEngine
 from vitrail.runtime import Precision
 
 pytestmark = [
@@ -40,8 +40,8 @@ def test_every_kind_of_model_can_be_recorded(kind: str, precision: Precision) ->
         found = made(images)
         assert (found.dtype, found.device) == (torch.float32, CPU)
         assert relative_error(found, expected(kind, images)) < ROUNDING[precision]
-    assert made.replayed is not None
-    assert sorted(key.shape[0] for key in made.replayed.recorded) == [1, 4]
+    assert made.graphs is not None
+    assert sorted(key.shape[0] for key in made.graphs.captured) == [1, 4]
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
@@ -52,7 +52,7 @@ def test_a_image_gets_the_same_answer_whatever_lies_beside_it(precision: Precisi
     assert torch.equal(made(images[:5]), alone)  # filled up with what was there before
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 64, 65, PART, PART + 1, 3 * PART + 5])
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 65, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_batches_of_every_size(count: int, pinned: bool) -> None:
     made, images = engine(), pixels(count)
@@ -69,12 +69,12 @@ def test_the_layout_of_images_changes_no_bit() -> None:
     assert torch.equal(made(images.contiguous()), made(images))
 
 
-def test_all_recordings_share_their_memory() -> None:
+def test_all_graphs_share_their_memory() -> None:
     made = engine()
     images = pixels(64)
     answers = {size: made(images[:size]) for size in SIZES}
-    assert made.replayed is not None
-    assert len(made.replayed.recorded) == len(SIZES)
+    assert made.graphs is not None
+    assert len(made.graphs.captured) == len(SIZES)
     for size in (64, 1, 16, 2, 32, 8, 4):
         assert torch.equal(made(images[:size]), answers[size])
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import vitrail
 from vitrail import Bundle, CheckpointError, ConfigError, ViT, exporting
-from vitrail.acceleration.export.check import check_answers
+from vitrail.acceleration.export.check import check_outputs
 from vitrail.acceleration.export.graph import Graph, trace
 from vitrail.exporting import FORMATS, SUFFIXES, Export, export
 
@@ -155,7 +155,7 @@ def test_every_kind_of_model(kind: str, to: Any, tmp_path: Path) -> None:
 def test_weights_too_large_for_one_file(
     made: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vitrail.acceleration.export.onnx.LARGEST_FILE", 1000)
+    monkeypatch.setattr("vitrail.acceleration.export.onnx.MAX_FILE_BYTES", 1000)
     done = export(made, tmp_path / "model.onnx", preprocess=True)
     assert [file.name for file in done.files] == ["model.onnx", "model.onnx.data"]
     images = pixels(5).contiguous()
@@ -180,14 +180,14 @@ def test_the_check_finds_tampered_weights(made: Bundle) -> None:
     for factor, right in ((1.0, True), (2.0, False)):
         with torch.no_grad():
             other.blocks[0].mlp.fc2.weight[0, 0] *= factor
-        found = check_answers(Graph(made.model, made.preprocess), made.preprocess, Graph(other, made.preprocess).eval())
+        found = check_outputs(Graph(made.model, made.preprocess), made.preprocess, Graph(other, made.preprocess).eval())
         assert found.passed == right
         assert (found.relative > 1e-4) != right
 
 
 def test_the_check_finds_another_preprocessing(made: Bundle) -> None:
     other = made.preprocess.replace(mean=(0.485, 0.456, 0.407))
-    found = check_answers(Graph(made.model, made.preprocess), made.preprocess, Graph(made.model, other))
+    found = check_outputs(Graph(made.model, made.preprocess), made.preprocess, Graph(made.model, other))
     assert not found.passed
 
 

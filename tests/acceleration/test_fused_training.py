@@ -17,11 +17,11 @@ from vitrail.acceleration.cuda.attention import for_training
 from vitrail.acceleration.cuda.gelu_matmul import can_multiply, gelu_matmul
 from vitrail.acceleration.cuda.gradients import gelu_gradient, joined_gradient
 from vitrail.acceleration.cuda.short_attention import can_attend, is_short, short_attention, short_attention_gradient
-from vitrail.acceleration.fused_training import TrainingPass, _MixedNorm, _MixedSum, can_forget, can_hasten
+from vitrail.acceleration.fused_training import FusedTraining, _MixedNorm, _MixedSum, can_checkpoint, can_fuse
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
 
-HASTENED = [kind for kind in KINDS if can_hasten(bundle(kind).model.config) and bundle(kind).model.config.classes]
+HASTENED = [kind for kind in KINDS if can_fuse(bundle(kind).model.config) and bundle(kind).model.config.classes]
 
 
 def given(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
@@ -51,7 +51,7 @@ def test_every_gradient_is_the_models(kind: str, changes: dict[str, Any]) -> Non
     model, images, labels = given(kind, **changes)
     model, images = model.double(), images.double()
     expected = gradients(model, model, images, labels)
-    found = gradients(model, TrainingPass(model), images, labels)
+    found = gradients(model, FusedTraining(model), images, labels)
     assert set(found) == set(expected) == {"logits", *(name for name, _ in model.named_parameters())}
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
@@ -62,14 +62,14 @@ def test_the_last_block_thinks_about_one_token() -> None:
     seen: list[int] = []
     for block in model.blocks:
         block.mlp.fc2.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
-    TrainingPass(model)(images)
+    FusedTraining(model)(images)
     assert seen == [9, 1]
 
 
 @pytest.mark.parametrize("rate", ["attention_dropout", "proj_dropout", "mlp_dropout"])
 def test_the_last_block_drops_what_the_model_drops(rate: str) -> None:
     model, images, _ = given("plain", depth=1, **{rate: 0.5})
-    short = TrainingPass(model)
+    short = FusedTraining(model)
     assert not torch.equal(short(images), short(images))
     model.eval()
     assert torch.equal(short(images), short(images))
@@ -78,7 +78,7 @@ def test_the_last_block_drops_what_the_model_drops(rate: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "linear"])
 def test_a_model_that_is_resized_afterwards(kind: str) -> None:
     model, images, _ = given(kind)
-    short = TrainingPass(model)
+    short = FusedTraining(model)
     model.resize((32, 32))
     images = torch.cat([images, images.flip(0)], dim=2)
     assert torch.allclose(short(images), model(images), atol=1e-5)
@@ -91,7 +91,7 @@ def test_a_model_that_is_resized_afterwards(kind: str) -> None:
 def test_what_would_be_computed_wrongly_is_refused(kind: str) -> None:
     made = bundle("plain", norm_order="post") if kind == "post_norm" else bundle(kind)
     with pytest.raises(ConfigError, match="norms come after its branches, or its attention needs positions; train the"):
-        TrainingPass(made.model)
+        FusedTraining(made.model)
 
 
 def test_images_of_another_size_are_refused() -> None:
@@ -99,18 +99,18 @@ def test_images_of_another_size_are_refused() -> None:
     with pytest.raises(InputError) as wanted:
         model(images[:, :, :8])
     with pytest.raises(InputError) as found:
-        TrainingPass(model)(images[:, :, :8])
+        FusedTraining(model)(images[:, :, :8])
     assert str(found.value) == str(wanted.value)
 
 
 def test_with_gradient_checkpointing() -> None:
     model, images, labels = given("plain", stochastic_depth=0.4, depth=3)
-    expected = gradients(model, TrainingPass(model), images, labels)
+    expected = gradients(model, FusedTraining(model), images, labels)
     model.gradient_checkpointing = True
     computed: list[int] = []
     for number, block in enumerate(model.blocks):
         block.mlp.fc2.register_forward_pre_hook(lambda *_, number=number: computed.append(number))
-    found = gradients(model, TrainingPass(model), images, labels)
+    found = gradients(model, FusedTraining(model), images, labels)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert computed == [0, 1, 2, 2, 1, 0]  # again on the way back
 
@@ -128,7 +128,7 @@ def test_under_autocast(kind: str, activation: str) -> None:
         streams: list[torch.dtype] = []
         behind = model.norm if kind == "plain" else model.fc_norm  # which sees the stream as it leaves the blocks
         behind.register_forward_hook(lambda _, inputs, __: streams.append(inputs[0].dtype))
-        found = gradients(model, TrainingPass(model), images, labels)
+        found = gradients(model, FusedTraining(model), images, labels)
     assert streams == [torch.float32]
     assert set(found) == set(exact)
     for name, value in exact.items():
@@ -143,7 +143,7 @@ def test_gradients_are_no_worse_than_autocasts_behind_many_blocks() -> None:
     exact = gradients(model.double(), model, images.double(), labels)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        usual, found = (gradients(model, forward, images, labels) for forward in (model, TrainingPass(model)))
+        usual, found = (gradients(model, forward, images, labels) for forward in (model, FusedTraining(model)))
 
     def off(some: dict[str, Tensor], names: list[str]) -> float:
         squares = sum((some[name].double() - exact[name]).square().sum() for name in names)
@@ -163,7 +163,7 @@ def test_no_stream_is_kept_for_the_way_back() -> None:
         return some
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda some: some), torch.autocast("cpu", torch.bfloat16):
-        TrainingPass(model)(images)
+        FusedTraining(model)(images)
     tokens = [some.dtype for some in kept if some.shape == (6, 9, model.config.width)]
     assert tokens
     assert set(tokens) == {torch.bfloat16}
@@ -182,7 +182,7 @@ def test_no_stream_is_kept_for_the_way_back() -> None:
 def test_kinds_under_autocast(kind: str, changes: dict[str, Any], low: torch.dtype) -> None:
     model, images, labels = given(kind, depth=3, **changes)
     with torch.autocast("cpu", low):
-        usual, found = (gradients(model, forward, images, labels) for forward in (model, TrainingPass(model)))
+        usual, found = (gradients(model, forward, images, labels) for forward in (model, FusedTraining(model)))
     exact = gradients(model, model, images, labels)
     off, allowed = (
         sum(((some[name] - value).norm() / value.norm()).item() for name, value in exact.items())
@@ -194,7 +194,7 @@ def test_kinds_under_autocast(kind: str, changes: dict[str, Any], low: torch.dty
 def test_without_autocast_in_bf16() -> None:
     model, images, _ = given("plain")
     low = model.bfloat16()(images.bfloat16())
-    found = TrainingPass(model)(images.bfloat16())
+    found = FusedTraining(model)(images.bfloat16())
     assert found.dtype == low.dtype == torch.bfloat16
     assert relative_error(found.detach().float(), low.detach().float()) < 0.03
     found.sum().backward()
@@ -213,7 +213,7 @@ def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -
     found = []
     for again in (False, True):
         model.gradient_checkpointing = again
-        forward: Any = TrainingPass(model)
+        forward: Any = FusedTraining(model)
         if compiled and again:
             forward = torch.compile(forward, fullgraph=True, backend="aot_eager")
         model.zero_grad(set_to_none=True)
@@ -225,7 +225,7 @@ def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -
     assert all(torch.allclose(found[1][name], value, atol=1e-2 * value.abs().max()) for name, value in found[0].items())
 
 
-@pytest.mark.skipif(not can_forget(), reason="torch 2.11's compiler keeps it all, so training goes another way")
+@pytest.mark.skipif(not can_checkpoint(), reason="torch 2.11's compiler keeps it all, so training goes another way")
 @pytest.mark.slow
 def test_checkpointing_compiled_keeps_no_more_than_the_models() -> None:
     """Of what is computed in blocks, nothing but what they begin with."""
@@ -241,7 +241,7 @@ def test_checkpointing_compiled_keeps_no_more_than_the_models() -> None:
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     model.gradient_checkpointing = True
     kept: list[int] = []
-    for forward in (model, TrainingPass(model)):
+    for forward in (model, FusedTraining(model)):
         torch.compiler.reset()
         compiled = torch.compile(forward, fullgraph=True, backend=parted)
         tensors: dict[int, Tensor] = {}  # one may be kept twice
@@ -263,7 +263,7 @@ def test_it_learns_what_the_model_learns() -> None:
     losses: dict[str, list[float]] = {}
     for way in ("exact", "autocast", "hastened"):
         model, images, labels = given("plain", depth=3)
-        forward: nn.Module = TrainingPass(model) if way == "hastened" else model
+        forward: nn.Module = FusedTraining(model) if way == "hastened" else model
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
         losses[way] = []
         for _ in range(12):
@@ -284,15 +284,15 @@ def test_what_is_frozen_stays_so() -> None:
     for part in (model.head, model.blocks[0].norm1, model.blocks[1].mlp.fc1, model.blocks[1].attn.qkv.bias):
         part.requires_grad_(False)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(model, TrainingPass(model), images, labels)
+        found = gradients(model, FusedTraining(model), images, labels)
     assert set(found) == {"logits", *(name for name, p in model.named_parameters() if p.requires_grad)}
 
 
 def test_it_compiles_into_one_graph() -> None:
     torch.compiler.reset()
     model, images, labels = given("plain")
-    expected = gradients(model, TrainingPass(model), images, labels)
-    compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
+    expected = gradients(model, FusedTraining(model), images, labels)
+    compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")
     found = gradients(model, compiled, images, labels)
     assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in expected.items())
 
@@ -302,15 +302,15 @@ def test_it_compiles_into_one_graph() -> None:
 def test_the_kinds_that_compile(low: bool) -> None:
     torch.compiler.reset()
     model, images, labels = given("mean_of_all", stochastic_depth=0.3)
-    compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        expected = gradients(model, TrainingPass(model), images, labels)
+        expected = gradients(model, FusedTraining(model), images, labels)
         found = gradients(model, compiled, images, labels)
     assert all(torch.allclose(found[name], value, atol=1e-2 if low else 1e-5) for name, value in expected.items())
 
 
 def test_which_models_are_hastened() -> None:
-    assert {"rope", "relative", "conv_stem"} == {kind for kind in KINDS if not can_hasten(bundle(kind).model.config)}
+    assert {"rope", "relative", "conv_stem"} == {kind for kind in KINDS if not can_fuse(bundle(kind).model.config)}
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     model, images, _ = given("plain", depth=3)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-        TrainingPass(model)(images)
+        FusedTraining(model)(images)
     assert asked == [(9, 9), (9, 9), (1, 9)]
     assert inside == [True] * 3
 
@@ -472,24 +472,24 @@ def test_attention_among_few_tokens_is_attention(tokens: int, heads: int, width:
     qkv = torch.randn(2, tokens, 3 * heads * width, dtype=torch.float64).requires_grad_()
     query, key, value = qkv.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
     expected = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-    seen, totals = short_attention(qkv.detach(), heads)
+    seen, lse = short_attention(qkv.detach(), heads)
     assert torch.allclose(seen, expected, atol=1e-6)  # looks are float32
     likeness = query @ key.mT * width**-0.5
-    assert torch.allclose(totals, likeness.exp().sum(dim=-1).log2().float(), atol=1e-5)
+    assert torch.allclose(lse, likeness.exp().sum(dim=-1).log2().float(), atol=1e-5)
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
-    found, summed = short_attention_gradient(gradient, qkv.detach(), seen, totals, heads)
+    found, summed = short_attention_gradient(gradient, qkv.detach(), seen, lse, heads)
     assert torch.allclose(found, qkv.grad, atol=1e-6)
     assert summed.dtype == torch.float32
     assert torch.allclose(summed.double(), qkv.grad.sum(dim=(0, 1)), atol=1e-4)
     torch.library.opcheck(short_attention, (qkv.detach(), heads))
-    torch.library.opcheck(short_attention_gradient, (gradient, qkv.detach(), seen, totals, heads))
+    torch.library.opcheck(short_attention_gradient, (gradient, qkv.detach(), seen, lse, heads))
 
 
 def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = ((64, 64), (9, 16), (64, 24), (197, 64), (272, 64), (273, 64), (128, 128), (129, 128))
     assert [is_short(*case) for case in cases] == [True, True, False, True, True, False, True, False]
-    monkeypatch.setattr("vitrail.acceleration.cuda.short_attention.LONGEST", 64)
+    monkeypatch.setattr("vitrail.acceleration.cuda.short_attention.MAX_TOKENS", 64)
     assert [is_short(*case) for case in ((64, 64), (65, 64))] == [True, False]
 
 
@@ -518,7 +518,7 @@ def test_attention_elsewhere_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.acceleration.fused_training.short_attention", lambda *_: pytest.fail("was taken"))
     model, images, _ = given("plain")
     with torch.autocast("cpu", torch.bfloat16):
-        TrainingPass(model)(images)
+        FusedTraining(model)(images)
 
 
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all"])
@@ -535,7 +535,7 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
     monkeypatch.setattr("vitrail.acceleration.fused_training.short_attention", short)
     model, images, labels = given(kind, depth=3, **changes)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(model, TrainingPass(model), images, labels)
+        found = gradients(model, FusedTraining(model), images, labels)
         usual = gradients(model, model, images, labels)
     assert len(taken) == (0 if changes else 3 if kind == "mean_of_all" else 2)
     if "attention_dropout" in changes:  # which draws for one token in the last block
@@ -555,8 +555,8 @@ def test_short_attention_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.acceleration.fused_training.is_short", lambda *_: True)
     torch.compiler.reset()
     model, images, labels = given("mean_of_all")
-    compiled = torch.compile(TrainingPass(model), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(FusedTraining(model), fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", torch.bfloat16):
-        expected = gradients(model, TrainingPass(model), images, labels)
+        expected = gradients(model, FusedTraining(model), images, labels)
         found = gradients(model, compiled, images, labels)
     assert all(torch.allclose(found[name], value, atol=1e-2) for name, value in expected.items())

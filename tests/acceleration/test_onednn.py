@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrail import Bundle
 from vitrail.acceleration.cpu_threads import LARGEST, SMALLEST, CpuThreads
-from vitrail.acceleration.engine import made_ready, open_engine
+from vitrail.acceleration.engine import open_engine, prepare
 from vitrail.acceleration.onednn import PackedBlock, PackedStem, can_pack, pack
 from vitrail.runtime import autocast
 
@@ -57,7 +57,7 @@ def test_bf16_stays_near_float32(kind: str) -> None:
     made, images = bundle(kind), pixels(12, bundle(kind).preprocess.channels)
     engine = open_engine(made.model, made.preprocess, precision="bf16", device=CPU)
     found = engine(images)
-    packed = any(isinstance(block, PackedBlock) for block in made_ready(made.model, "bf16").blocks)
+    packed = any(isinstance(block, PackedBlock) for block in prepare(made.model, "bf16").blocks)
     assert packed == can_pack(made.model, torch.bfloat16)
     assert found.dtype == torch.float32
     assert 1e-6 < relative_error(found, eager(made, images)) < 0.1
@@ -69,7 +69,7 @@ def test_packed_bf16_is_as_near_as_autocast_is() -> None:
     exact = eager(made, images)
     with autocast(CPU, "bf16"):
         usual = relative_error(eager(made, images).float(), exact)
-        packed = relative_error(eager(Bundle(made_ready(made.model, "bf16"), made.preprocess), images).float(), exact)
+        packed = relative_error(eager(Bundle(prepare(made.model, "bf16"), made.preprocess), images).float(), exact)
     assert packed < 3 * usual
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.models.test_peers import SMALL, timm_vit
 from tests.peers import import_peer, relative_error, scramble
 
-from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import load
 from vitrail.data.preprocess import Preprocess
@@ -218,7 +218,7 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
     for request in ASKED:
         with torch.inference_mode():
             expected = request.take(model, x)
-            found = request.take(request.folded(model, Numbers(torch.float64, exact=True)), x)
+            found = request.take(request.folded(model, EncoderPrecision(torch.float64, exact=True)), x)
         assert found.shape == expected.shape == (len(x), *request.shape(model.config))
         assert relative_error(found, expected) <= 1e-6, request
 

@@ -8,7 +8,7 @@ import torch
 from tests.training.plain_loop import batches, tiny
 from tests.training.test_step import CASES, EXACT, begin
 
-from vitrail.acceleration.fused_training import TrainingPass
+from vitrail.acceleration.fused_training import FusedTraining
 from vitrail.errors import Diverged
 from vitrail.runtime import Processes
 from vitrail.training.averaging import Averaging
@@ -59,7 +59,7 @@ def test_replayed_steps_are_those_that_are_not(kind: str) -> None:
     ranks, found = Ranks(Processes(), CUDA), []
     for replayed in (True, False):
         model = tiny(width=32, stochastic_depth=0.5).to(CUDA)
-        forward = forward_of(model, recipe, "bf16", ranks) if replayed else torch.compile(TrainingPass(model))
+        forward = forward_of(model, recipe, "bf16", ranks) if replayed else torch.compile(FusedTraining(model))
         state, stepper = begin(model, recipe), Stepper(recipe, EXACT, CUDA, "bf16", None, ranks)
         losses = []
         for number, batch in enumerate(batches(8)):

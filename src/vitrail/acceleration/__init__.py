@@ -1,1 +1,1 @@
-"""A model made ready to answer fast: the same answers within a stated tolerance."""
+"""Faster execution of a model: the same outputs within a stated tolerance."""

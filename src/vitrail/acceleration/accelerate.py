@@ -1,4 +1,4 @@
-"""A model made faster where it is: one call, whatever the device."""
+"""`accelerate`: a faster version of a model, on any device."""
 
 import copy
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import kernels_run
-from vitrail.acceleration.cuda.encoder import Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.encoder import EncoderPrecision, can_fold, can_quantise
 from vitrail.acceleration.cuda.graphs import CudaGraphs
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
-from vitrail.acceleration.engine import made_ready
+from vitrail.acceleration.engine import prepare
 from vitrail.errors import ConfigError, suggest
 from vitrail.models.vit import ViT
 from vitrail.runtime import autocast
@@ -22,31 +22,31 @@ LowPrecision = Literal["bf16", "fp8"]
 
 
 class Accelerated:
-    """A model that answers sooner than the one it was made from, which stays as it is."""
+    """A faster version of a model; the original is not modified."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, graphs: bool) -> None:
         self.model, self.device = model, device
-        # Not a method, which would hold on to this.
-        compute = partial(_computed, model, device)
-        self._answer = CudaGraphs(compute, device) if graphs else compute
+        # Not a bound method, which would create a reference cycle.
+        compute = partial(_forward, model, device)
+        self._run = CudaGraphs(compute, device) if graphs else compute
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        """Return for normalised images (B, C, H, W), of any float dtype, what the model returns, in float32."""
-        return self._answer(_castable(images))
+        """Return the model's output in float32 for normalised images (B, C, H, W) of any float dtype."""
+        return self._run(_castable(images))
 
 
 def _castable(images: Tensor) -> Tensor:
-    """Return images in a dtype that autocast lowers; it leaves float64 alone, and stumbles over it."""
-    known = (torch.float32, torch.bfloat16, torch.float16)
-    other = isinstance(images, Tensor) and images.is_floating_point() and images.dtype not in known
-    return images.float() if other else images  # what is no image at all is refused by the model
+    """Return images in a dtype that autocast handles; it does not cast float64, and then fails."""
+    supported = (torch.float32, torch.bfloat16, torch.float16)
+    other = isinstance(images, Tensor) and images.is_floating_point() and images.dtype not in supported
+    return images.float() if other else images  # anything else is rejected by the model
 
 
-def _computed(model: nn.Module, device: torch.device, images: Tensor) -> Tensor:
+def _forward(model: nn.Module, device: torch.device, images: Tensor) -> Tensor:
     with autocast(device, "bf16"):
-        answer: Tensor = model(images)
-    return answer.float()
+        output: Tensor = model(images)
+    return output.float()
 
 
 def accelerate(
@@ -58,62 +58,59 @@ def accelerate(
     graphs: bool = False,
     merge: int = 0,
 ) -> Accelerated:
-    """Return something that answers as a model does, within the rounding of a lower precision, and sooner.
+    """Return a faster version of a model with the same outputs, up to the rounding of a lower precision.
 
-    `calibration`: normalised images (B, C, H, W), or batches of them, like those to be answered later, a thousand
-    or so; `fp8` needs them, and rounds weights by them once. `exact`: on a CUDA device in bf16, compute GELU in its
-    exact form, rather than in the tanh form, which costs nothing there. `graphs`: on a CUDA device, record the work of
-    each of the first few batch sizes once and replay it, for small batches, which wait for the processor otherwise.
-    `merge`: in each block, let so many tokens become part of the ones that they resemble (token merging); fewer are
-    computed, and the answers are others, so measure them.
-    A model that the fast encoder does not know is computed under autocast, as it would be anyway.
+    `calibration`: about a thousand normalised images (B, C, H, W), or batches of them, similar to those in use;
+    required for `fp8`, which rounds the weights by them. `exact`: on a CUDA device in bf16, compute the exact GELU
+    instead of the tanh approximation, which is free there. `graphs`: on a CUDA device, capture a CUDA graph for each
+    of the first few batch sizes; this helps small batches, which are otherwise limited by kernel launches.
+    `merge`: merge this many similar tokens in each block (token merging); this is faster but changes the outputs, so
+    evaluate the accuracy.
+    A model that the fast encoder does not support runs under autocast.
     """
     if not isinstance(model, ViT):
-        raise ConfigError(f"accelerate takes a model, not a {type(model).__name__}; that of a bundle is bundle.model")
+        raise ConfigError(f"accelerate takes a ViT, not a {type(model).__name__}; for a bundle, pass bundle.model")
     like = next(model.parameters())
     device = like.device
-    if like.dtype != torch.float32:  # autocast lowers what is in float32, and stumbles over anything else
+    if like.dtype != torch.float32:  # autocast expects float32 weights
         model = copy.deepcopy(model).float()
     match precision:
         case "bf16":
-            # A CPU merges by the same encoder, by plain torch, so that its answers can be seen anywhere.
+            # On a CPU, merging uses the same encoder in plain torch, so that its outputs can be checked anywhere.
             if runs_fast(model) or (merge and _can_merge(model, device)):
-                return Accelerated(FastModel(model, Numbers(exact=exact), merge=merge), device, graphs=graphs)
-            return Accelerated(made_ready(model, "bf16").eval(), device, graphs=graphs)
+                return Accelerated(FastModel(model, EncoderPrecision(exact=exact), merge=merge), device, graphs=graphs)
+            return Accelerated(prepare(model, "bf16").eval(), device, graphs=graphs)
         case "fp8":
             check_fp8(model, device)
             if calibration is None:
-                raise ConfigError(
-                    "fp8 is chosen by what images make of a model; give a batch of them as calibration, or use bf16"
-                )
-            # Calibrated without merging: merged tokens are means of others, and so no larger. What their rounding would
-            # gain by being seen themselves was not measured.
-            numbers = Numbers(exact=exact, inputs=calibrate(model, calibration))
-            return Accelerated(FastModel(model, numbers, merge=merge), device, graphs=graphs)
+                raise ConfigError("fp8 needs calibration images; pass a batch of them as calibration, or use bf16")
+            # Calibrated without merging: merged tokens are means of others, so their range is not larger.
+            encoder_precision = EncoderPrecision(exact=exact, inputs=calibrate(model, calibration))
+            return Accelerated(FastModel(model, encoder_precision, merge=merge), device, graphs=graphs)
         case _:
-            known = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"
-            raise ConfigError(f"no model is accelerated in {precision!r}{known}")
+            hint = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"
+            raise ConfigError(f"unknown precision {precision!r}{hint}")
 
 
 def _can_merge(model: ViT, device: torch.device) -> bool:
-    """Refuse to merge tokens where the fast encoder does not know the model, or its kernels do not run."""
+    """Raise if the fast encoder does not support the model, or its kernels do not run."""
     if not can_fold(model.config):
         raise ConfigError(
-            "tokens are merged in plain pre-norm blocks with positions added at the stem, which this model does not "
-            "have; leave merge out"
+            "token merging needs plain pre-norm blocks with positions added at the stem, which this model does not "
+            "have; use merge=0"
         )
     if device.type == "cuda":
-        raise ConfigError("to merge tokens on a GPU takes Triton and a C compiler, which are not here; leave merge out")
+        raise ConfigError("token merging on a GPU needs Triton and a C compiler, which are missing; use merge=0")
     return True
 
 
 def check_fp8(model: ViT, device: torch.device) -> None:
-    """Refuse fp8 where there are no units for it, and where the model does not fit them."""
+    """Raise if the device has no fp8 tensor cores, or the model does not fit them."""
     if device.type != "cuda":
-        raise ConfigError(f"fp8 needs a GPU that has it (NVIDIA, Ada or later), but the model is on {device}; use bf16")
+        raise ConfigError(f"fp8 needs an NVIDIA GPU (Ada or later), but the model is on {device}; use bf16")
     if torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(
-            f"{torch.cuda.get_device_name(device)} has no units for fp8, which came with Ada and Hopper; use bf16"
+            f"{torch.cuda.get_device_name(device)} does not support fp8, which needs Ada or Hopper; use bf16"
         )
     if not kernels_run(device):
         raise ConfigError(
@@ -121,6 +118,6 @@ def check_fp8(model: ViT, device: torch.device) -> None:
         )
     if not can_quantise(model.config):
         raise ConfigError(
-            "this model cannot be computed in fp8: that takes plain pre-norm blocks, positions added at the stem, and "
+            "this model does not support fp8, which needs plain pre-norm blocks, positions added at the stem, and "
             "widths that are multiples of 16; use bf16"
         )

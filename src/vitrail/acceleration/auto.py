@@ -1,4 +1,4 @@
-"""Which precision a job computes in where nobody said: bf16 if it is faster here and gives the same answers."""
+"""Automatic precision: bf16 if it is faster on this device and gives the same predictions."""
 
 import math
 import time
@@ -13,147 +13,147 @@ from vitrail.errors import ConfigError
 from vitrail.runtime import Precision, faster_in_bf16
 
 IMAGES = 64
-"""How many of a job's first images are asked twice."""
-LARGEST_CHANGE = 0.02
-"""By how much bf16 may change a probability."""
-WORTH_IT = 1.1
-"""How many times as fast bf16 has to be."""
+"""How many of a job's first images run in both precisions."""
+MAX_CHANGE = 0.02
+"""Largest change of a probability allowed in bf16."""
+MIN_SPEEDUP = 1.1
+"""Speedup from which bf16 is used."""
 CHUNK = 16
 
 
 class Trial(NamedTuple):
-    """What became of the first images in bf16, beside float32."""
+    """bf16 compared with float32 on the first images."""
 
     images: int
     changed: int
-    """Images whose first answer is another one."""
+    """Images whose top class differs."""
     change: float
-    """By how much a probability changes at most; not a number where bf16 gave none."""
-    speed: float
-    """How many times as fast bf16 is."""
+    """Largest change of a probability; NaN if bf16 gave NaN."""
+    speedup: float
+    """Speedup of bf16."""
 
 
-class Beside:
-    """Two engines that are asked the same, in turns so that what disturbs the clock disturbs both."""
+class PrecisionTrial:
+    """Runs two engines on the same batches, alternating so that disturbances affect both timings."""
 
     def __init__(self, exact: Engine, quick: Engine) -> None:
         self.exact, self.quick = exact, quick
-        self.trial = Trial(images=0, changed=0, change=0.0, speed=1.0)
+        self.trial = Trial(images=0, changed=0, change=0.0, speedup=1.0)
         self._spent = [0.0, 0.0]
 
-    def ask(self, images: Tensor) -> Tensor:
-        """Ask both; count how they differ, and return the exact answers."""
-        answers = []
+    def run(self, images: Tensor) -> Tensor:
+        """Run both, update the comparison, and return the exact logits."""
+        outputs = []
         for number, engine in enumerate((self.exact, self.quick)):
             start = time.perf_counter()
-            answers.append(engine(images))
+            outputs.append(engine(images))
             self._spent[number] += time.perf_counter() - start
-        wanted, found = (answer.softmax(dim=-1) for answer in answers)
-        before, change = self.trial, float((wanted - found).abs().max())
+        expected, actual = (output.softmax(dim=-1) for output in outputs)
+        before, change = self.trial, float((expected - actual).abs().max())
         self.trial = Trial(
             images=before.images + len(images),
-            changed=before.changed + int((wanted.argmax(dim=-1) != found.argmax(dim=-1)).sum()),
-            # Written so that "not a number" stays, wherever it was found.
+            changed=before.changed + int((expected.argmax(dim=-1) != actual.argmax(dim=-1)).sum()),
+            # Keeps a NaN from any batch.
             change=change if math.isnan(change) or change > before.change else before.change,
-            speed=self._spent[0] / max(self._spent[1], 1e-9),
+            speedup=self._spent[0] / max(self._spent[1], 1e-9),
         )
-        return answers[0]
+        return outputs[0]
 
-    def settled(self) -> tuple[Engine, str]:
-        """Return the engine to go on with, and why in a sentence."""
+    def choose(self) -> tuple[Engine, str]:
+        """Return the engine to use, and the reason."""
         trial = self.trial
-        refused = _why_not(trial)
-        if refused is not None:
-            return self.exact, f"float32: {refused}"
-        whose = "image gets the same answer" if trial.images == 1 else f"{trial.images} images get the same answers"
+        reason = _why_not(trial)
+        if reason is not None:
+            return self.exact, f"float32: {reason}"
+        same = "image has the same top class" if trial.images == 1 else f"{trial.images} images have the same top class"
         return self.quick, (
-            f"bf16: {trial.speed:.1f} times as fast here; the first {whose}, probabilities within {trial.change:.3f}"
+            f"bf16: {trial.speedup:.1f}× faster; the first {same}, probabilities within {trial.change:.3f}"
         )
 
 
-class SettlingEngine:
-    """An engine for a job without an end: it answers its first images in float32, tries bf16 on them, and settles."""
+class AutoPrecisionEngine:
+    """An engine for a service: it runs the first images in float32 and in bf16, then chooses one."""
 
     def __init__(
-        self, open_engine_for: Callable[[Precision], Engine], device: torch.device, tell: Callable[[str], None]
+        self, open_engine_for: Callable[[Precision], Engine], device: torch.device, report: Callable[[str], None]
     ) -> None:
-        self._engine, self._trying, why = _opened(open_engine_for, device)
-        self._tell = tell
+        self._engine, self._trial, why = _open_engines(open_engine_for, device)
+        self._report = report
         if why is not None:
-            tell(why)
+            report(why)
 
     @property
     def kind(self) -> Kind:
-        """Who computes."""
+        """The runtime."""
         return self._engine.kind
 
     @property
     def precision(self) -> Precision:
-        """What the answers are computed in at present."""
+        """The precision in use at present."""
         return self._engine.precision
 
-    def begin(self) -> None:
-        """Forget what has been asked so far: it was to warm up."""
-        if self._trying is not None:
-            self._trying = Beside(self._trying.exact, self._trying.quick)
+    def restart(self) -> None:
+        """Discard the comparison so far, which was for warm-up."""
+        if self._trial is not None:
+            self._trial = PrecisionTrial(self._trial.exact, self._trial.quick)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits for images."""
-        if self._trying is None:
+        if self._trial is None:
             return self._engine(pixels)
         try:
-            logits = self._trying.ask(pixels)
-        except RuntimeError as error:  # torch's, such as no memory for both; whoever asked is to have an answer
-            self._trying = None
-            self._tell(f"float32: bf16 could not be tried: {str(error).splitlines()[0]}")
+            logits = self._trial.run(pixels)
+        except RuntimeError as error:  # such as out of memory for both; the caller still needs its logits
+            self._trial = None
+            self._report(f"float32: bf16 could not be tried: {str(error).splitlines()[0]}")
             return self._engine(pixels)
-        if self._trying.trial.images >= IMAGES:
-            self._engine, why = self._trying.settled()
-            self._trying = None
-            self._tell(why)
+        if self._trial.trial.images >= IMAGES:
+            self._engine, why = self._trial.choose()
+            self._trial = None
+            self._report(why)
         return logits
 
 
-def settle_precision(
+def choose_precision(
     open_engine_for: Callable[[Precision], Engine], first: Tensor, device: torch.device
 ) -> tuple[Engine, str]:
-    """Choose between float32 and bf16 by a job's first images (B, C, H, W); return the engine, and why in a sentence.
+    """Choose between float32 and bf16 on a job's first images (B, C, H, W); return the engine and the reason.
 
-    bf16 is tried only where the processor is known to be faster with it.
+    bf16 is tried only on devices that are known to be faster with it.
     """
-    exact, trying, why = _opened(open_engine_for, device)
-    if trying is None:
+    exact, comparison, why = _open_engines(open_engine_for, device)
+    if comparison is None:
         return exact, why or "float32"
     if not len(first):
-        return exact, "float32: there are no images to try bf16 on"
+        return exact, "float32: no images to try bf16 on"
     chunks = first[:IMAGES].split(CHUNK)
     for chunk in {len(chunk): chunk for chunk in chunks}.values():
-        for engine in (trying.exact, trying.quick):
-            engine(chunk)  # the first call of a size prepares memory and kernels
+        for engine in (comparison.exact, comparison.quick):
+            engine(chunk)  # warm-up: the first call of a size allocates memory and compiles kernels
     for chunk in chunks:
-        trying.ask(chunk)
-    return trying.settled()
+        comparison.run(chunk)
+    return comparison.choose()
 
 
-def _opened(
+def _open_engines(
     open_engine_for: Callable[[Precision], Engine], device: torch.device
-) -> tuple[Engine, Beside | None, str | None]:
-    """Return the exact engine, with what bf16 is tried by, or why it is not."""
+) -> tuple[Engine, PrecisionTrial | None, str | None]:
+    """Return the exact engine, and the comparison with bf16, or the reason for not trying it."""
     exact = open_engine_for("float32")
     if not faster_in_bf16(device):
-        return exact, None, "float32: this processor is not faster in bf16"
+        return exact, None, "float32: bf16 is not faster on this device"
     try:
-        return exact, Beside(exact, open_engine_for("bf16")), None
+        return exact, PrecisionTrial(exact, open_engine_for("bf16")), None
     except ConfigError as error:
         return exact, None, f"float32: {error}"
 
 
 def _why_not(trial: Trial) -> str | None:
-    """Say why bf16 is not taken; None where nothing speaks against it."""
+    """Return why bf16 is not used; None if it is."""
     if trial.changed:
-        return f"bf16 would answer {trial.changed} of the first {trial.images} images differently"
-    if not trial.change <= LARGEST_CHANGE:  # written so that "not a number" is refused, too
-        return f"bf16 would change a probability of the first {trial.images} images by {trial.change:.3f}"
-    if trial.speed < WORTH_IT:
-        return f"bf16 is only {trial.speed:.1f} times as fast here"
+        return f"bf16 changes the top class of {trial.changed} of the first {trial.images} images"
+    if not trial.change <= MAX_CHANGE:  # also rejects NaN
+        return f"bf16 changes a probability of the first {trial.images} images by {trial.change:.3f}"
+    if trial.speedup < MIN_SPEEDUP:
+        return f"bf16 is only {trial.speedup:.1f}× as fast on this device"
     return None

@@ -1,4 +1,4 @@
-"""Matrices in low precision from the start, where autocast would cast them anew for every batch."""
+"""Cast weight matrices once, instead of letting autocast cast them for every batch."""
 
 import copy
 
@@ -10,10 +10,10 @@ from vitrail.runtime import Precision
 
 
 def cast_once(model: ViT, precision: Precision) -> ViT:
-    """Return a copy whose matrices are in `precision` already; autocast would cast them anew for every batch.
+    """Return a copy whose matrices are already in `precision`; autocast would cast them for every batch.
 
-    The numbers are the same, bit for bit: what autocast leaves in float32 (norms, positions, the hybrids' standardised
-    kernels) stays so.
+    Outputs are bit-identical: what autocast leaves in float32 (norms, positions, the hybrids' standardised kernels)
+    stays in float32.
     """
     if precision == "float32":
         return model
@@ -21,7 +21,7 @@ def cast_once(model: ViT, precision: Precision) -> ViT:
 
 
 def cast_matrices(model: ViT, dtype: torch.dtype) -> ViT:
-    """Cast the matrices of a model that autocast would cast, and return it."""
+    """Cast in place the matrices that autocast would cast, and return the model."""
     for module in model.modules():
         if type(module) in (nn.Linear, nn.Conv2d):
             module.to(dtype)

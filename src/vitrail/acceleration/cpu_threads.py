@@ -1,7 +1,7 @@
-"""Lanes: a batch cut into parts that are computed side by side, each by its share of the cores.
+"""Data parallelism on the CPU: a batch is split into chunks, each computed by one thread with its own cores.
 
-Where every layer is shared by all cores, they wait for each other a hundred times a batch, and the tokens of a batch do
-not stay in their caches. Parts of a few images do, and wait for each other once.
+When all cores share every layer, they synchronise about a hundred times per batch, and the tokens of a batch do not fit
+their caches. Chunks of a few images fit, and synchronise once.
 """
 
 from collections import deque
@@ -13,40 +13,40 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+In = TypeVar("In")
+Out = TypeVar("Out")
 
-MOST_LANES = 8
+MAX_THREADS = 8
 SMALLEST, LARGEST = 4, 8
-"""Images in a part: fewer would leave the matrix units idle, more would not stay in the caches."""
+"""Images per chunk: fewer would leave the matrix units idle, more would not fit the caches."""
 
 
 class CpuThreads:
-    """Threads that compute parts of batches, on the CPU."""
+    """A thread pool that computes chunks of batches on the CPU."""
 
     def __init__(self) -> None:
         self.pool: ThreadPoolExecutor | None = None
 
     @property
     def one_core_each(self) -> bool:
-        """Whether a lane is one core, and there are several: then whatever is done in lanes keeps all cores busy."""
-        return 2 <= torch.get_num_threads() <= MOST_LANES
+        """Whether there are several threads with one core each, so that running in the pool keeps all cores busy."""
+        return 2 <= torch.get_num_threads() <= MAX_THREADS
 
-    def __call__(self, answer: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
-        """Return `answer(pixels)`, computed in parts where there are enough images and cores for it."""
-        cpu_threads = min(torch.get_num_threads(), MOST_LANES)
-        if cpu_threads < 2 or len(pixels) < 2 * SMALLEST:  # also within a lane, which has but one core
-            return answer(pixels)
+    def __call__(self, function: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
+        """Return `function(pixels)`, computed in chunks if there are enough images and cores."""
+        cpu_threads = min(torch.get_num_threads(), MAX_THREADS)
+        if cpu_threads < 2 or len(pixels) < 2 * SMALLEST:  # also inside a pool thread, which has one core
+            return function(pixels)
         size = min(LARGEST, max(SMALLEST, -(-len(pixels) // cpu_threads)))
-        return torch.cat(list(self._pool().map(answer, pixels.split(size))))
+        return torch.cat(list(self._pool().map(function, pixels.split(size))))
 
-    def each(self, work: Callable[[Given], Made], given: Iterable[Given]) -> Generator[Made, None, None]:
-        """Give `work(x)` for each x, in order, done in all lanes at once; little more is taken than is being done."""
-        cpu_threads = min(torch.get_num_threads(), MOST_LANES)
-        waiting: deque[Future[Made]] = deque()
+    def each(self, work: Callable[[In], Out], items: Iterable[In]) -> Generator[Out, None, None]:
+        """Yield `work(item)` for each item, in order, using all threads; items are consumed only slightly ahead."""
+        cpu_threads = min(torch.get_num_threads(), MAX_THREADS)
+        waiting: deque[Future[Out]] = deque()
         try:
-            for some in given:
-                waiting.append(self._pool().submit(work, some))
+            for item in items:
+                waiting.append(self._pool().submit(work, item))
                 if len(waiting) > 2 * cpu_threads:
                     yield waiting.popleft().result()
             while waiting:
@@ -58,23 +58,24 @@ class CpuThreads:
     def _pool(self) -> ThreadPoolExecutor:
         if self.pool is None:
             threads = torch.get_num_threads()
-            self.pool = _started(min(threads, MOST_LANES), threads)
+            self.pool = _start_pool(min(threads, MAX_THREADS), threads)
         return self.pool
 
 
-def _started(cpu_threads: int, threads: int) -> ThreadPoolExecutor:
-    """Start the threads and give each its share of the cores."""
-    all_are_there = Barrier(cpu_threads + 1)
+def _start_pool(cpu_threads: int, threads: int) -> ThreadPoolExecutor:
+    """Start the threads and divide the cores between them."""
+    barrier = Barrier(cpu_threads + 1)
 
-    def take_share() -> None:
-        torch.get_num_threads()  # a thread's first look takes what was set last, so it has to come before
+    def set_threads() -> None:
+        # The first call in a thread initialises it from the last global value, so it has to come before setting.
+        torch.get_num_threads()
         torch.set_num_threads(threads // cpu_threads)
-        all_are_there.wait()
+        barrier.wait()
 
-    pool = ThreadPoolExecutor(cpu_threads, thread_name_prefix="lane")
+    pool = ThreadPoolExecutor(cpu_threads, thread_name_prefix="compute")
     for _ in range(cpu_threads):
-        pool.submit(take_share)
-    all_are_there.wait()
-    # torch gives threads that are yet to come what was set last, whoever set it.
+        pool.submit(set_threads)
+    barrier.wait()
+    # New threads inherit the value set last, in any thread, so restore it.
     torch.set_num_threads(threads)
     return pool

@@ -1,8 +1,8 @@
-"""Engines: a model and its preprocessing made ready to answer, by torch or by another runtime.
+"""Engines: a model with its normalisation, run by torch or by another runtime.
 
     pixels (B, C, H, W), uint8  ->  engine  ->  logits (B, K), float32, on the CPU
 
-An engine normalises the pixels itself, so that what it is given is what `Preprocess.fit` makes of an image.
+An engine normalises the pixels itself; its input is the output of `Preprocess.fit`.
 """
 
 from typing import Literal, Protocol, get_args
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.casting import cast_matrices, cast_once
 from vitrail.acceleration.cpu_threads import CpuThreads
-from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.acceleration.onednn import can_pack, pack
@@ -22,71 +22,71 @@ from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 
 Kind = Literal["torch", "onnx", "openvino"]
-PART = 256
-"""Images of a large batch that are computed on a GPU while the next ones are on their way."""
+CHUNK = 256
+"""Images of a large batch that are computed on a GPU while the next ones are copied."""
 
 
 class Engine(Protocol):
-    """Something that answers."""
+    """A callable from pixels to logits."""
 
     @property
     def kind(self) -> Kind:
-        """Who computes."""
+        """The runtime."""
 
     @property
     def precision(self) -> Precision:
-        """What it computes in."""
+        """The precision it computes in."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits (B, K) for images (B, C, H, W) of uint8, in float32 on the CPU."""
 
 
 class TorchEngine:
-    """The model as it is, in torch.
+    """The model in torch.
 
-    On a GPU, small batches are filled up to one of a few sizes and replayed as a graph: what an image's answer is
-    depends on how many others are asked about, as it does anyway, by the rounding of the precision and no more.
+    On a GPU, small batches are padded to one of a few sizes and run as CUDA graphs. As usual, logits depend on the
+    batch size only up to rounding.
     """
 
     kind: Kind = "torch"
 
     def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
         self.device, self.precision = device, precision
-        self.compute = FromPixels(made_ready(model.to(device).eval(), precision), preprocess, device, precision)
+        self.compute = FromPixels(prepare(model.to(device).eval(), precision), preprocess, device, precision)
         self.cpu_threads = CpuThreads() if device.type == "cpu" else None
-        self.replayed: CudaGraphs | None = None
+        self.graphs: CudaGraphs | None = None
         if device.type == "cuda":
-            self.replayed = CudaGraphs(self.compute, device, sizes=SIZES, kept=self.compute.weights())
-            self.sending = torch.cuda.Stream(device)
+            self.graphs = CudaGraphs(self.compute, device, sizes=SIZES, keep_alive=self.compute.weights())
+            self.copy_stream = torch.cuda.Stream(device)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits for images."""
-        return self._answer(pixels) if self.cpu_threads is None else self.cpu_threads(self._answer, pixels)
+        return self._run(pixels) if self.cpu_threads is None else self.cpu_threads(self._run, pixels)
 
     @torch.inference_mode()
-    def _answer(self, pixels: Tensor) -> Tensor:
-        if self.replayed is None:
+    def _run(self, pixels: Tensor) -> Tensor:
+        if self.graphs is None:
             return self.compute(pixels.to(self.device)).cpu()
-        return (self.replayed(pixels) if len(pixels) <= PART else self._in_parts(pixels)).cpu()
+        return (self.graphs(pixels) if len(pixels) <= CHUNK else self._run_chunks(pixels)).cpu()
 
-    def _in_parts(self, pixels: Tensor) -> Tensor:
-        """Send some images to a CUDA device while those before them are computed."""
-        sending, computing = self.sending, torch.cuda.current_stream(self.device)
-        answers = []
-        for part in pixels.chunk(-(-len(pixels) // PART)):
-            ready = part if part.is_cuda or part.is_pinned() else part.pin_memory()
-            with torch.cuda.stream(sending):
-                there = ready.to(self.device, non_blocking=True)
-            computing.wait_stream(sending)
-            there.record_stream(computing)
-            answers.append(self.compute(there))
-        return torch.cat(answers)
+    def _run_chunks(self, pixels: Tensor) -> Tensor:
+        """Overlap copying images to the device with compute_stream the previous ones."""
+        copy_stream, compute_stream = self.copy_stream, torch.cuda.current_stream(self.device)
+        outputs = []
+        for chunk in pixels.chunk(-(-len(pixels) // CHUNK)):
+            pinned = chunk if chunk.is_cuda or chunk.is_pinned() else chunk.pin_memory()
+            with torch.cuda.stream(copy_stream):
+                on_device = pinned.to(self.device, non_blocking=True)
+            compute_stream.wait_stream(copy_stream)
+            on_device.record_stream(compute_stream)
+            outputs.append(self.compute(on_device))
+        return torch.cat(outputs)
 
 
 class FromPixels:
-    """A model behind its normalising, which is that of `Preprocess`, bit for bit, with its constants on the device.
+    """A model with its normalisation, bit-identical to `Preprocess`, with the constants on the device.
 
-    To send these there for every batch would be to wait for the device.
+    Copying the constants for every batch would synchronise with the device.
     """
 
     def __init__(self, model: nn.Module, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
@@ -94,27 +94,27 @@ class FromPixels:
         factor = [1 / (255 * std) for std in preprocess.std]
         shift = [-mean / std for mean, std in zip(preprocess.mean, preprocess.std, strict=True)]
         self.factor, self.shift = (
-            torch.tensor(numbers, dtype=torch.float32, device=device)[:, None, None] for numbers in (factor, shift)
+            torch.tensor(values, dtype=torch.float32, device=device)[:, None, None] for values in (factor, shift)
         )
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return logits for pixels 0…255 (B, C, H, W) on the device, in float32, without waiting for the device."""
+        """Return float32 logits for pixels 0…255 (B, C, H, W) on the device, without synchronising."""
         normalised = torch.addcmul(self.shift, pixels, self.factor)
         with autocast(self.device, self.precision):
             logits: Tensor = self.model(normalised)
         return logits.float()
 
     def weights(self) -> list[Tensor]:
-        """Return all that a recording of this reads besides the pixels."""
+        """Return all tensors that a captured CUDA graph reads besides the pixels."""
         return [self.factor, self.shift, *self.model.parameters(), *self.model.buffers()]
 
 
 def open_engine(
     model: ViT, preprocess: Preprocess, *, kind: str = "torch", precision: Precision = "float32", device: torch.device
 ) -> Engine:
-    """Make a model ready to answer."""
+    """Open an engine for a model."""
     if precision not in get_args(Precision):
-        raise ConfigError(f"no precision is called {precision!r}; choose float32, bf16 or fp16")
+        raise ConfigError(f"unknown precision {precision!r}; choose float32, bf16 or fp16")
     match kind:
         case "torch":
             return TorchEngine(model, preprocess, device, precision)
@@ -128,21 +128,21 @@ def open_engine(
             return OpenVinoEngine(model, preprocess, device, precision)
         case _:
             raise ConfigError(
-                f"no engine is called {kind!r}{suggest(kind, get_args(Kind)) or '; there are torch, onnx and openvino'}"
+                f"unknown engine {kind!r}{suggest(kind, get_args(Kind)) or '; choose torch, onnx or openvino'}"
             )
 
 
 def check_runs_on_cpu(runtime: str, device: torch.device) -> None:
-    """Refuse a device that a runtime, as we install it, does not know."""
+    """Raise if a CPU-only runtime is used with another device."""
     if device.type != "cpu":
-        raise ConfigError(f"{runtime} computes on the CPU here, not on {device}; use --device cpu, or the engine torch")
+        raise ConfigError(f"{runtime} runs on the CPU only, not on {device}; use --device cpu, or the engine torch")
 
 
-def made_ready(model: ViT, precision: Precision) -> nn.Module:
-    """Return a model that answers under autocast as this one does, sooner."""
+def prepare(model: ViT, precision: Precision) -> nn.Module:
+    """Return a faster model with the same outputs under autocast."""
     kind = next(model.parameters()).device.type
     if precision == "bf16" and runs_fast(model):
-        return FastModel(model, Numbers())
+        return FastModel(model, EncoderPrecision())
     if precision == "bf16" and kind == "cpu" and can_pack(model, torch.bfloat16):
         return cast_matrices(pack(model, torch.bfloat16), torch.bfloat16)
     return cast_once(model, precision)

@@ -1,11 +1,11 @@
-"""The encoder's layers as oneDNN computes them best: matrices in its own layout, what follows a product done with it.
+"""The encoder with oneDNN's prepacked weights and fused matmuls.
 
-torch hands oneDNN a matrix as it lies in memory, and each product first puts it into blocks; here that is done once.
-The activation, and the addition of a branch to its residual, happen while the product's result is still at hand, and
-the residual stream stays in the low precision. Where the head reads one token only, the last block computes that token
-only. The model's definition is not touched: a copy's blocks are replaced.
+torch passes oneDNN a plain matrix, which each matmul first reorders into blocks; here that is done once. The activation
+and the residual addition are fused into the matmul, and the residual stream stays in the low precision. If the head
+reads a single token, the last block computes only that token. The model itself is not modified: the blocks of a copy
+are replaced.
 
-The operators are those that torch's own compiler calls, so they are there wherever torch is built with oneDNN.
+The operators are those that torch.compile uses, so they exist wherever torch is built with oneDNN.
 """
 
 import copy
@@ -23,35 +23,35 @@ from vitrail.models.stems import ConvProjection, LinearProjection
 from vitrail.models.vit import ViT
 
 _FUSED = {F.gelu: ("gelu", "none"), gelu_tanh: ("gelu", "tanh"), F.relu: ("relu", "")}
-"""The activations that oneDNN applies to a product while it makes it, by its names."""
+"""The activations that oneDNN can fuse into a matmul, by oneDNN's names."""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose matrix lies in oneDNN's blocks, with what follows it: an activation, or a residual."""
+    """A linear layer with a prepacked matrix and a fused activation or residual addition."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
-        # A buffer that is not saved: its layout means something to oneDNN alone.
+        # Not persistent: only oneDNN understands the layout.
         blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype).contiguous(), None)
         self.register_buffer("weight", blocks, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().to(dtype), persistent=False)
 
     def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
-        """Return the product, activated."""
+        """Return the activated output."""
         op = torch.ops.mkldnn._linear_pointwise.default
         return cast("Tensor", op(x, self.weight, self.bias, activation, [], algorithm))
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Return the product, added to the residual."""
+        """Return the output plus the residual."""
         op = torch.ops.mkldnn._linear_pointwise.binary
         return cast("Tensor", op(x, residual, self.weight, self.bias, "add"))
 
 
 class PackedStem(nn.Module):
-    """The projection of patches as one product: a convolution's bookkeeping takes longer than its sums."""
+    """The patch projection as one matmul, which has less overhead than a convolution."""
 
     def __init__(self, stem: ConvProjection | LinearProjection, dtype: torch.dtype) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class PackedStem(nn.Module):
 
 
 class PackedBlock(nn.Module):
-    """A block of the encoder for answering, not for training: the same sums, in fewer passes over memory."""
+    """An encoder block for inference only: the same computation with less memory traffic."""
 
     def __init__(self, block: Block, dtype: torch.dtype, *, last: bool) -> None:
         super().__init__()
         self.block, self.dtype, self.last = block, dtype, last
-        self.read = token_read(block.config) if last else None
+        self.read = pooled_token(block.config) if last else None
         attention, mlp = block.attn, block.mlp
         self.proj = _packed(attention.proj, dtype, block.ls1)
         self.fc2 = _packed(mlp.fc2, dtype, block.ls2)
@@ -84,14 +84,14 @@ class PackedBlock(nn.Module):
         block = self.block
         x = block.place(x, places).to(self.dtype)
         if block.config.norm_order == "pre":
-            x = self._attended(x, block.norm1(x), places)
-            x = self._thought(x, block.norm2(x))
+            x = self._attend(x, block.norm1(x), places)
+            x = self._mlp(x, block.norm2(x))
         else:
-            x = block.norm1(self._attended(x, x, places))
-            x = block.norm2(self._thought(x, x))
+            x = block.norm1(self._attend(x, x, places))
+            x = block.norm2(self._mlp(x, x))
         return x.float() if self.last else x
 
-    def _attended(self, residual: Tensor, x: Tensor, places: Places) -> Tensor:
+    def _attend(self, residual: Tensor, x: Tensor, places: Places) -> Tensor:
         query, key, value, _ = self.block.attn.project(x, places)
         if self.read is not None:
             here = slice(self.read, self.read + 1)
@@ -99,33 +99,33 @@ class PackedBlock(nn.Module):
         heads = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         return self.proj.added_to(residual, heads)
 
-    def _thought(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self.fc2.added_to(residual, _activated(self.fc1, self.block.mlp, x))
+    def _mlp(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.fc2.added_to(residual, _activate(self.fc1, self.block.mlp, x))
 
 
-def token_read(config: ViTConfig) -> int | None:
-    """Return the one token that the head reads; None where it reads several. Nobody sees what becomes of the others."""
+def pooled_token(config: ViTConfig) -> int | None:
+    """Return the index of the token the head reads, or None if it reads several; the others can be skipped."""
     if config.pool != "cls" or config.distillation_token:
         return None
     return 0 if config.class_token == "first" else config.tokens - 1
 
 
 def can_pack(model: ViT, dtype: torch.dtype) -> bool:
-    """Say whether the encoder can be computed so here.
+    """Return whether the encoder can be packed on this machine.
 
-    Rotated and relative positions are left to the plain way: their tables need more than bf16.
+    Models with rotary or relative positions are not: their tables need more precision than bf16.
     """
     config = model.config
-    known = config.out_proj and config.position not in ("rope_2d", "relative")
-    # A private name; one that is gone means that nothing is known.
+    supported = config.out_proj and config.position not in ("rope_2d", "relative")
+    # A private name; if it is missing, assume no support.
     has_bf16 = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    able = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16 is not None and bool(has_bf16()))
-    return known and there and able
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    has_dtype = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16 is not None and bool(has_bf16()))
+    return supported and available and has_dtype
 
 
 def pack(model: ViT, dtype: torch.dtype) -> ViT:
-    """Return a copy of a model on the CPU whose blocks compute in `dtype`: to answer, not to train or to save."""
+    """Return a CPU copy of a model whose blocks compute in `dtype`, for inference only."""
     packed = copy.deepcopy(model).eval().requires_grad_(False)
     if isinstance(packed.patch_embed, ConvProjection | LinearProjection):
         packed.patch_embed = PackedStem(packed.patch_embed, dtype)
@@ -137,7 +137,7 @@ def pack(model: ViT, dtype: torch.dtype) -> ViT:
 
 
 def _packed(layer: nn.Module, dtype: torch.dtype, scale: nn.Module) -> PackedLinear:
-    """Pack a layer with the factors of its outputs, where LayerScale has some."""
+    """Pack a layer, with LayerScale folded in if there is one."""
     linear = cast("nn.Linear", layer)
     weight: Tensor = linear.weight
     bias: Tensor | None = linear.bias
@@ -146,7 +146,7 @@ def _packed(layer: nn.Module, dtype: torch.dtype, scale: nn.Module) -> PackedLin
     return PackedLinear(weight, bias, dtype)
 
 
-def _activated(fc1: PackedLinear, mlp: Mlp, x: Tensor) -> Tensor:
+def _activate(fc1: PackedLinear, mlp: Mlp, x: Tensor) -> Tensor:
     if mlp.activation is None:
         gate, x = fc1(x).chunk(2, dim=-1)
         return F.silu(gate) * x

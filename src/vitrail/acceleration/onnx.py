@@ -25,17 +25,16 @@ class OnnxEngine:
         check_runs_on_cpu("ONNX Runtime", device)
         if precision != "float32":
             raise ConfigError(
-                f"the engine onnx computes in float32 only, not in {precision}; use float32, or the engine openvino "
-                f"or torch"
+                f"the engine onnx supports float32 only, not {precision}; use float32, or the engine openvino or torch"
             )
-        require("onnxruntime", "onnx")  # before the graph is made, which takes a while
+        require("onnxruntime", "onnx")  # before tracing, which takes a while
         self.precision: Precision = precision
-        made = onnx_program(trace(Graph(model, preprocess)), output_name(model))
+        program = onnx_program(trace(Graph(model, preprocess)), output_name(model))
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "model.onnx"
-            write_onnx(made, path)
-            self.answer = OnnxFile(path)
+            write_onnx(program, path)
+            self.session = OnnxFile(path)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits for images."""
-        return self.answer(pixels)
+        return self.session(pixels)

@@ -1,4 +1,4 @@
-"""The engine `openvino`: the model's graph, run by OpenVINO, which knows the matrix units of each processor."""
+"""The engine `openvino`: the model's graph, run by OpenVINO."""
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ class OpenVinoEngine:
 
     def __init__(self, model: ViT, preprocess: Preprocess, device: torch.device, precision: Precision) -> None:
         check_runs_on_cpu("OpenVINO", device)
-        check_precision(precision)  # before the graph is made, which takes a while
+        check_precision(precision)  # before tracing, which takes a while
         self.precision: Precision = precision
-        made = onnx_program(trace(Graph(model, preprocess)), output_name(model), extra="openvino")
-        self.answer = Compiled(openvino_model(made), precision)
+        program = onnx_program(trace(Graph(model, preprocess)), output_name(model), extra="openvino")
+        self.session = Compiled(openvino_model(program), precision)
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return logits for images."""
-        return self.answer(pixels)
+        return self.session(pixels)

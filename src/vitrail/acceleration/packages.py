@@ -1,4 +1,4 @@
-"""The packages of other runtimes, which not everybody has."""
+"""Optional packages of other runtimes."""
 
 import contextlib
 import importlib
@@ -11,29 +11,29 @@ from typing import Literal
 from vitrail.errors import ConfigError
 
 Extra = Literal["onnx", "openvino"]
-"""The extras of this package that bring a runtime along."""
+"""The extras of this package that install a runtime."""
 
 
 def require(package: str, extra: Extra) -> ModuleType:
-    """Import a package, or say how to get it."""
+    """Import a package, or raise with the command that installs it."""
     try:
         with quiet():
             return importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
-            raise ConfigError(_cure(f"{package} misses {error.name}", extra)) from None
-        raise ConfigError(_cure(f"{package} is not installed", extra)) from None
+            raise ConfigError(_install_hint(f"{package} needs {error.name}, which is missing", extra)) from None
+        raise ConfigError(_install_hint(f"{package} is not installed", extra)) from None
     except ImportError as error:
-        raise ConfigError(_cure(f"{package} cannot be imported ({error})", extra)) from None
+        raise ConfigError(_install_hint(f"{package} cannot be imported ({error})", extra)) from None
 
 
-def _cure(what: str, extra: Extra) -> str:
-    return f"{what}; get it with pip install 'vitrail[{extra}]'"
+def _install_hint(what: str, extra: Extra) -> str:
+    return f"{what}; install it with pip install 'vitrail[{extra}]'"
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the warnings and the log lines of other packages to themselves; what goes wrong is raised all the same."""
+    """Silence warnings and log lines of other packages; exceptions are still raised."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -33,7 +33,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure images per second and latency of every engine, precision and batch size on this machine."""
-    from vitrail.acceleration.bench import BATCHES, measure
+    from vitrail.acceleration.bench import BATCHES, run_benchmark
     from vitrail.acceleration.engine import Kind
     from vitrail.runtime import Precision, choose_device
 
@@ -43,7 +43,7 @@ def bench(
     opened = open_model(bundle, override, keys)
     opened.announce()
     with progress("measuring") as on_measured:
-        found = measure(
+        found = run_benchmark(
             opened.model,
             opened.preprocess,
             device=place,

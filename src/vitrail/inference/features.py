@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.acceleration.casting import cast_once
-from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Evaluation, evaluation_batches
@@ -67,7 +67,9 @@ class FeatureRequest:
     def ready(self, model: ViT, precision: Precision) -> ViT | FastModel:
         """Return what computes these features soonest: in bf16 on a CUDA device the fast encoder, where it can."""
         return (
-            self.folded(model, Numbers()) if precision == "bf16" and runs_fast(model) else cast_once(model, precision)
+            self.folded(model, EncoderPrecision())
+            if precision == "bf16" and runs_fast(model)
+            else cast_once(model, precision)
         )
 
     def alike(self, config: ViTConfig) -> "FeatureRequest":
@@ -75,7 +77,7 @@ class FeatureRequest:
         layer = None if self.layer is None else read_layer(self.layer, config.depth)
         return replace(self, layer=None if layer == config.depth - 1 else layer, normalise=False, raw=False)
 
-    def folded(self, model: ViT, numbers: Numbers) -> FastModel:
+    def folded(self, model: ViT, numbers: EncoderPrecision) -> FastModel:
         """Return the fast encoder of the layers that these features need, and of all tokens but where one is pooled."""
         layers = None if self.layer is None else read_layer(self.layer, model.config.depth) + 1
         return FastModel(model, numbers, layers=layers, whole=self.tokens != "pooled")

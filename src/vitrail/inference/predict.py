@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from vitrail.acceleration.auto import settle_precision
+from vitrail.acceleration.auto import choose_precision
 from vitrail.acceleration.cpu_threads import LARGEST, CpuThreads
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
 from vitrail.checkpoints.bundle import Bundle
@@ -267,5 +267,5 @@ def _settled(
     def engine_for(tried: Precision) -> Engine:
         return open_engine(bundle.model, bundle.preprocess, kind=kind, precision=tried, device=device)
 
-    engine, why = settle_precision(engine_for, Decoding(bundle.preprocess)[first].pixels, device)
+    engine, why = choose_precision(engine_for, Decoding(bundle.preprocess)[first].pixels, device)
     return engine, chain(first, items), why

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitrail.acceleration.auto import SettlingEngine
+from vitrail.acceleration.auto import AutoPrecisionEngine
 from vitrail.acceleration.cuda.graphs import SIZES
 from vitrail.acceleration.cuda.model import FastModel, runs_fast
 from vitrail.acceleration.engine import Engine, open_engine
@@ -76,7 +76,7 @@ class ServedModel:
             return open_engine(model, preprocess, kind=settings.engine, precision=precision, device=device)
 
         if settings.precision == "auto":
-            return SettlingEngine(open_for, self.device, partial(_log_precision, self.name))
+            return AutoPrecisionEngine(open_for, self.device, partial(_log_precision, self.name))
         return open_for(settings.precision)
 
     @property
@@ -93,8 +93,8 @@ class ServedModel:
         # In the compute thread, because thread pools and libraries initialise per thread.
         if self.engine is not None or self.bundle.model.config.pool != "none":
             self.batcher.prepare(self._run_blank_images)
-        if isinstance(self.engine, SettlingEngine):
-            self.engine.begin()
+        if isinstance(self.engine, AutoPrecisionEngine):
+            self.engine.restart()
 
     def _run_blank_images(self) -> None:
         height, width = self.bundle.preprocess.size

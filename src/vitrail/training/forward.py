@@ -6,7 +6,7 @@ import threading
 import torch
 from torch import nn
 
-from vitrail.acceleration.fused_training import TrainingPass, can_forget, can_hasten
+from vitrail.acceleration.fused_training import FusedTraining, can_checkpoint, can_fuse
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, faster_in_bf16
@@ -23,7 +23,7 @@ def forward_of(model: nn.Module, recipe: Recipe, precision: Precision, ranks: Ra
     ):
         return torch.compile(ranks.wrapped(model))  # type: ignore[return-value]
     mode = "reduce-overhead" if uses_cuda_graph(recipe) else None
-    return torch.compile(TrainingPass(model), mode=mode)  # type: ignore[return-value]
+    return torch.compile(FusedTraining(model), mode=mode)  # type: ignore[return-value]
 
 
 def uses_fused_pass(
@@ -32,8 +32,8 @@ def uses_fused_pass(
     """Say whether a run takes the shorter way of a GPU."""
     # Not beside other processes: torch 2.11 cannot cut up gradients of our own, as their exchange would need.
     asked = recipe.compile and precision == "bf16" and not recipe.deterministic and alone
-    spares = not recipe.gradient_checkpointing or can_forget()
-    return asked and spares and device.type == "cuda" and faster_in_bf16(device) and can_hasten(config)
+    spares = not recipe.gradient_checkpointing or can_checkpoint()
+    return asked and spares and device.type == "cuda" and faster_in_bf16(device) and can_fuse(config)
 
 
 def uses_cuda_graph(recipe: Recipe) -> bool:

@@ -21,7 +21,7 @@ from vitrail.training.state import State
 TRUSTED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """All of torch's kernels but cuDNN's, of which NaN gradients in bf16 are reported on Hopper GPUs for 64, 192, … tokens
 (pytorch issue 196678). Runs with 64 tokens ended so, and torch takes that kernel there by itself; that it was the cause
-is likely, not shown. `TrainingPass` chooses by itself."""
+is likely, not shown. `FusedTraining` chooses by itself."""
 REPEATABLE_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 """Those whose backward pass adds up in the same order every time, where that is asked for."""
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vitrail.acceleration.cuda.calibration import MARGIN, calibrate
 from vitrail.acceleration.cuda.elementwise import FP8_MAX, to_fp8
-from vitrail.acceleration.cuda.encoder import LOW, PRODUCTS, FastBlock, Numbers, can_fold, can_quantise
+from vitrail.acceleration.cuda.encoder import LOW, MATMULS, EncoderPrecision, FastBlock, can_fold, can_quantise
 from vitrail.acceleration.cuda.folding import Affine
 from vitrail.acceleration.cuda.graphs import SIZES, CudaGraphs
-from vitrail.acceleration.cuda.matmul import Fp8Matmul, Known, Matmul
+from vitrail.acceleration.cuda.matmul import Fp8Matmul, InputCalibration, Matmul
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.errors import ConfigError, InputError
 from vitrail.models.vit import ViT
@@ -45,7 +45,7 @@ def answers(model: torch.nn.Module, images: Tensor) -> Tensor:
 def test_the_answers_are_the_models(kind: str, dtype: torch.dtype, changes: dict[str, object]) -> None:
     model, images = given(kind, dtype, **changes)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    fast = FastModel(model, Numbers(dtype, exact=True))
+    fast = FastModel(model, EncoderPrecision(dtype, exact=True))
     kept = images.clone()
     for _ in range(2):  # what a call leaves behind must not change the next
         assert relative_error(answers(fast, images), answers(model, images)) < TOLERANCE[dtype]
@@ -57,7 +57,9 @@ def test_the_answers_are_the_models(kind: str, dtype: torch.dtype, changes: dict
 def test_every_activation(activation: str) -> None:
     model, images = given("plain", torch.float64, activation=activation)
     assert (
-        relative_error(answers(FastModel(model, Numbers(torch.float64, exact=True)), images), answers(model, images))
+        relative_error(
+            answers(FastModel(model, EncoderPrecision(torch.float64, exact=True)), images), answers(model, images)
+        )
         < 1e-10
     )
 
@@ -66,7 +68,9 @@ def test_every_activation(activation: str) -> None:
 def test_layers_without_a_bias(without: str) -> None:
     model, images = given("plain", torch.float64, **{without: False})
     assert (
-        relative_error(answers(FastModel(model, Numbers(torch.float64, exact=True)), images), answers(model, images))
+        relative_error(
+            answers(FastModel(model, EncoderPrecision(torch.float64, exact=True)), images), answers(model, images)
+        )
         < 1e-10
     )
 
@@ -84,7 +88,7 @@ UNUSUAL = [
 @pytest.mark.parametrize("changes", UNUSUAL, ids=range(len(UNUSUAL)))
 def test_unusual_tokens_and_patches(changes: dict[str, object]) -> None:
     model, images = given("plain", torch.float64, **changes)
-    fast = FastModel(model, Numbers(torch.float64, exact=True))
+    fast = FastModel(model, EncoderPrecision(torch.float64, exact=True))
     assert relative_error(answers(fast, images), answers(model, images)) < 1e-10
 
 
@@ -92,7 +96,7 @@ def test_unusual_tokens_and_patches(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize("low", [False, True])
 def test_no_images_get_no_answers(pool: str, low: bool) -> None:
     model, images = low_model(pool=pool)
-    numbers = Numbers(torch.float32, inputs=calibrate(model, images) if low else None)
+    numbers = EncoderPrecision(torch.float32, inputs=calibrate(model, images) if low else None)
     assert answers(FastModel(model, numbers), images[:0]).shape == (0, 5)
 
 
@@ -105,7 +109,7 @@ def test_no_images_get_no_answers(pool: str, low: bool) -> None:
 )
 def test_what_would_be_computed_wrongly_is_refused(kind: str, changes: dict[str, object]) -> None:
     model, images = given(kind, torch.float32, **changes)
-    for make in (lambda: FastModel(model, Numbers()), lambda: calibrate(model, images)):
+    for make in (lambda: FastModel(model, EncoderPrecision()), lambda: calibrate(model, images)):
         with pytest.raises(ConfigError, match="the fast encoder takes plain pre-norm blocks and positions added at"):
             make()
 
@@ -114,7 +118,7 @@ def test_gelu_is_the_tanh_form_unless_the_exact_one_is_asked_for() -> None:
     """It is cuBLASLt's; how far it lies off is seen here, and no more than that."""
     exact, images = given("plain", torch.float64)
     tanh, _ = given("plain", torch.float64, activation="gelu_tanh")
-    found = answers(FastModel(exact, Numbers(torch.float64)), images)
+    found = answers(FastModel(exact, EncoderPrecision(torch.float64)), images)
     assert relative_error(found, answers(tanh, images)) < 1e-10
     assert 1e-6 < relative_error(found, answers(exact, images)) < 2e-3
 
@@ -137,7 +141,7 @@ def test_which_models_are_folded() -> None:
 @pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("linear", 1), ("mean_of_all", 8), ("distilled", 10)])
 def test_the_last_block_computes_what_the_head_reads(kind: str, count: int) -> None:
     model, images = given(kind, torch.float32)
-    fast = FastModel(model, Numbers(torch.float32, exact=True))
+    fast = FastModel(model, EncoderPrecision(torch.float32, exact=True))
     with torch.inference_mode():
         assert fast.encode(images).shape[1] == count
     seen: list[int] = []
@@ -148,7 +152,7 @@ def test_the_last_block_computes_what_the_head_reads(kind: str, count: int) -> N
 
 def test_biases_are_kept_back_until_a_norm_reads_the_stream() -> None:
     model, _ = given("plain", torch.float64)
-    fast = FastModel(model, Numbers(torch.float64))
+    fast = FastModel(model, EncoderPrecision(torch.float64))
     first, second = (block for block in fast.encoder.blocks)
     biases = [(block.attn.proj.bias, block.mlp.fc2.bias) for block in model.blocks]
     assert torch.equal(first.shift1, torch.zeros_like(first.shift1))
@@ -162,14 +166,14 @@ def test_bf16_is_as_near_as_autocast_is() -> None:
     exact = answers(model, images)
     with torch.autocast("cpu", torch.bfloat16):
         usual = relative_error(answers(model, images).float(), exact)
-        found = answers(FastModel(model, Numbers()), images)  # also where autocast is on, as engines have it
+        found = answers(FastModel(model, EncoderPrecision()), images)  # also where autocast is on, as engines have it
     assert relative_error(found.float(), exact) < 3 * usual
-    assert torch.equal(found, answers(FastModel(model, Numbers()), images))
+    assert torch.equal(found, answers(FastModel(model, EncoderPrecision()), images))
 
 
 def test_autocast_around_it_changes_nothing() -> None:
     model, images = given("plain", torch.float32)
-    fast = FastModel(model, Numbers(torch.float32))
+    fast = FastModel(model, EncoderPrecision(torch.float32))
     expected = answers(fast, images)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(answers(fast, images), expected)
@@ -178,15 +182,15 @@ def test_autocast_around_it_changes_nothing() -> None:
 def test_images_that_do_not_fit_are_refused_in_the_models_words() -> None:
     model, images = given("plain", torch.float32)
     with pytest.raises(InputError, match="this model takes images of 16×32 pixels, found 16×16"):
-        answers(FastModel(model, Numbers()), images[..., :16])
+        answers(FastModel(model, EncoderPrecision()), images[..., :16])
 
 
 @pytest.mark.parametrize("sizes", [(), SIZES])
-def test_on_a_cpu_a_replayed_function_is_just_called(sizes: tuple[int, ...]) -> None:
-    replayed = CudaGraphs(lambda x: x + 1, torch.device("cpu"), sizes=sizes)
+def test_on_a_cpu_the_function_is_called_without_a_graph(sizes: tuple[int, ...]) -> None:
+    graphs = CudaGraphs(lambda x: x + 1, torch.device("cpu"), sizes=sizes)
     for count in (0, 2, 65):
-        assert torch.equal(replayed(torch.zeros(count)), torch.ones(count))
-    assert not replayed.recorded
+        assert torch.equal(graphs(torch.zeros(count)), torch.ones(count))
+    assert not graphs.captured
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (33, 64), (64, 64), (65, None), (0, None)])
@@ -210,7 +214,7 @@ def scales_of(model: ViT, images: Tensor | list[Tensor]) -> dict[str, float]:
 def test_calibration_finds_the_largest_numbers() -> None:
     model, images = low_model()
     scales = scales_of(model, images)
-    assert set(scales) == {f"{block}.{name}" for block in range(3) for name in PRODUCTS}
+    assert set(scales) == {f"{block}.{name}" for block in range(3) for name in MATMULS}
     assert all(type(scale) is float for scale in scales.values())
     seen: dict[str, float] = {}
 
@@ -252,26 +256,26 @@ def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
 
 
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])
-@pytest.mark.parametrize("together", [None, torch.eye(16)], ids=["nearest", "together"])
-def test_a_matrix_of_zeros_in_fp8(weight_scales: str, together: Tensor | None) -> None:
+@pytest.mark.parametrize("correlation", [None, torch.eye(16)], ids=["nearest", "correlated"])
+def test_a_matrix_of_zeros_in_fp8(weight_scales: str, correlation: Tensor | None) -> None:
     folded = Affine(torch.zeros(16, 16, dtype=torch.float64), torch.arange(16, dtype=torch.float64))
-    product = Fp8Matmul(folded, torch.float32, Known(0.1, together), weight_scales)
+    product = Fp8Matmul(folded, torch.float32, InputCalibration(0.1, correlation), weight_scales)
     assert torch.equal(product(to_fp8(torch.ones(2, 16), 0.1)), torch.arange(16.0).expand(2, 16))
 
 
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])
-@pytest.mark.parametrize("low", [LOW, frozenset(PRODUCTS), frozenset({"fc2"}), frozenset({"qkv", "proj"})], ids=sorted)
+@pytest.mark.parametrize("low", [LOW, frozenset(MATMULS), frozenset({"fc2"}), frozenset({"qkv", "proj"})], ids=sorted)
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("spared", [0, 1])
 def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str, spared: int) -> None:
-    """Numbers of three bits behind the point are off by a sixteenth at most; sums of many of them by less."""
+    """EncoderPrecision of three bits behind the point are off by a sixteenth at most; sums of many of them by less."""
     model, images = low_model(pool=pool)
     known = calibrate(model, images, low=low, spared=spared)
-    numbers = Numbers(torch.float32, inputs=known, low=low, weight_scales=weight_scales, spared=spared)
+    numbers = EncoderPrecision(torch.float32, inputs=known, low=low, weight_scales=weight_scales, spared=spared)
     fast = FastModel(model, numbers)
     for index, block in enumerate(fast.encoder.blocks[:2]):
-        kinds = {name: type(getattr(block, name)) for name in PRODUCTS}
-        assert kinds == {name: Fp8Matmul if name in low and index >= spared else Matmul for name in PRODUCTS}
+        kinds = {name: type(getattr(block, name)) for name in MATMULS}
+        assert kinds == {name: Fp8Matmul if name in low and index >= spared else Matmul for name in MATMULS}
     error = relative_error(answers(fast, images), answers(model, images))
     assert 1e-5 < error < 0.1
 
@@ -281,16 +285,16 @@ def test_fp8_adds_up_right() -> None:
     model, images = low_model(pool="mean")
     inputs = calibrate(model, images)
     model, images = model.double(), images.double()
-    base = FastModel(model, Numbers(torch.float64, inputs=inputs))
+    base = FastModel(model, EncoderPrecision(torch.float64, inputs=inputs))
     twice = {name: known._replace(scale=known.scale * 2) for name, known in inputs.items()}
-    other = FastModel(model, Numbers(torch.float64, inputs=twice))
+    other = FastModel(model, EncoderPrecision(torch.float64, inputs=twice))
     # Twice the scale is another exponent and the same digits, but for the few numbers that become too small.
     assert relative_error(answers(other, images), answers(base, images)) < 0.02
 
 
 def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
     model, images = low_model()
-    fast = FastModel(model, Numbers(inputs=calibrate(model, images), low=frozenset(PRODUCTS)))
+    fast = FastModel(model, EncoderPrecision(inputs=calibrate(model, images), low=frozenset(MATMULS)))
     last = fast.encoder.blocks[-1]
     assert isinstance(last, FastBlock)
     assert isinstance(last.q, Fp8Matmul)
@@ -319,7 +323,7 @@ def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
         monkeypatch.setattr(product, "activated", noted)
     inputs = calibrate(model, images) if low else None
     asked.clear()
-    answers(FastModel(model, Numbers(torch.float32, exact=exact, inputs=inputs, fused=fused)), images)
+    answers(FastModel(model, EncoderPrecision(torch.float32, exact=exact, inputs=inputs, fused=fused)), images)
     high = ("Matmul", in_bf16 and exact)
     # The first block is spared, and behind the token that is read nothing is in fp8.
     assert asked == [high, ("Fp8Matmul", in_fp8) if low else high, high]
@@ -327,4 +331,4 @@ def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
 
 def test_numbers_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Numbers().exact = True
+        EncoderPrecision().exact = True

@@ -12,13 +12,13 @@ import vitrail
 from vitrail import Bundle, Preprocess, ViT, ViTConfig
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import to_fp8
-from vitrail.acceleration.cuda.encoder import PRODUCTS, Numbers
+from vitrail.acceleration.cuda.encoder import MATMULS, EncoderPrecision
 from vitrail.acceleration.cuda.gelu_matmul import can_multiply, gelu_matmul
 from vitrail.acceleration.cuda.merging import Merging
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.rounding import round_together, see
-from vitrail.acceleration.engine import made_ready
-from vitrail.acceleration.fused_training import TrainingPass
+from vitrail.acceleration.cuda.rounding import observe, round_correlated
+from vitrail.acceleration.engine import prepare
+from vitrail.acceleration.fused_training import FusedTraining
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import evaluate_bundle
 from vitrail.inference.features import Computing, FeatureRequest, gather
@@ -65,30 +65,30 @@ def test_bf16(changes: dict[str, Any], activation: str, exact_gelu: bool) -> Non
 def test_exact_gelu_inside_a_product() -> None:
     model, images, exact = given()
     with torch.inference_mode():
-        found = FastModel(model, Numbers(exact=True, fused=True))(images)
+        found = FastModel(model, EncoderPrecision(exact=True, fused=True))(images)
     assert error(found, exact) < 2 * plain_error(model, images, exact)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_graphs_give_the_same_bits(batch: int) -> None:
     model, images, _ = given(batch)
-    plain, replayed = vitrail.accelerate(model), vitrail.accelerate(model, graphs=True)
+    plain, captured = vitrail.accelerate(model), vitrail.accelerate(model, graphs=True)
     for given_images in (images, images.flip(0), torch.randn_like(images)):
-        assert torch.equal(replayed(given_images), plain(given_images))
+        assert torch.equal(captured(given_images), plain(given_images))
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no fp8"
 )
 @pytest.mark.parametrize("weight_scales", ["tensor", "row"])
-@pytest.mark.parametrize("low", [("qkv", "fc1", "fc2"), PRODUCTS], ids=len)
+@pytest.mark.parametrize("low", [("qkv", "fc1", "fc2"), MATMULS], ids=len)
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("fused", [None, False, True])
 def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool | None) -> None:
     """On the GPU as by plain torch on the CPU, but for the order of sums and the rounding of bf16."""
     model, images, exact = given(pool=pool)
     inputs = calibrate(model, images, low=frozenset(low))
-    numbers = Numbers(inputs=inputs, low=frozenset(low), weight_scales=weight_scales, fused=fused)
+    numbers = EncoderPrecision(inputs=inputs, low=frozenset(low), weight_scales=weight_scales, fused=fused)
     with torch.inference_mode():
         found = FastModel(model, numbers)(images)
         by_hand = FastModel(model.cpu(), numbers)(images.cpu())
@@ -102,10 +102,10 @@ def test_weights_are_rounded_as_well_as_on_a_processor() -> None:
     rows = torch.randn(4000, 8, generator=told) @ torch.randn(8, 300, generator=told)
     rows += 0.3 * torch.randn(4000, 300, generator=told)
     weight = 20 * torch.randn(64, 300, generator=told)
-    known, known_here = see(rows.cuda().bfloat16(), None).damped(), see(rows, None).damped()
+    known, known_here = observe(rows.cuda().bfloat16(), None).damped(), observe(rows, None).damped()
     assert known is not None
     assert known_here is not None
-    found, here = round_together(weight.cuda(), known).cpu(), round_together(weight, known_here)
+    found, here = round_correlated(weight.cuda(), known).cpu(), round_correlated(weight, known_here)
     right = (rows @ weight.t()).double()
     errors = [error(rows @ rounded.float().t(), right) for rounded in (found, here, to_fp8(weight, 1.0))]
     assert errors[0] < 1.05 * errors[1] < 0.5 * errors[2]
@@ -115,7 +115,7 @@ def test_the_training_pass() -> None:
     model, images, exact = given()
     model.train()
     with torch.autocast("cuda", torch.bfloat16):
-        logits = TrainingPass(model)(images)
+        logits = FusedTraining(model)(images)
     logits.float().square().mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert error(logits.detach(), exact) < 3 * plain_error(model, images, exact)
@@ -126,10 +126,10 @@ def test_the_training_pass() -> None:
 
 def test_engines_take_the_fast_encoder() -> None:
     model, _, _ = given()
-    assert isinstance(made_ready(model, "bf16"), FastModel)
-    assert made_ready(model, "float32") is model
-    assert not isinstance(made_ready(model, "fp16"), FastModel)
-    assert not isinstance(made_ready(ViT(ViTConfig(**SMALL, position="rope_2d")).cuda(), "bf16"), FastModel)
+    assert isinstance(prepare(model, "bf16"), FastModel)
+    assert prepare(model, "float32") is model
+    assert not isinstance(prepare(model, "fp16"), FastModel)
+    assert not isinstance(prepare(ViT(ViTConfig(**SMALL, position="rope_2d")).cuda(), "bf16"), FastModel)
 
 
 def named(**changes: Any) -> Bundle:
@@ -183,10 +183,10 @@ def test_merged_tokens(pool: str, merging: Merging) -> None:
     images = images[..., :16, :16].repeat(1, 1, 4, 4)
     images[..., 32:, :] *= -1
     with torch.inference_mode():
-        exact = FastModel(model.cpu().double(), Numbers(torch.float64, exact=True), merge=merging)(
+        exact = FastModel(model.cpu().double(), EncoderPrecision(torch.float64, exact=True), merge=merging)(
             images.cpu().double()
         )
-        fast = FastModel(model.float().cuda(), Numbers(), merge=merging)
+        fast = FastModel(model.float().cuda(), EncoderPrecision(), merge=merging)
         found = fast(images)
         assert torch.equal(fast(images), found)
     assert found.isfinite().all()
@@ -196,17 +196,17 @@ def test_merged_tokens(pool: str, merging: Merging) -> None:
 
 def test_merged_tokens_in_a_graph() -> None:
     model, images, _ = given()
-    plain, replayed = vitrail.accelerate(model, merge=2), vitrail.accelerate(model, merge=2, graphs=True)
+    plain, captured = vitrail.accelerate(model, merge=2), vitrail.accelerate(model, merge=2, graphs=True)
     for given_images in (images, images.flip(0)):
-        assert torch.equal(replayed(given_images), plain(given_images))
+        assert torch.equal(captured(given_images), plain(given_images))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_graphs_give_the_same_bits_in_fp8(batch: int) -> None:
     model, images, _ = given(batch)
-    plain, replayed = (vitrail.accelerate(model, "fp8", calibration=images, graphs=graphs) for graphs in (False, True))
+    plain, captured = (vitrail.accelerate(model, "fp8", calibration=images, graphs=graphs) for graphs in (False, True))
     for given_images in (images, images.flip(0)):
-        assert torch.equal(replayed(given_images), plain(given_images))
+        assert torch.equal(captured(given_images), plain(given_images))
 
 
 # ── training ──

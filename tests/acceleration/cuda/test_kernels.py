@@ -15,7 +15,7 @@ from torch import Tensor
 from vitrail.acceleration.cuda import elementwise, encoder, gradients, matmul, model, short_attention
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, Form
-from vitrail.acceleration.cuda.encoder import Numbers
+from vitrail.acceleration.cuda.encoder import EncoderPrecision
 from vitrail.acceleration.cuda.model import FastModel
 
 ON_GPU = torch.cuda.is_available()
@@ -195,7 +195,7 @@ def test_every_kind_of_model_with_kernels_for_its_passes(
     """As on a GPU, but for the products. What kernels read must lie as they take for granted that it does."""
     made = bundle(kind)
     images = made.preprocess.normalise(pixels(count, made.preprocess.channels))
-    fast = FastModel(made.model, Numbers(torch.float32, exact=True))
+    fast = FastModel(made.model, EncoderPrecision(torch.float32, exact=True))
     with torch.inference_mode():
         expected = fast(images)
         take_kernels(monkeypatch)
@@ -210,7 +210,7 @@ def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypat
     made = bundle("plain", width=32, heads=2, depth=3, pool=pool)
     images = made.preprocess.normalise(pixels(3))
     inputs = calibrate(made.model, images) if low else None
-    fast = FastModel(made.model, Numbers(torch.float32, exact=True, inputs=inputs))
+    fast = FastModel(made.model, EncoderPrecision(torch.float32, exact=True, inputs=inputs))
     with torch.inference_mode():
         expected = fast(images)
         take_kernels(monkeypatch)
@@ -277,15 +277,15 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
     gradient = torch.randn(images, tokens, heads * width, generator=generator).to(dtype)
     # A GPU multiplies float32 in tf32, which has 11 bits; in bf16 both sides round what tokens look at, and more.
     tolerance = 5 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
-    seen, totals = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
-    assert (seen.dtype, totals.dtype) == (dtype, torch.float32)
+    seen, lse = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
+    assert (seen.dtype, lse.dtype) == (dtype, torch.float32)
     wanted_seen, wanted_totals = short_attention.short_attention(qkv, heads)
     assert relative_error(seen.cpu().float(), wanted_seen.float()) < tolerance
-    assert relative_error(totals.cpu(), wanted_totals) < tolerance
+    assert relative_error(lse.cpu(), wanted_totals) < tolerance
     found, summed = short_attention_kernels.short_attention_gradient(
-        gradient.to(DEVICE), qkv.to(DEVICE), seen, totals, heads
+        gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads
     )
-    again = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, totals, heads)
+    again = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads)
     assert torch.equal(again[0], found)
     wanted, wanted_sum = short_attention.short_attention_gradient(gradient, qkv, wanted_seen, wanted_totals, heads)
     parts = zip(found.cpu().chunk(3, dim=-1), wanted.chunk(3, dim=-1), strict=True)
@@ -323,10 +323,8 @@ def test_attention_among_few_tokens_is_attention() -> None:
     qkv = torch.randn(1, tokens, 3 * heads * width, generator=generator)
     qkv[:, ::7] *= 3
     gradient = torch.randn(1, tokens, heads * width, generator=generator)
-    seen, totals = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
-    found, _ = short_attention_kernels.short_attention_gradient(
-        gradient.to(DEVICE), qkv.to(DEVICE), seen, totals, heads
-    )
+    seen, lse = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
+    found, _ = short_attention_kernels.short_attention_gradient(gradient.to(DEVICE), qkv.to(DEVICE), seen, lse, heads)
     given = qkv.requires_grad_()
     query, key, value = given.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 import vitrail
 from vitrail.acceleration.cuda.calibration import calibrate
-from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers
+from vitrail.acceleration.cuda.encoder import EncoderPrecision, FastEncoder
 from vitrail.acceleration.cuda.merging import Merging, merge, read_merging, weighted_mean
 from vitrail.acceleration.cuda.model import FastModel
 from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
 
-EXACT = Numbers(torch.float64, exact=True)
+EXACT = EncoderPrecision(torch.float64, exact=True)
 MANY: dict[str, Any] = {"patch_size": (4, 4), "depth": 3}  # 4 × 8 patches
 
 
@@ -109,8 +109,8 @@ def test_the_order_within_a_side_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all", "distilled"])
-@pytest.mark.parametrize("numbers", [EXACT, Numbers()], ids=["float64", "bf16"])
-def test_nothing_merged_is_the_same_bit_for_bit(kind: str, numbers: Numbers) -> None:
+@pytest.mark.parametrize("numbers", [EXACT, EncoderPrecision()], ids=["float64", "bf16"])
+def test_nothing_merged_is_the_same_bit_for_bit(kind: str, numbers: EncoderPrecision) -> None:
     model, images = given(kind)
     if numbers.dtype != torch.float64:
         model, images = model.float(), images.float()
@@ -129,7 +129,7 @@ def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -
     assert answers(fast, images).shape == (3, 5)
     total = model.config.tokens
     assert seen == [total - 4, total - 8, total - 12 if merges == 3 else 1]
-    whole, sizes = FastEncoder(model, EXACT, whole=True, merge=4).merged(tokens(total, 24))
+    whole, sizes = FastEncoder(model, EXACT, whole=True, merge=4).encode(tokens(total, 24))
     assert whole.shape[1] == total - model.config.depth * 4
     assert sizes is not None
     assert sizes.sum(dim=1).tolist() == [total] * 2
@@ -169,9 +169,9 @@ def test_in_fp8_too() -> None:
     model, images = given(width=32, heads=2, pool="mean")
     model, images = model.float(), images.float()
     inputs = calibrate(model, images)
-    wanted = answers(FastModel(model, Numbers(torch.float32, exact=True), merge=4), images)
+    wanted = answers(FastModel(model, EncoderPrecision(torch.float32, exact=True), merge=4), images)
     for low in ({"qkv", "fc1", "fc2"}, {"qkv", "proj", "fc1", "fc2"}):
-        numbers = Numbers(torch.float32, inputs=inputs, low=frozenset(low))
+        numbers = EncoderPrecision(torch.float32, inputs=inputs, low=frozenset(low))
         assert relative_error(answers(FastModel(model, numbers, merge=4), images), wanted) < 0.3
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from vitrail.acceleration.cuda import calibration, rounding
 from vitrail.acceleration.cuda.calibration import calibrate
 from vitrail.acceleration.cuda.elementwise import FP8, FP8_MAX, to_fp8
-from vitrail.acceleration.cuda.encoder import SPARED, Numbers
-from vitrail.acceleration.cuda.matmul import Known
+from vitrail.acceleration.cuda.encoder import SPARED, EncoderPrecision
+from vitrail.acceleration.cuda.matmul import InputCalibration
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.rounding import round_together, see
+from vitrail.acceleration.cuda.rounding import observe, round_correlated
 
 
 def alike(rows: int, inputs: int, seed: int, kinds: int = 6) -> Tensor:
@@ -28,9 +28,9 @@ def matrix(outputs: int, inputs: int, seed: int) -> Tensor:
 
 
 def known(x: Tensor) -> Tensor:
-    together = see(x, None).damped()
-    assert together is not None
-    return together
+    correlation = observe(x, None).damped()
+    assert correlation is not None
+    return correlation
 
 
 def error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
@@ -41,7 +41,7 @@ def error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 @pytest.mark.parametrize("seed", range(3))
 def test_products_err_less(inputs: int, seed: int) -> None:
     weight, others = matrix(40, inputs, seed), alike(500, inputs, seed + 10)
-    rounded = round_together(weight, known(alike(4000, inputs, seed)))
+    rounded = round_correlated(weight, known(alike(4000, inputs, seed)))
     assert rounded.dtype == FP8
     assert rounded.is_contiguous()
     assert error(weight, rounded, others) < 0.6 * error(weight, to_fp8(weight, 1.0), others)
@@ -51,57 +51,57 @@ def test_products_err_less(inputs: int, seed: int) -> None:
 def test_few_images_do_no_harm(rows: int) -> None:
     """What was seen on fewer rows than there are inputs says nothing of most directions."""
     weight, others = matrix(64, 200, 0), alike(2000, 200, 5, kinds=150)
-    rounded = round_together(weight, known(alike(rows, 200, 1, kinds=150)))
+    rounded = round_correlated(weight, known(alike(rows, 200, 1, kinds=150)))
     assert error(weight, rounded, others) < 1.05 * error(weight, to_fp8(weight, 1.0), others)
 
 
 def test_inputs_that_go_their_own_ways_are_rounded_to_the_nearest() -> None:
     weight = matrix(16, 300, 0)
     own = 0.1 + torch.rand(300, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(round_together(weight, own.diag()).float(), to_fp8(weight, 1.0).float())
+    assert torch.equal(round_correlated(weight, own.diag()).float(), to_fp8(weight, 1.0).float())
 
 
 def test_an_input_that_is_always_zero() -> None:
     weight, x = matrix(16, 32, 0), alike(300, 32, 0)
     x[:, 5] = 0
-    rounded = round_together(weight, known(x)).float()
+    rounded = round_correlated(weight, known(x)).float()
     assert torch.isfinite(rounded).all()
     assert torch.equal(rounded[:, 5], to_fp8(weight[:, 5], 1.0).float())
 
 
 def test_it_is_the_best_step_for_each_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the same by its definition: after each input the others minimise what is left of the error."""
-    monkeypatch.setattr(rounding, "INPUTS_AT_ONCE", 8)
-    weight, together = matrix(10, 21, 3).double(), known(alike(500, 21, 3)).double()
+    monkeypatch.setattr(rounding, "INPUT_BLOCK", 8)
+    weight, correlation = matrix(10, 21, 3).double(), known(alike(500, 21, 3)).double()
     left, expected = weight.clone(), torch.zeros_like(weight)
-    order = together.diagonal().argsort(descending=True).tolist()
+    order = correlation.diagonal().argsort(descending=True).tolist()
     for number, index in enumerate(order):
         rest = order[number + 1 :]
         expected[:, index] = to_fp8(left[:, index], 1.0).double()
-        moved = (left[:, index] - expected[:, index])[:, None] * together[index, rest]
-        left[:, rest] += torch.linalg.solve(together[rest][:, rest], moved.t()).t() if rest else 0
-    assert torch.equal(round_together(weight.float(), together.float()).double(), expected)
+        moved = (left[:, index] - expected[:, index])[:, None] * correlation[index, rest]
+        left[:, rest] += torch.linalg.solve(correlation[rest][:, rest], moved.t()).t() if rest else 0
+    assert torch.equal(round_correlated(weight.float(), correlation.float()).double(), expected)
 
 
 def test_what_is_seen_in_parts_is_what_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = alike(100, 16, 0)
-    whole = see(x, None)
-    monkeypatch.setattr(rounding, "ROWS_AT_ONCE", 7)
+    whole = observe(x, None)
+    monkeypatch.setattr(rounding, "ROW_CHUNK", 7)
     parts = None
     for part in x.bfloat16().split(30):
-        parts = see(part, parts)
+        parts = observe(part, parts)
     assert parts is not None
-    assert parts.together is not None
-    assert whole.together is not None
+    assert parts.products is not None
+    assert whole.products is not None
     assert parts.rows == whole.rows == 100
     assert float(parts.largest) == pytest.approx(float(x.abs().max()), rel=0.01)
-    assert relative_error(parts.together, whole.together) < 0.01
-    assert relative_error(whole.together, x.t() @ x) < 1e-5
+    assert relative_error(parts.products, whole.products) < 0.01
+    assert relative_error(whole.products, x.t() @ x) < 1e-5
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e25])
 def test_what_cannot_be_squared_is_rounded_to_the_nearest(size: float) -> None:
-    seen = see(size * alike(10, 8, 0), None)
+    seen = observe(size * alike(10, 8, 0), None)
     assert 0 < float(seen.largest) < float("inf")
     assert seen.damped() is None
 
@@ -111,13 +111,13 @@ def test_inputs_of_which_one_follows_from_others() -> None:
     x = alike(5000, 64, 0)
     x[:, 32:] = x[:, :32]
     weight = matrix(16, 64, 0)
-    assert error(weight, round_together(weight, known(x)), x) < 0.5 * error(weight, to_fp8(weight, 1.0), x)
+    assert error(weight, round_correlated(weight, known(x)), x) < 0.5 * error(weight, to_fp8(weight, 1.0), x)
 
 
 def test_only_what_is_to_be_in_fp8_is_summed() -> None:
     made = bundle("plain", width=32, heads=2, depth=4)
     images = torch.randn(3, 3, *made.preprocess.size)
-    found = {name for name, seen in calibrate(made.model, images).items() if seen.together is not None}
+    found = {name for name, seen in calibrate(made.model, images).items() if seen.correlation is not None}
     assert found == {f"{block}.{name}" for block in (1, 2) for name in ("qkv", "fc1", "fc2")} | {"3.qkv"}
 
 
@@ -125,12 +125,12 @@ def test_several_batches_are_one_larger_one(monkeypatch: pytest.MonkeyPatch) -> 
     made = bundle("plain", width=32, heads=2, depth=3)
     images = torch.randn(7, 3, *made.preprocess.size)
     whole = calibrate(made.model, images)
-    monkeypatch.setattr(calibration, "AT_ONCE", 2)
+    monkeypatch.setattr(calibration, "BATCH", 2)
     for parts in (calibrate(made.model, images), calibrate(made.model, iter(images.split(3)))):
         for name, seen in whole.items():
             assert parts[name].scale == pytest.approx(seen.scale, rel=1e-5)
-            if seen.together is not None:
-                assert relative_error(parts[name].together, seen.together) < 1e-5
+            if seen.correlation is not None:
+                assert relative_error(parts[name].correlation, seen.correlation) < 1e-5
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
@@ -144,11 +144,11 @@ def test_a_model_in_fp8_answers_more_as_it_does(pool: str) -> None:
         return torch.einsum("bk,kchw->bchw", torch.randn(count, 4, generator=told), things)
 
     seen, others = calibrate(made.model, images(400), spared=0), images(100)
-    nearest = {name: known._replace(together=None) for name, known in seen.items()}
+    nearest = {name: known._replace(correlation=None) for name, known in seen.items()}
 
     @torch.inference_mode()
-    def error(inputs: dict[str, Known], spared: int) -> float:
-        numbers = Numbers(torch.float32, exact=True, inputs=inputs, spared=spared)
+    def error(inputs: dict[str, InputCalibration], spared: int) -> float:
+        numbers = EncoderPrecision(torch.float32, exact=True, inputs=inputs, spared=spared)
         return relative_error(FastModel(made.model, numbers)(others), made.model(others))
 
     assert error(seen, 0) < 0.95 * error(nearest, 0)

@@ -1,1 +1,1 @@
-"""The encoder as a CUDA device computes it best, to answer: bf16 or fp8, few passes over memory."""
+"""The encoder optimised for inference on a CUDA device: bf16 or fp8, with fused kernels."""

@@ -1,4 +1,4 @@
-"""Which of torch's kernels computes attention."""
+"""The choice of torch's attention kernel."""
 
 import contextlib
 from contextlib import AbstractContextManager
@@ -13,20 +13,20 @@ PREFERRED = [
 ]
 """The fastest first, for a few hundred tokens on Hopper GPUs."""
 TRUSTED = PREFERRED[1:]
-"""All of torch's kernels but cuDNN's."""
+"""All of torch's kernels except cuDNN's."""
 
 
 def preferred_attention(device_type: str) -> AbstractContextManager[None]:
-    """Return a context in which attention takes the fastest kernel that can do it; on a CPU there is no choice."""
+    """Return a context in which attention uses the fastest available kernel; on a CPU it does nothing."""
     return sdpa_kernel(PREFERRED, set_priority=True) if device_type == "cuda" else contextlib.nullcontext()
 
 
 def for_training(queries: int, keys: int) -> list[SDPBackend]:
-    """Return the kernels that may compute attention whose gradient is wanted.
+    """Return the kernels allowed for attention with gradients.
 
-    cuDNN's is the fastest, but its gradient is reported not to be a number on Hopper GPUs for some lengths: 64, 192,
-    320, … keys with a mask (pytorch issue 196678; runs of ours with 64 and no mask ended so, too), and one query
-    (cudnn-frontend issue 1072). So it is left out for every multiple of 64, which costs a model of 64 tokens a tenth
-    of a step, and for one query. Another report (kyutai-labs/pocket-tts 264) names no length; a run notices, and stops.
+    cuDNN's is the fastest, but its gradient is reported to be NaN on Hopper GPUs for some lengths: 64, 192, 320, … keys
+    with a mask (pytorch issue 196678; our runs with 64 keys and no mask failed too), and one query (cudnn-frontend
+    issue 1072). So it is excluded for every multiple of 64, which costs a model with 64 tokens 10% of the step time,
+    and for one query. Another report (kyutai-labs/pocket-tts 264) names no length; a run detects NaN and stops.
     """
     return TRUSTED if queries == 1 or keys % 64 == 0 else PREFERRED

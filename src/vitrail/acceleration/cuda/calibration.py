@@ -1,4 +1,4 @@
-"""What goes into a model's products, seen on some images, so that fp8 is chosen well before the first answer."""
+"""Calibration: statistics of the inputs of a model's matmuls on sample images, for fp8."""
 
 from collections.abc import Iterable
 
@@ -6,47 +6,47 @@ import torch
 from torch import Tensor
 
 from vitrail.acceleration.cuda.elementwise import FP8_MAX
-from vitrail.acceleration.cuda.encoder import LOW, SPARED, Numbers
-from vitrail.acceleration.cuda.matmul import Known
+from vitrail.acceleration.cuda.encoder import LOW, SPARED, EncoderPrecision
+from vitrail.acceleration.cuda.matmul import InputCalibration
 from vitrail.acceleration.cuda.model import FastModel
-from vitrail.acceleration.cuda.rounding import Seen
+from vitrail.acceleration.cuda.rounding import InputStatistics
 from vitrail.errors import InputError
 from vitrail.models.vit import ViT
 
-AT_ONCE = 64
-"""Images that are looked at together, however many there are."""
+BATCH = 64
+"""Images per forward pass."""
 MARGIN = 1.25
-"""How much larger than all that was seen a number may be before it is cut off."""
+"""How far a value may exceed the calibrated maximum before it saturates."""
 
 
 @torch.inference_mode()
 def calibrate(
     model: ViT, images: Tensor | Iterable[Tensor], *, low: frozenset[str] = LOW, spared: int = SPARED
-) -> dict[str, Known]:
-    """Return what is known of the inputs of each product after some images: `{"0.qkv": …}`.
+) -> dict[str, InputCalibration]:
+    """Return the calibration of each matmul's input: `{"0.qkv": …}`.
 
-    `images` is a normalised batch (B, C, H, W), or several; they should look like those to be answered later. A
-    thousand are plenty. From few, scales may be too small, and weights are rounded more nearly to the nearest number.
-    `low` and `spared` are those of the `Numbers` that it is for.
+    `images` is a normalised batch (B, C, H, W), or several, similar to those in use. A thousand images are enough. With
+    few, scales may be too small, and weights are rounded almost to nearest. `low` and `spared` must match the
+    `EncoderPrecision` it is used with.
     """
     like = next(model.parameters())
-    watched = FastModel(model, Numbers(torch.bfloat16 if like.is_cuda else like.dtype, exact=True))
-    record: dict[str, Seen] = {}
-    watched.encoder.watch(record, low, spared)
+    observed = FastModel(model, EncoderPrecision(torch.bfloat16 if like.is_cuda else like.dtype, exact=True))
+    statistics: dict[str, InputStatistics] = {}
+    observed.encoder.observe(statistics, low, spared)
     for batch in (images,) if isinstance(images, Tensor) else images:
-        for part in batch.split(AT_ONCE) if len(batch) else ():
-            watched(part.to(like.dtype) if part.is_floating_point() else part)  # others are refused by the model
-    if not record:
-        raise InputError("there are no images to calibrate fp8 with; give a batch of normalised images")
-    for name, seen in record.items():
-        value = float(seen.largest)
+        for chunk in batch.split(BATCH) if len(batch) else ():
+            observed(chunk.to(like.dtype) if chunk.is_floating_point() else chunk)  # the model rejects other dtypes
+    if not statistics:
+        raise InputError("no images to calibrate fp8; pass a batch of normalised images")
+    for name, observation in statistics.items():
+        value = float(observation.largest)
         if not 0 < value < float("inf"):
-            raise InputError(f"what goes into {name} is {value} at most, which fp8 cannot be scaled by; use bf16")
-    scales = {name: float(seen.largest) * MARGIN / FP8_MAX for name, seen in record.items()}
-    return {name: Known(scale, _kept(record.pop(name))) for name, scale in scales.items()}
+            raise InputError(f"the input of {name} has maximum {value}, which cannot be scaled to fp8; use bf16")
+    scales = {name: float(observation.largest) * MARGIN / FP8_MAX for name, observation in statistics.items()}
+    return {name: InputCalibration(scale, _correlation(statistics.pop(name))) for name, scale in scales.items()}
 
 
-def _kept(seen: Seen) -> Tensor | None:
-    """Return what weights are rounded by, not on the device, where that of all products together may be too large."""
-    together = seen.damped()
-    return None if together is None else together.cpu()
+def _correlation(observation: InputStatistics) -> Tensor | None:
+    """Return the damped correlation of the inputs on the CPU; the matrices of all matmuls may not fit on the device."""
+    correlation = observation.damped()
+    return None if correlation is None else correlation.cpu()

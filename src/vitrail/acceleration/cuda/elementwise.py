@@ -1,7 +1,7 @@
-"""What happens to rows of numbers before and between matrix products, each in one pass over memory.
+"""Elementwise and normalisation kernels between matmuls, each one pass over memory.
 
-On a CUDA device these are Triton kernels (`kernels.py`); elsewhere the plain torch below, which is also what the
-kernels are checked against. Rows are (M, D), in the stream's dtype or, where a scale is given, in fp8.
+On a CUDA device these are Triton kernels (`kernels.py`); elsewhere the plain torch below, which is also the reference
+for the kernels. Rows are (M, D), in the stream's dtype or, with a scale, in fp8.
 """
 
 import functools
@@ -14,20 +14,20 @@ from torch import Tensor
 from vitrail.models.patches import cut
 
 Form = Literal["none", "gelu", "gelu_tanh", "quick_gelu", "relu"]
-"""The activations that one pass can apply."""
+"""The supported activations."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""The largest number of that kind of fp8."""
+"""The largest finite value of this fp8 format."""
 
 
 @functools.cache
 def kernels_run(device: torch.device) -> bool:
-    """Say whether the kernels run on a CUDA device: Triton may be missing, or the C compiler that it needs."""
+    """Return whether the kernels run on a CUDA device: Triton, or the C compiler it needs, may be missing."""
     try:
         from vitrail.acceleration.cuda.kernels import norm as fused
 
         fused(torch.zeros(1, 16, device=device, dtype=torch.bfloat16), 1e-6)
-    except Exception:  # whatever Triton stumbles over, the model can be computed without it
+    except Exception:  # whatever fails in Triton, the model can run without it
         return False
     return True
 
@@ -35,10 +35,9 @@ def kernels_run(device: torch.device) -> bool:
 def norm(
     x: Tensor, eps: float, *, shift: Tensor | None = None, branch: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Return rows with mean 0 and variance 1: of x, of x + shift, and of x + branch, which x becomes.
+    """Normalise rows to mean 0 and variance 1; `branch` is first added to x in place.
 
-    `shift` (D,) is added to what is normalised but not to x. With `scale`, the result is fp8 and stands for `scale`
-    times itself.
+    `shift` (D,) is added before normalising, but not to x. With `scale`, the result is fp8, quantised with that scale.
     """
     if x.is_cuda:
         from vitrail.acceleration.cuda.kernels import norm as fused
@@ -53,7 +52,7 @@ def norm(
 
 
 def activate(x: Tensor, form: Form, *, scale: float | None = None) -> Tensor:
-    """Apply an activation: in place, or with `scale` to a new tensor in fp8 that stands for `scale` times itself."""
+    """Apply an activation: in place, or with `scale` to a new fp8 tensor quantised with that scale."""
     if x.is_cuda:
         from vitrail.acceleration.cuda.kernels import activate as fused
 
@@ -64,14 +63,14 @@ def activate(x: Tensor, form: Form, *, scale: float | None = None) -> Tensor:
 
 
 def quantise(x: Tensor, scale: float) -> Tensor:
-    """Return x in fp8, standing for `scale` times itself."""
+    """Quantise x to fp8 with a scale."""
     return activate(x, "none", scale=scale)
 
 
 def cut_patches(
     images: Tensor, patch: tuple[int, int], dtype: torch.dtype, *, before: int = 0, after: int = 0
 ) -> Tensor:
-    """Cut images (B, C, H, W) into rows (B, T, C·h·w) of a dtype: patches, zeros `before` and `after` them."""
+    """Cut images (B, C, H, W) into rows (B, T, C·h·w) of a dtype: patches, with zero rows `before` and `after`."""
     if images.is_cuda:
         from vitrail.acceleration.cuda.kernels import cut_patches as fused
 
@@ -80,7 +79,7 @@ def cut_patches(
 
 
 def add_table(tokens: Tensor, table: Tensor) -> Tensor:
-    """Add the same table (T, D) to every image's tokens (B, T, D), in their memory."""
+    """Add a table (T, D) to every image's tokens (B, T, D), in place."""
     if tokens.is_cuda:
         from vitrail.acceleration.cuda.kernels import add_table as fused
 
@@ -89,7 +88,7 @@ def add_table(tokens: Tensor, table: Tensor) -> Tensor:
 
 
 def to_fp8(x: Tensor, scale: Tensor | float) -> Tensor:
-    """Round x / scale to fp8; what is too large becomes the largest number there is."""
+    """Round x / scale to fp8, saturating."""
     return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 

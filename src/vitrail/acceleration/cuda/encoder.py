@@ -1,11 +1,11 @@
-"""The whole encoder for answering on a CUDA device: what `models/` computes, in the fewest passes over memory.
+"""The encoder for inference on a CUDA device: the computation of `models/` with as few kernels as possible.
 
     tokens (B, T, D)  ->  rows (B·T, D) of the residual stream, in place from block to block  ->  tokens
 
-Per block four products and four passes. In bf16 the residual is added by the product that makes the branch, which then
-cannot add its bias as well: these biases are summed up over the blocks, known before the first image, and added
-where a norm reads the stream. In fp8 the product makes the branch, and the norm that follows adds it to the stream.
-Where one token only is read behind it, the last block computes that token only.
+Each block has four matmuls and four elementwise kernels. In bf16 the matmul of a branch also adds the residual, so it
+cannot add its bias: these biases are accumulated over the blocks in advance and added where a norm reads the stream. In
+fp8 the matmul computes the branch, and the following norm adds it to the stream. If the head reads a single token, the
+last block computes only that token.
 """
 
 from collections.abc import Mapping
@@ -18,98 +18,104 @@ from torch import Tensor, nn
 
 from vitrail.acceleration.cuda.elementwise import FP8, Form, activate, norm, quantise
 from vitrail.acceleration.cuda.folding import Affine, fold
-from vitrail.acceleration.cuda.matmul import Fp8Matmul, Known, Matmul, WeightScales, can_take_fp8
+from vitrail.acceleration.cuda.matmul import Fp8Matmul, InputCalibration, Matmul, WeightScales, can_take_fp8
 from vitrail.acceleration.cuda.merging import Merging, log_sizes, merge, read_merging
-from vitrail.acceleration.cuda.rounding import Seen, see
-from vitrail.acceleration.onednn import token_read
+from vitrail.acceleration.cuda.rounding import InputStatistics, observe
+from vitrail.acceleration.onednn import pooled_token
 from vitrail.errors import ConfigError
 from vitrail.models.blocks import Block
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
-PRODUCTS = ("qkv", "proj", "fc1", "fc2")
+MATMULS = ("qkv", "proj", "fc1", "fc2")
 LOW = frozenset({"qkv", "fc1", "fc2"})
-"""The products that fp8 is worth it for by default: their inputs are made in fp8 by the pass before, for nothing."""
+"""The matmuls in fp8 by default: the preceding kernel writes their inputs in fp8 at no cost."""
 SPARED = 1
-"""Of the squares of fp8's error, the first block of a trained B/16 makes a third, any other a ninth or less; that of
-smaller models makes half or more (docs/lab/gpu.md): most likely because what it gets wrong goes through all others,
-while there is little in the stream to outweigh it."""
+"""First blocks that stay in bf16. The first block of a trained B/16 causes a third of fp8's squared error, any other a
+ninth or less; in smaller models it causes half or more (docs/lab/gpu.md), most likely because its error passes through
+all other blocks while the stream is still small."""
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """In which numbers the encoder computes."""
+class EncoderPrecision:
+    """The numerical formats of the encoder."""
 
     dtype: torch.dtype = torch.bfloat16
-    """Of the residual stream, and of every product that is not in fp8."""
+    """The dtype of the residual stream, and of every matmul that is not in fp8."""
     exact: bool = False
-    """Compute GELU in its exact form, where cuBLASLt has the tanh form only."""
-    inputs: Mapping[str, Known] | None = field(default=None, repr=False, compare=False)
-    """What is known of each product's inputs: `{"0.qkv": …}` (`calibrate`). None: nothing is in fp8."""
+    """Compute the exact GELU; cuBLASLt has only the tanh approximation."""
+    inputs: Mapping[str, InputCalibration] | None = field(default=None, repr=False, compare=False)
+    """The calibration of each matmul's input: `{"0.qkv": …}` (`calibrate`). None: no fp8."""
     low: frozenset[str] = LOW
-    """Which of a block's products are in fp8."""
+    """The matmuls of a block that are in fp8."""
     spared: int = SPARED
-    """How many of the first blocks are not."""
+    """How many of the first blocks stay out of fp8."""
     weight_scales: WeightScales = "tensor"
     fused: bool | None = None
-    """Let Triton multiply where an activation could not be part of the product otherwise, on a CUDA device. None: where
-    that was found to be faster, which is in fp8 and not in bf16."""
+    """On a CUDA device, use a Triton matmul if cuBLASLt cannot fuse the activation. None: where that is faster, which is
+    in fp8 and not in bf16."""
 
 
 def can_fold(config: ViTConfig) -> bool:
-    """Say whether the encoder of such a model can be computed so: the paper's blocks, positions added at the stem."""
+    """Return whether the fast encoder supports a model: the paper's blocks, with positions added at the stem."""
     plain = config.norm_order == "pre" and config.out_proj and not config.qk_norm and config.activation != "swiglu"
     return plain and config.position not in ("rope_2d", "relative") and config.position_at == "stem"
 
 
 def can_quantise(config: ViTConfig) -> bool:
-    """Say whether such a model can also be computed in fp8."""
+    """Return whether the fast encoder also supports a model in fp8."""
     return can_fold(config) and can_take_fp8(config.width, config.heads * config.head_width, config.mlp_hidden)
 
 
 class FastEncoder(nn.Module):
     """The blocks of a model: all, or the first `layers`.
 
-    With `whole` every token leaves the last one, also where the model's head reads one only. With `merge` each block
-    but one behind which a single token is read has so many tokens fewer behind it (`merging.py`).
+    With `whole`, the last block returns every token, even if the head reads only one. With `merge`, each block except
+    one that returns a single token merges this many tokens (`merging.py`).
     """
 
     shift: Tensor
 
     def __init__(
-        self, model: ViT, numbers: Numbers, *, layers: int | None = None, whole: bool = False, merge: int | Merging = 0
+        self,
+        model: ViT,
+        precision: EncoderPrecision,
+        *,
+        layers: int | None = None,
+        whole: bool = False,
+        merge: int | Merging = 0,
     ) -> None:
         super().__init__()
-        if not can_fold(model.config):  # it would be computed all the same, and wrongly
+        if not can_fold(model.config):  # the result would be wrong
             raise ConfigError(
-                "the fast encoder takes plain pre-norm blocks and positions added at the stem, which this model does "
-                "not have; vitrail.accelerate computes it another way"
+                "the fast encoder needs plain pre-norm blocks and positions added at the stem, which this model does "
+                "not have; use vitrail.accelerate"
             )
-        self.dtype, self.read = numbers.dtype, None if whole else token_read(model.config)
+        self.dtype, self.read = precision.dtype, None if whole else pooled_token(model.config)
         if self.read is not None and model.config.class_token == "last":
-            self.read = -1  # wherever that is by then
+            self.read = -1  # merging changes the index
         shift = next(model.parameters()).new_zeros(model.config.width, dtype=torch.float64)
         self.blocks = nn.ModuleList()
         blocks = list(model.blocks)[:layers]
         merging = self._read_merging(merge, model.config, len(blocks))
         for index, block in enumerate(blocks):
             read = self.read if index == len(blocks) - 1 else None
-            made = FastBlock(cast("Block", block), numbers, index, shift, read, merging)
-            self.blocks.append(made)
-            shift = made.shift_behind
+            fast = FastBlock(cast("Block", block), precision, index, shift, read, merging)
+            self.blocks.append(fast)
+            shift = fast.shift_after
         self.register_buffer("shift", shift.to(_wide(self.dtype)), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map (B, T, D) to (B, T, D), or to (B, 1, D) where one token is read. The tokens' memory is written to."""
-        return self.merged(tokens)[0]
+        """Map (B, T, D) to (B, T, D), or to (B, 1, D) if the head reads one token. May overwrite `tokens`."""
+        return self.encode(tokens)[0]
 
-    def merged(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Do so, and say how many patches each token stands for; None where they are as many as before."""
+    def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens and how many patches each one stands for; None without merging."""
         B, T, D = tokens.shape
-        if not B:  # for which not every kernel of attention has an answer
+        if not B:  # not every attention kernel supports an empty batch
             left = T - sum(cast("FastBlock", block).merges for block in self.blocks)
             return tokens.new_zeros(0, left if self.read is None else 1, D, dtype=_wide(self.dtype)), None
-        # The kernels take rows that lie one behind the other, which a convolution's, of one image, do not.
+        # The kernels need contiguous rows, which the output of a convolution is not for one image.
         x, branch, sizes = tokens.to(self.dtype).reshape(-1, D).contiguous(), None, None
         for block in self.blocks:
             x, branch, sizes = block(x, branch, B, T, sizes)
@@ -118,14 +124,14 @@ class FastEncoder(nn.Module):
         return (wide if branch is None else wide + branch).view(B, T if self.read is None else 1, D), sizes
 
     def _read_merging(self, merge: int | Merging, config: ViTConfig, blocks: int) -> Merging | None:
-        asked = merge.tokens if isinstance(merge, Merging) else merge
-        found = read_merging(asked, config, blocks if self.read is None else blocks - 1)
-        return merge if found is not None and isinstance(merge, Merging) else found
+        count = merge.tokens if isinstance(merge, Merging) else merge
+        merging = read_merging(count, config, blocks if self.read is None else blocks - 1)
+        return merge if merging is not None and isinstance(merge, Merging) else merging
 
-    def watch(self, record: dict[str, Seen], low: frozenset[str], spared: int) -> None:
-        """Keep in `record` what is seen of the numbers that go into each product, all of it for those to be in fp8."""
+    def observe(self, statistics: dict[str, InputStatistics], low: frozenset[str], spared: int) -> None:
+        """Collect statistics of each matmul's input; correlations only for those that will be in fp8."""
         for block in self.blocks:
-            cast("FastBlock", block).watch(record, low, spared)
+            cast("FastBlock", block).observe(statistics, low, spared)
 
 
 class FastBlock(nn.Module):
@@ -135,11 +141,17 @@ class FastBlock(nn.Module):
     shift2: Tensor
 
     def __init__(
-        self, block: Block, numbers: Numbers, index: int, shift: Tensor, read: int | None, merging: Merging | None
+        self,
+        block: Block,
+        precision: EncoderPrecision,
+        index: int,
+        shift: Tensor,
+        read: int | None,
+        merging: Merging | None,
     ) -> None:
         super().__init__()
         config, folded = block.config, fold(block)
-        self.index, self.eps, self.exact, self.fused = index, config.norm_eps, numbers.exact, numbers.fused
+        self.index, self.eps, self.exact, self.fused = index, config.norm_eps, precision.exact, precision.fused
         self.heads, self.head_width = config.heads, config.head_width
         self.read = read
         self.merges = 0 if merging is None or read is not None else merging.tokens
@@ -147,63 +159,63 @@ class FastBlock(nn.Module):
         patches = config.layout.patches
         self.before, self.after = patches.start, config.tokens - patches.stop
         self.form = cast("Form", config.activation)
-        self.record: dict[str, Seen] | None = None
-        self.summed = set[str]()
+        self.statistics: dict[str, InputStatistics] | None = None
+        self.correlated = set[str]()
 
         inner = self.heads * self.head_width
         if self.read is None:
-            self.qkv = self._product("qkv", folded.qkv, numbers)
-        else:  # one query an image, keys and values of all tokens
-            self.q = self._product("qkv", folded.qkv.rows(0, inner), numbers)
-            self.kv = self._product("qkv", folded.qkv.rows(inner, 3 * inner), numbers)
-        self.proj = self._product("proj", folded.proj, numbers)
-        self.fc1 = self._product("fc1", folded.fc1, numbers)
-        self.fc2 = self._product("fc2", folded.fc2, numbers)
+            self.qkv = self._matmul("qkv", folded.qkv, precision)
+        else:  # one query per image, keys and values of all tokens
+            self.q = self._matmul("qkv", folded.qkv.rows(0, inner), precision)
+            self.kv = self._matmul("qkv", folded.qkv.rows(inner, 3 * inner), precision)
+        self.proj = self._matmul("proj", folded.proj, precision)
+        self.fc1 = self._matmul("fc1", folded.fc1, precision)
+        self.fc2 = self._matmul("fc2", folded.fc2, precision)
 
-        wide = _wide(numbers.dtype)
+        wide = _wide(precision.dtype)
         self.register_buffer("shift1", shift.to(wide), persistent=False)
         shift = shift + folded.proj.bias if isinstance(self.proj, Matmul) else shift
         self.register_buffer("shift2", shift.to(wide), persistent=False)
-        self.shift_behind = shift + folded.fc2.bias if isinstance(self.fc2, Matmul) else shift
-        """What is still to be added to the stream behind this block."""
+        self.shift_after = shift + folded.fc2.bias if isinstance(self.fc2, Matmul) else shift
+        """What remains to be added to the stream after this block."""
 
     def forward(
         self, x: Tensor, branch: Tensor | None, batch: int, tokens: int, sizes: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Map rows (batch·tokens, D), and a branch still to be added to them, to the same behind this block.
+        """Map rows (batch·tokens, D) and a branch still to be added to the same after this block.
 
-        `sizes` (batch, tokens) says how many patches each token stands for, where tokens are merged.
+        `sizes` (batch, tokens) is how many patches each token stands for, if tokens are merged.
         """
         first = self.qkv if self.read is None else self.kv
         h = norm(x, self.eps, shift=self.shift1, branch=branch, scale=_scale(first))
-        self._note("qkv", h)
-        heads, keys = self._attended(h, batch, tokens, sizes)
-        self._note("proj", heads)
+        self._observe("qkv", h)
+        heads, keys = self._attend(h, batch, tokens, sizes)
+        self._observe("proj", heads)
         if self.read is not None:
             x = x.unflatten(0, (batch, tokens))[:, self.read].contiguous()
-        branch = _joined(x, self.proj, heads)
+        branch = _add_branch(x, self.proj, heads)
         if self.merges:
-            # What is kept back is the same for all tokens, so that it is in their mean, too.
+            # The pending shift is the same for all tokens, so it is also that of their mean.
             x = (x if branch is None else x.add_(branch)).unflatten(0, (batch, tokens))
             x, sizes = merge(x, sizes, keys, self.merges, before=self.before, after=self.after)
             x, branch = x.flatten(0, 1).contiguous(), None
         h = norm(x, self.eps, shift=self.shift2, branch=branch, scale=_scale(self.fc1))
-        self._note("fc1", h)
+        self._observe("fc1", h)
         hidden = self._activated(h)
-        self._note("fc2", hidden)
-        return x, _joined(x, self.fc2, hidden), sizes
+        self._observe("fc2", hidden)
+        return x, _add_branch(x, self.fc2, hidden), sizes
 
-    def _attended(self, h: Tensor, batch: int, tokens: int, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the heads side by side, (M, inner), of all tokens or of the one that is read; and the keys of all."""
+    def _attend(self, h: Tensor, batch: int, tokens: int, sizes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the concatenated heads, (M, inner), of all tokens or of the one that is read, and all keys."""
         if self.read is None:
-            # Views: no kernel of attention needs the three apart in memory.
+            # Views: the attention kernels do not need separate tensors.
             query, key, value = self.qkv(h).view(batch, tokens, 3, self.heads, self.head_width).unbind(2)
         else:
-            asked = h.unflatten(0, (batch, tokens))[:, self.read].contiguous()
-            query = self.q(asked).view(batch, 1, self.heads, self.head_width)
+            row = h.unflatten(0, (batch, tokens))[:, self.read].contiguous()
+            query = self.q(row).view(batch, 1, self.heads, self.head_width)
             key, value = self.kv(h).view(batch, tokens, 2, self.heads, self.head_width).unbind(2)
         bias = log_sizes(sizes, query.dtype) if self.proportional else None
-        query, keys, value = (part.transpose(1, 2) for part in (query, key, value))
+        query, keys, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         heads = F.scaled_dot_product_attention(query, keys, value, attn_mask=bias)
         return heads.transpose(1, 2).reshape(-1, self.heads * self.head_width), key
 
@@ -216,43 +228,43 @@ class FastBlock(nn.Module):
         tanh = self.form == "gelu" and not self.exact
         return self.fc1.activated(h, "gelu_tanh" if tanh else self.form, fused=self.fused is True and self.exact)
 
-    def _product(self, name: str, folded: Affine, numbers: Numbers) -> Matmul | Fp8Matmul:
-        """Make a product. Behind the one token that is read there are too few rows for fp8 to pay.
+    def _matmul(self, name: str, folded: Affine, precision: EncoderPrecision) -> Matmul | Fp8Matmul:
+        """Create a matmul. After selecting a single token there are too few rows for fp8 to pay off.
 
-        That token's query is rounded by what was seen of all tokens, as keys and values are: by its own rows alone the
-        answers hardly change.
+        That token's query uses the calibration of all tokens, as keys and values do; calibrating on its own rows
+        hardly changes the outputs.
         """
-        if numbers.inputs is None or not self._takes_fp8(name, numbers.low, numbers.spared):
-            return Matmul(folded, numbers.dtype)
-        return Fp8Matmul(folded, numbers.dtype, numbers.inputs[f"{self.index}.{name}"], numbers.weight_scales)
+        if precision.inputs is None or not self._takes_fp8(name, precision.low, precision.spared):
+            return Matmul(folded, precision.dtype)
+        return Fp8Matmul(folded, precision.dtype, precision.inputs[f"{self.index}.{name}"], precision.weight_scales)
 
     def _takes_fp8(self, name: str, low: frozenset[str], spared: int) -> bool:
         return name in low and self.index >= spared and (self.read is None or name == "qkv")
 
-    def watch(self, record: dict[str, Seen], low: frozenset[str], spared: int) -> None:
-        """Keep in `record` what is seen of the numbers that go into each product."""
-        self.record = record
-        self.summed = {name for name in PRODUCTS if self._takes_fp8(name, low, spared)}
+    def observe(self, statistics: dict[str, InputStatistics], low: frozenset[str], spared: int) -> None:
+        """Collect statistics of each matmul's input."""
+        self.statistics = statistics
+        self.correlated = {name for name in MATMULS if self._takes_fp8(name, low, spared)}
 
-    def _note(self, name: str, x: Tensor) -> None:
-        if self.record is not None:
+    def _observe(self, name: str, x: Tensor) -> None:
+        if self.statistics is not None:
             key = f"{self.index}.{name}"
-            self.record[key] = see(x, self.record.get(key), together=name in self.summed)
+            self.statistics[key] = observe(x, self.statistics.get(key), correlate=name in self.correlated)
 
 
-def _joined(x: Tensor, product: Matmul | Fp8Matmul, h: Tensor) -> Tensor | None:
-    """Add a product to the stream, or return it as a branch for the next norm to add."""
-    if isinstance(product, Matmul):
-        product.add_to(x, h)
+def _add_branch(x: Tensor, matmul: Matmul | Fp8Matmul, h: Tensor) -> Tensor | None:
+    """Add a matmul to the stream, or return its output as a branch for the next norm to add."""
+    if isinstance(matmul, Matmul):
+        matmul.add_to(x, h)
         return None
-    return cast("Tensor", product(h if h.dtype == FP8 else quantise(h, product.scale)))
+    return cast("Tensor", matmul(h if h.dtype == FP8 else quantise(h, matmul.scale)))
 
 
-def _scale(product: nn.Module) -> float | None:
-    """Return the scale in which a product takes its input; None where that is not fp8."""
-    return product.scale if isinstance(product, Fp8Matmul) else None
+def _scale(matmul: nn.Module) -> float | None:
+    """Return the scale of a matmul's fp8 input; None if it is not in fp8."""
+    return matmul.scale if isinstance(matmul, Fp8Matmul) else None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums are made in."""
+    """Return the accumulation dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,9 +1,9 @@
-"""What can be worked out before the first image: a block's norms and factors become part of its matrices.
+"""Constant folding: a block's norms and LayerScale become part of its matrices.
 
-    norm(x) = γ·x̂ + β, so  W·norm(x) + b  =  (W·γ)·x̂ + (b + W·β)        what follows a LayerNorm
-    s·(W·x + b)  =  (s·W)·x + (s·b)                                       what a LayerScale follows
+    norm(x) = γ·x̂ + β, so  W·norm(x) + b  =  (W·γ)·x̂ + (b + W·β)        after a LayerNorm
+    s·(W·x + b)  =  (s·W)·x + (s·b)                                       before a LayerScale
 
-Sums are made in float64, so that a folded model rounds once, when its matrices are cast.
+Folding is in float64, so that a folded model rounds only once, when its matrices are cast.
 """
 
 from typing import NamedTuple, cast
@@ -15,18 +15,18 @@ from vitrail.models.blocks import Block, LayerScale
 
 
 class Affine(NamedTuple):
-    """A matrix (outputs, inputs) and what is added to its product, both float64."""
+    """A weight (outputs, inputs) and a bias, both float64."""
 
     weight: Tensor
     bias: Tensor
 
     def rows(self, start: int, stop: int) -> "Affine":
-        """Return some of its outputs."""
+        """Return a slice of the outputs."""
         return Affine(self.weight[start:stop], self.bias[start:stop])
 
 
 class Folded(NamedTuple):
-    """A block as four products, between which only normalising, attention and the activation are left."""
+    """A block as four matmuls, with only normalisation, attention and the activation in between."""
 
     qkv: Affine
     proj: Affine
@@ -36,7 +36,7 @@ class Folded(NamedTuple):
 
 @torch.no_grad()
 def fold(block: Block) -> Folded:
-    """Fold the norms and the factors of a pre-norm block into its matrices."""
+    """Fold the norms and LayerScale of a pre-norm block into its matrices."""
     return Folded(
         qkv=_after_norm(block.attn.qkv, block.norm1),
         proj=_scaled(cast("nn.Linear", block.attn.proj), block.ls1),

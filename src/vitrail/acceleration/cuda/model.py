@@ -1,4 +1,4 @@
-"""A model whose encoder is the fast one; stem and head stay the model's own, or are done in one product."""
+"""A model with the fast encoder; the stem is one matmul patches possible, and the head stays the model's."""
 
 import copy
 from typing import cast
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from vitrail.acceleration.casting import cast_matrices
 from vitrail.acceleration.cuda.attention import preferred_attention
 from vitrail.acceleration.cuda.elementwise import add_table, cut_patches, kernels_run
-from vitrail.acceleration.cuda.encoder import FastEncoder, Numbers, can_fold
+from vitrail.acceleration.cuda.encoder import EncoderPrecision, FastEncoder, can_fold
 from vitrail.acceleration.cuda.folding import affine
 from vitrail.acceleration.cuda.merging import Merging, weighted_mean
 from vitrail.models.checks import check_images
@@ -17,61 +17,67 @@ from vitrail.models.vit import Features, ViT
 
 
 def runs_fast(model: ViT) -> bool:
-    """Say whether `FastModel` stands for a model where that is: on a CUDA device that runs the kernels."""
+    """Return whether `FastModel` supports a model on its device: a CUDA device that runs the kernels."""
     device = next(model.parameters()).device
     return device.type == "cuda" and can_fold(model.config) and kernels_run(device)
 
 
 class FastModel(nn.Module):
-    """A model to answer with, not to train or to save: images (B, C, H, W), normalised, to what the model returns.
+    """A model for inference only: maps normalised images (B, C, H, W) to the model's output.
 
-    `layers` and `whole` are for `encode` and `features`: the model as if it ended after so many layers, and with every
-    token, where the head reads one only. `merge` is how many tokens are merged in each block.
+    `layers` and `whole` are for `encode` and `features`: use only the first layers, and keep every token even if the
+    head reads only one. `merge` is how many tokens each block merges.
     """
 
     def __init__(
-        self, model: ViT, numbers: Numbers, *, layers: int | None = None, whole: bool = False, merge: int | Merging = 0
+        self,
+        model: ViT,
+        precision: EncoderPrecision,
+        *,
+        layers: int | None = None,
+        whole: bool = False,
+        merge: int | Merging = 0,
     ) -> None:
         super().__init__()
-        self.config, self.dtype = model.config, numbers.dtype
-        self.encoder = FastEncoder(model, numbers, layers=layers, whole=whole, merge=merge)
+        self.config, self.dtype = model.config, precision.dtype
+        self.encoder = FastEncoder(model, precision, layers=layers, whole=whole, merge=merge)
         around = _without_blocks(model)
-        self.stem = PatchStem(around, numbers.dtype) if self.config.stem in ("conv", "linear") else None
-        low = numbers.dtype in (torch.bfloat16, torch.float16)
-        self.around = cast_matrices(around, numbers.dtype) if low else around
+        self.stem = PatchStem(around, precision.dtype) if self.config.stem in ("conv", "linear") else None
+        low = precision.dtype in (torch.bfloat16, torch.float16)
+        self.around = cast_matrices(around, precision.dtype) if low else around
         self.eval().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return what the model itself would."""
+        """Return the model's output."""
         tokens, sizes = self._encode(images)
         with self._casting(images):
             if sizes is not None and self.config.pool == "mean":
                 return self._classify_mean(tokens, sizes)
-            # Not `classify`, which also makes the weights of the pool `map`, in a way of its own.
+            # Not `classify`, which also returns the weights of the pool `map`, and computes it differently.
             return self.around._classify(tokens)
 
     def features(self, images: Tensor) -> Features:
-        """Return what `ViT.features` does for the layers that are here; of the tokens only those that are."""
+        """Return `ViT.features` for the encoder's layers and tokens."""
         tokens = self.encode(images)
         with self._casting(images):
             tokens = self.around.norm(tokens)
             return Features(self.around._pool(tokens), tokens)
 
     def encode(self, images: Tensor) -> Tensor:
-        """Return the tokens as they leave the last block: all, (B, T, D), or the one that is read, (B, 1, D)."""
+        """Return the tokens after the last block: all, (B, T, D), or the one the head reads, (B, 1, D)."""
         return self._encode(images)[0]
 
     def _encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         with self._casting(images):
             tokens = self._tokens(images)
-        # Whoever calls may have autocast on, which would change what the encoder sums in.
+        # Disable the caller's autocast, which would change the accumulation dtypes.
         with torch.autocast(images.device.type, enabled=False), preferred_attention(images.device.type):
-            return self.encoder.merged(tokens)
+            return self.encoder.encode(tokens)
 
     def _classify_mean(self, tokens: Tensor, sizes: Tensor) -> Tensor:
-        """Turn merged tokens into logits as the model does its own."""
+        """Pool merged tokens by size and return logits."""
         around = self.around
-        pooled = weighted_mean(*(around._pooled_over(part) for part in (around.norm(tokens), sizes)))
+        pooled = weighted_mean(*(around._pooled_over(tensor) for tensor in (around.norm(tokens), sizes)))
         return cast("Tensor", around.head(around.pre_logits(around.fc_norm(pooled))))
 
     def _casting(self, images: Tensor) -> torch.autocast:
@@ -85,9 +91,9 @@ class FastModel(nn.Module):
 
 
 class PatchStem(nn.Module):
-    """Patches cut and projected by one product; tokens and positions, the same for all images, are added at once.
+    """Patch projection as one matmul; special tokens and positions, the same for all images, are added together.
 
-    The other tokens go through the product as rows of zeros, so that all come out in their places.
+    Special tokens enter the matmul as zero rows, so that all tokens are at their positions.
     """
 
     weight: Tensor
@@ -98,14 +104,14 @@ class PatchStem(nn.Module):
         self.config, self.dtype = around.config, dtype
         weight = affine(cast("nn.Conv2d", around.patch_embed.proj)).weight
         self.register_buffer("weight", weight.to(dtype).contiguous(), persistent=False)
-        common = _of_a_black_image(around).to(weight.device, torch.float64 if dtype == torch.float64 else torch.float32)
+        common = _constant_tokens(around).to(weight.device, torch.float64 if dtype == torch.float64 else torch.float32)
         self.register_buffer("common", common.contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, T, D)."""
-        where = self.config.layout.patches
-        after = self.config.tokens - where.stop
-        rows = cut_patches(x, self.config.patch_size, self.dtype, before=where.start, after=after)
+        patches = self.config.layout.patches
+        after = self.config.tokens - patches.stop
+        rows = cut_patches(x, self.config.patch_size, self.dtype, before=patches.start, after=after)
         return add_table(rows @ self.weight.t(), self.common)
 
 
@@ -117,7 +123,7 @@ def _without_blocks(model: ViT) -> ViT:
 
 
 @torch.no_grad()
-def _of_a_black_image(around: ViT) -> Tensor:
+def _constant_tokens(around: ViT) -> Tensor:
     """Return the tokens (T, D) of an image of zeros, in float64: special tokens, positions, the projection's bias."""
     exact = copy.deepcopy(around).double()
     exact.norm_pre = nn.Identity()

@@ -1,1 +1,1 @@
-"""A model as a graph that other runtimes can open: ONNX, torch.export, OpenVINO."""
+"""Export a model for other runtimes: ONNX, torch.export, OpenVINO."""

@@ -1,4 +1,4 @@
-"""Does what was written answer as the model does? Asked with images, in batches of several sizes."""
+"""Compare an exported model with the original, on images in batches of several sizes."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,73 +12,75 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
 
 BATCHES = (1, 2, 8, 21)
-"""Sizes of the batches asked; none is the one that was traced."""
+"""Batch sizes to check; none is the traced one."""
 TOLERANCE = 1e-4
-"""How much the answers may differ, as a share of the largest one, before they count as wrong.
+"""Largest allowed difference of outputs, relative to the largest output.
 
-Rounding makes about 2e-6 with random weights; the room is for trained models, whose numbers are less even. So a wrong
-graph is found, and a weight that is doubled, but a single weight that is off by a hundredth can stay below it.
+Rounding causes about 2e-6 with random weights; the margin is for trained models, whose values vary more. This detects
+a wrong graph or a doubled weight, but may miss a single weight that is off by 1%.
 """
 
 
 class Check(NamedTuple):
-    """How what was written answers, beside the model itself in float32."""
+    """The outputs of an exported model compared with the original in float32."""
 
     images: int
     logits: float
-    """The largest difference of logits (of features, where there is no head)."""
+    """Largest difference of logits (of features, if there is no head)."""
     relative: float
-    """The same, as a share of the largest one."""
+    """The same, relative to the largest logit."""
     probabilities: float
-    """The largest difference of probabilities."""
+    """Largest difference of probabilities."""
     same_top1: int
-    """Images whose first answer is the same."""
+    """Images with the same top class."""
     varied: bool
-    """Whether the model answers differently to different images; else the check shows little."""
+    """Whether the outputs differ between images; if not, the check shows little."""
 
     @property
     def passed(self) -> bool:
-        """Whether the answers are the same but for rounding; written so that "not a number" is not."""
+        """Whether the outputs are equal up to rounding; False for NaN."""
         return self.relative <= TOLERANCE
 
 
-def check_answers(graph: Graph, preprocess: Preprocess, written: Callable[[Tensor], Tensor]) -> Check:
-    """Compare the answers of what was written with those of the model that was traced into it.
+def check_outputs(graph: Graph, preprocess: Preprocess, exported: Callable[[Tensor], Tensor]) -> Check:
+    """Compare the outputs of an exported model with those of the original.
 
-    The model is asked in the way it is used, and not through the graph: so a preprocessing that went wrong on its way
-    into the graph is found, too.
+    The original runs as in normal use rather than through the graph, so that an error in the exported preprocessing is
+    also found.
     """
     pixels = random_images(graph, sum(BATCHES))
-    given = pixels if graph.preprocess is not None else preprocess.normalise(pixels)
+    inputs = pixels if graph.preprocess is not None else preprocess.normalise(pixels)
     if graph.channels_last:
-        given = given.permute(0, 2, 3, 1).contiguous()
+        inputs = inputs.permute(0, 2, 3, 1).contiguous()
     with torch.inference_mode():
-        wanted = torch.cat([graph.model(preprocess.normalise(part)) for part in pixels.split(BATCHES)])
-        found = torch.cat([written(part) for part in given.split(BATCHES)])
-    if not wanted.isfinite().all():
+        expected = torch.cat([graph.model(preprocess.normalise(batch)) for batch in pixels.split(BATCHES)])
+        actual = torch.cat([exported(batch) for batch in inputs.split(BATCHES)])
+    if not expected.isfinite().all():
         raise CheckpointError(
-            "the model's answers are not finite, so nothing was written; look at it with vitrail inspect"
+            "the model's outputs are not finite, so nothing was written; check it with vitrail inspect"
         )
-    if found.shape != wanted.shape:
-        raise CheckpointError(f"what was written answers with {tuple(found.shape)} and not {tuple(wanted.shape)}")
-    difference = float((found - wanted).abs().max())
+    if actual.shape != expected.shape:
+        raise CheckpointError(
+            f"the exported model returns shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        )
+    difference = float((actual - expected).abs().max())
     return Check(
         images=len(pixels),
         logits=difference,
-        relative=difference / max(float(wanted.abs().max()), 1e-12),
-        probabilities=float((found.softmax(dim=-1) - wanted.softmax(dim=-1)).abs().max()),
-        same_top1=int((found.argmax(dim=-1) == wanted.argmax(dim=-1)).view(len(pixels), -1).all(dim=1).sum()),
-        varied=bool((wanted - wanted[:1]).abs().max() > 1e-6),
+        relative=difference / max(float(expected.abs().max()), 1e-12),
+        probabilities=float((actual.softmax(dim=-1) - expected.softmax(dim=-1)).abs().max()),
+        same_top1=int((actual.argmax(dim=-1) == expected.argmax(dim=-1)).view(len(pixels), -1).all(dim=1).sum()),
+        varied=bool((expected - expected[:1]).abs().max() > 1e-6),
     )
 
 
 def random_images(graph: Graph, count: int) -> Tensor:
-    """Return random images (B, C, H, W), from coarse blots to fine noise: noise alone looks all alike to a model."""
+    """Return random images (B, C, H, W), from coarse blocks to fine noise: noise alone looks the same to a model."""
     config = graph.model.config
     generator = torch.Generator().manual_seed(0)
     images = []
     for number in range(count):
         cells = tuple(max(1, side // 2 ** (number % 6)) for side in config.image_size)
-        blots = torch.rand(1, config.channels, *cells, generator=generator)
-        images.append(F.interpolate(blots, config.image_size, mode="nearest"))
+        blocks = torch.rand(1, config.channels, *cells, generator=generator)
+        images.append(F.interpolate(blocks, config.image_size, mode="nearest"))
     return (torch.cat(images) * 255).round().to(torch.uint8)

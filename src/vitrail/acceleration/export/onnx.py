@@ -1,4 +1,4 @@
-"""ONNX: the graph as one file with everything in it; weights beyond 2 GB, which a file cannot hold, lie beside it."""
+"""ONNX export: a single file, or external weights beyond 2 GB."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,22 +14,22 @@ from vitrail.acceleration.packages import Extra, quiet, require
 from vitrail.errors import CheckpointError, ConfigError
 
 OPSET = 20
-"""The version of ONNX's operators that is written where none is asked for."""
+"""Default opset."""
 OPSETS = range(18, 24)
-LARGEST_FILE = 1_900_000_000
-"""Bytes of weights that one file holds; protobuf ends at 2 GB."""
+MAX_FILE_BYTES = 1_900_000_000
+"""Maximum bytes of weights in one file; protobuf is limited to 2 GB."""
 
 
 def onnx_program(
     program: ExportedProgram, output: str, opset: int = OPSET, *, extra: Extra = "onnx"
 ) -> torch.onnx.ONNXProgram:
-    """Turn a traced graph into ONNX."""
+    """Convert a traced graph to ONNX."""
     check_opset(opset)
     for package in ("onnx", "onnxscript"):
         require(package, extra)
     try:
         with quiet(), torch.no_grad():
-            made = torch.onnx.export(
+            exported = torch.onnx.export(
                 program,
                 input_names=[INPUT],
                 output_names=[output],
@@ -38,36 +38,36 @@ def onnx_program(
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as error:  # the exporter has many kinds of its own
-        raise CheckpointError(f"this model cannot be written as ONNX ({first_line(error)})") from None
-    if made is None:
-        raise CheckpointError("this model cannot be written as ONNX; torch gave no reason")
-    return made
+    except Exception as error:  # the exporter raises many types
+        raise CheckpointError(f"this model cannot be exported to ONNX ({first_line(error)})") from None
+    if exported is None:
+        raise CheckpointError("this model cannot be exported to ONNX; torch gave no reason")
+    return exported
 
 
 def check_opset(opset: int) -> None:
-    """Refuse a version of the operators that torch does not write."""
+    """Raise if torch cannot export this opset."""
     if opset not in OPSETS:
         raise ConfigError(f"opset is {opset}; choose one from {OPSETS.start} to {OPSETS.stop - 1}")
 
 
-def write_onnx(made: torch.onnx.ONNXProgram, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a model in ONNX, with notes that every reader of the format can see."""
-    made.model.metadata_props.update(metadata or {})
-    made.model.producer_name = "vitrail"
-    _forget_shapes_of_weights(made)
-    weights = sum(value.const_value.nbytes for value in made.model.graph.initializers.values() if value.const_value)
+def write_onnx(program: torch.onnx.ONNXProgram, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write an ONNX model with metadata."""
+    program.model.metadata_props.update(metadata or {})
+    program.model.producer_name = "vitrail"
+    _drop_weight_shapes(program)
+    weights = sum(value.const_value.nbytes for value in program.model.graph.initializers.values() if value.const_value)
     with quiet():
-        made.save(path, external_data=weights > LARGEST_FILE)
+        program.save(path, external_data=weights > MAX_FILE_BYTES)
 
 
-def _forget_shapes_of_weights(made: torch.onnx.ONNXProgram) -> None:
-    """Leave the shape of a weight to the weight itself.
+def _drop_weight_shapes(program: torch.onnx.ONNXProgram) -> None:
+    """Remove the redundant shape annotations of weights.
 
-    The exporter notes it a second time. ONNX Runtime's quantiser transposes weights and leaves that note as it was, and
-    then refuses the model because the two differ.
+    ONNX Runtime's quantiser transposes weights without updating the annotation, and then rejects the model because the
+    two differ.
     """
-    for value in made.model.graph.initializers.values():
+    for value in program.model.graph.initializers.values():
         if not value.is_graph_input():
             value.shape = value.type = None
 
@@ -82,9 +82,9 @@ class OnnxFile:
         options.intra_op_num_threads = threads or torch.get_num_threads()
         try:
             self.session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # the runtime's kinds are private
+        except Exception as error:  # the runtime's exception types are private
             raise CheckpointError(f"ONNX Runtime cannot open the model ({first_line(error)})") from None
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return the answers to a batch."""
+        """Return the outputs for a batch."""
         return torch.from_numpy(self.session.run(None, {INPUT: np.ascontiguousarray(pixels.numpy())})[0])

@@ -1,4 +1,4 @@
-"""The graph as an archive of torch.export, which opens without this package."""
+"""A torch.export archive, which opens without this package."""
 
 import io
 from pathlib import Path
@@ -11,22 +11,22 @@ from vitrail.acceleration.packages import quiet
 
 
 def write_archive(program: ExportedProgram, path: Path) -> None:
-    """Write a traced graph, by way of memory: where the disk is full, torch's own writer ends the whole process."""
-    held = io.BytesIO()
+    """Write a traced graph via memory: torch's own writer kills the process if the disk is full."""
+    buffer = io.BytesIO()
     with quiet():
-        torch.export.save(program, held)
-    path.write_bytes(held.getbuffer())
+        torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 class Archive:
-    """An archive of torch.export that was opened again."""
+    """A loaded torch.export archive."""
 
     def __init__(self, path: Path) -> None:
         with quiet():
             self.module = torch.export.load(path).module()
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Return the answers to a batch."""
+        """Return the outputs for a batch."""
         with torch.inference_mode():
-            answers: Tensor = self.module(pixels)
-        return answers
+            outputs: Tensor = self.module(pixels)
+        return outputs
