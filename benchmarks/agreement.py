@@ -67,7 +67,7 @@ def ways(
         print(f"fp8: left out, {error}")
     else:
         yield "fp8", FastModel(model, EncoderPrecision(inputs=seen))
-        nearest = {name: known._replace(correlation=None) for name, known in seen.items()}
+        nearest = {name: calibration._replace(correlation=None) for name, calibration in seen.items()}
         yield "fp8, nearest", FastModel(model, EncoderPrecision(inputs=nearest))
         yield "fp8, all blocks", FastModel(model, EncoderPrecision(inputs=seen, spared=0))
         yield "fp8, both", FastModel(model, EncoderPrecision(inputs=nearest, spared=0))

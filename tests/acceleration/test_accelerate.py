@@ -1,4 +1,4 @@
-"""One call makes a model faster where it is, or says why not."""
+"""`accelerate` returns a faster model, or says why not."""
 
 from typing import Any
 
@@ -22,9 +22,9 @@ def given(kind: str, **changes: object) -> tuple[Bundle, Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_a_cpu_bf16_is_what_engines_have(kind: str) -> None:
+def test_on_a_cpu_bf16_equals_the_engine(kind: str) -> None:
     made, images = given(kind)
-    made.model.train()  # the caller's own model keeps its mode
+    made.model.train()  # the caller's model keeps its mode
     fast = vitrail.accelerate(made.model)
     with torch.inference_mode(), autocast(CPU, "bf16"):
         expected = prepare(made.model, "bf16").eval()(images).float()
@@ -36,8 +36,8 @@ def test_on_a_cpu_bf16_is_what_engines_have(kind: str) -> None:
     assert relative_error(fast(images), made.model(images).detach()) < 0.1
 
 
-@pytest.mark.parametrize("kind", ["plain", "rope"])  # packed where the processor can, and never
-def test_a_model_in_training_answers_without_dropout(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["plain", "rope"])  # packed if the CPU supports it; never packed
+def test_a_model_in_training_mode_runs_without_dropout(kind: str) -> None:
     made, images = given(kind, mlp_dropout=0.5, proj_dropout=0.5)
     expected = accelerate(made.model)(images)
     made.model.train()
@@ -65,13 +65,13 @@ def test_images_of_any_floating_point_dtype(kind: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 3, 16, 32, dtype=torch.uint8), [[0.0]]])
-def test_what_is_no_image_is_refused(wrong: Any) -> None:
+def test_invalid_inputs_are_refused(wrong: Any) -> None:
     made, _ = given("plain")
     with pytest.raises(InputError, match="expected"):
         accelerate(made.model)(wrong)
 
 
-def test_graphs_mean_nothing_on_a_cpu() -> None:
+def test_graphs_are_ignored_on_a_cpu() -> None:
     made, images = given("plain")
     assert torch.equal(accelerate(made.model, graphs=True)(images), accelerate(made.model)(images))
 
@@ -84,13 +84,13 @@ def test_graphs_mean_nothing_on_a_cpu() -> None:
         ("bf61", "no model is accelerated in 'bf61'; did you mean 'bf16'?"),
     ],
 )
-def test_what_cannot_be(precision: str, message: str) -> None:
+def test_unsupported_options(precision: str, message: str) -> None:
     made, images = given("plain")
     with pytest.raises(ConfigError) as error:
         accelerate(made.model, precision, calibration=images)
     assert str(error.value) == message
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_only_a_vit_is_accepted() -> None:
     with pytest.raises(ConfigError, match=r"accelerate takes a model, not a Bundle; that of a bundle is bundle\.model"):
         accelerate(bundle())

@@ -1,4 +1,4 @@
-"""Which precision is taken, and the sentence that says why."""
+"""Automatic precision: which one is chosen, and the reason."""
 
 import time
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from vitrail.runtime import Precision
 
 
 class Clock:
-    """Goes as any clock does, but for what is skipped: on a busy machine nothing takes as long as it was told to."""
+    """A clock with simulated durations, because real ones are unreliable on a busy machine."""
 
     skipped = 0.0
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 class Fake:
-    """Answers what it was told to, by the clock as slowly as it was told to."""
+    """An engine with given logits and a given duration on the fake clock."""
 
     kind: Kind = "torch"
 
@@ -37,7 +37,7 @@ class Fake:
     def __call__(self, pixels: Tensor) -> Tensor:
         Clock.skipped += self.seconds
         self.asked += len(pixels)
-        return self.answers[pixels[:, 0, 0, 0].long()]  # the first pixel is the image's number
+        return self.answers[pixels[:, 0, 0, 0].long()]  # the first pixel is the image's index
 
 
 def numbered(count: int) -> Tensor:
@@ -56,7 +56,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor that is faster in bf16."""
+    """Pretend that the CPU is faster in bf16."""
     monkeypatch.setattr(auto, "faster_in_bf16", lambda device: True)
 
 
@@ -64,7 +64,7 @@ LOGITS = torch.randn(100, 5, generator=torch.Generator().manual_seed(0)) * 3
 
 
 def swapped(number: int) -> Tensor:
-    """The same answers, but for one image whose best two change places by a hair."""
+    """The same logits, but the top two classes of one image are swapped by a tiny margin."""
     logits = LOGITS.clone()
     first, second = logits[number].topk(2).indices
     logits[number, second] = logits[number, first] + 1e-3
@@ -84,35 +84,35 @@ def turned() -> Tensor:
 
 
 @pytest.mark.usefixtures("fast")
-def test_bf16_is_taken_where_nothing_changes() -> None:
+def test_bf16_is_used_if_nothing_changes() -> None:
     engine, why = choose_precision(opener(LOGITS, LOGITS + 0.001 * torch.randn(100, 5)), numbered(100), CPU)
     assert engine.precision == "bf16"
     assert "times as fast here; the first 64 images get the same answers, probabilities within 0.00" in why
     assert why.startswith("bf16: ")
     assert float(why.split()[1]) > 1.1
     assert isinstance(engine, Fake)
-    assert engine.asked == 16 + 64  # no more than the first 64, and a chunk to warm up
+    assert engine.asked == 16 + 64  # the first 64, and a warm-up chunk
 
 
 @pytest.mark.usefixtures("fast")
-def test_one_answer_that_turns_is_enough() -> None:
+def test_one_changed_top_class_rejects_bf16() -> None:
     engine, why = choose_precision(opener(near_tie(), turned()), numbered(64), CPU)
     assert (engine.precision, why) == ("float32", "float32: bf16 would answer 1 of the first 64 images differently")
 
 
 @pytest.mark.usefixtures("fast")
-def test_what_turns_after_the_first_64_is_not_seen() -> None:
+def test_only_the_first_64_images_count() -> None:
     assert choose_precision(opener(LOGITS, swapped(64)), numbered(100), CPU)[0].precision == "bf16"
     assert choose_precision(opener(LOGITS, swapped(63)), numbered(100), CPU)[0].precision == "float32"
 
 
 @pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize(("share", "taken"), [(0.019, "bf16"), (0.021, "float32")])
-def test_probabilities_may_change_by_two_hundredths(share: float, taken: str) -> None:
+@pytest.mark.parametrize(("fraction", "taken"), [(0.019, "bf16"), (0.021, "float32")])
+def test_probabilities_may_change_by_0_02(fraction: float, taken: str) -> None:
     exact = LOGITS.softmax(dim=1).log()
     exact[7] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.05]).log()
     quick = exact.clone()
-    quick[7] = torch.tensor([0.5 + share, 0.3 - share, 0.1, 0.05, 0.05]).log()
+    quick[7] = torch.tensor([0.5 + fraction, 0.3 - fraction, 0.1, 0.05, 0.05]).log()
     engine, why = choose_precision(opener(exact, quick), numbered(64), CPU)
     assert engine.precision == taken
     if taken == "float32":
@@ -120,20 +120,20 @@ def test_probabilities_may_change_by_two_hundredths(share: float, taken: str) ->
 
 
 @pytest.mark.usefixtures("fast")
-def test_what_is_not_faster_is_not_taken() -> None:
+def test_bf16_must_be_faster() -> None:
     engine, why = choose_precision(opener(LOGITS, LOGITS, (100.0, 2000.0)), numbered(64), CPU)
     assert engine.precision == "float32"
     assert why.startswith("float32: bf16 is only 0.")
 
 
 @pytest.mark.usefixtures("fast")
-def test_numbers_that_are_none_are_refused() -> None:
+def test_nan_rejects_bf16() -> None:
     broken = torch.full_like(LOGITS, float("nan"))
     assert choose_precision(opener(LOGITS, broken), numbered(64), CPU)[0].precision == "float32"
 
 
 @pytest.mark.usefixtures("fast")
-def test_one_image_and_none() -> None:
+def test_one_image_and_no_images() -> None:
     assert "the first image gets the same answer" in choose_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
     engine, why = choose_precision(opener(LOGITS, LOGITS), numbered(0), CPU)
     assert (engine.precision, why) == ("float32", "float32: no images to try bf16 on")
@@ -150,7 +150,7 @@ def test_an_engine_that_cannot_compute_in_bf16() -> None:
     assert (engine.precision, why) == ("float32", "float32: it cannot")
 
 
-def test_a_processor_without_bf16_is_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_is_not_tried_if_the_cpu_is_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
     asked: list[str] = []
 
@@ -165,7 +165,7 @@ def test_a_processor_without_bf16_is_not_even_tried(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("fast")
 def test_with_a_real_model() -> None:
-    """What is taken depends on the processor that runs the test; the sentence says which."""
+    """The choice depends on the CPU that runs the test."""
     made = bundle()
     engine, why = choose_precision(
         lambda precision: open_engine(made.model, made.preprocess, precision=precision, device=CPU), pixels(20), CPU
@@ -174,19 +174,19 @@ def test_with_a_real_model() -> None:
     assert engine(pixels(3)).shape == (3, 5)
 
 
-# ── a job without an end ──
+# ── services ──
 
 
 @pytest.mark.usefixtures("fast")
-def test_an_engine_settles_after_64_images() -> None:
+def test_the_engine_chooses_after_64_images() -> None:
     said: list[str] = []
     engine = AutoPrecisionEngine(opener(LOGITS, LOGITS + 0.001), CPU, said.append)
-    engine(numbered(40))  # to warm up
+    engine(numbered(40))  # warm-up
     engine.restart()
     for first in range(0, 60, 20):
         assert torch.equal(engine(numbered(100)[first : first + 20]), LOGITS[first : first + 20])
         assert (engine.precision, said) == ("float32", [])
-    assert torch.equal(engine(numbered(100)[60:70]), LOGITS[60:70])  # float32 also in the batch that settles it
+    assert torch.equal(engine(numbered(100)[60:70]), LOGITS[60:70])  # float32 also in the deciding batch
     assert engine.precision == "bf16"
     assert len(said) == 1
     assert "the first 70 images get the same answers" in said[0]
@@ -194,10 +194,10 @@ def test_an_engine_settles_after_64_images() -> None:
 
 
 @pytest.mark.usefixtures("fast")
-def test_an_engine_that_finds_a_difference_stays_exact() -> None:
+def test_the_engine_stays_exact_if_predictions_differ() -> None:
     said: list[str] = []
     broken = LOGITS.clone()
-    broken[2] = float("nan")  # seen in the first batch, and not forgotten in the others
+    broken[2] = float("nan")  # in the first batch, remembered in the others
     engine = AutoPrecisionEngine(opener(LOGITS, broken), CPU, said.append)
     for first in range(0, 100, 10):
         assert torch.equal(engine(numbered(100)[first : first + 10]), LOGITS[first : first + 10])
@@ -205,7 +205,7 @@ def test_an_engine_that_finds_a_difference_stays_exact() -> None:
     assert [why.split(":")[0] for why in said] == ["float32"]
 
 
-def test_an_engine_that_need_not_try_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_a_trial_reports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "faster_in_bf16", lambda device: False)
     said: list[str] = []
     engine = AutoPrecisionEngine(opener(LOGITS, LOGITS), CPU, said.append)
@@ -215,7 +215,7 @@ def test_an_engine_that_need_not_try_says_so_at_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("fast")
-def test_an_engine_whose_trial_fails_answers_all_the_same() -> None:
+def test_an_engine_whose_trial_fails_still_runs() -> None:
     class Failing(Fake):
         def __call__(self, pixels: Tensor) -> Tensor:
             raise RuntimeError("not enough memory\nand where")

@@ -1,4 +1,4 @@
-"""The bench measures what it says it measures."""
+"""The benchmark of engines."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.vit import ViT
 
 
-def test_every_cell_gets_its_time_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle()
     asked: list[int] = []
     forward = ViT.forward
@@ -32,7 +32,7 @@ def test_every_cell_gets_its_time_in_turns(monkeypatch: pytest.MonkeyPatch) -> N
         device=CPU,
         engines=("torch",),
         precisions=("float32",),
-        batches=(7, 1),  # fewer than are cut into lanes, so that each is asked as one
+        batches=(7, 1),  # too few to be split between threads, so each is one call
         seconds=0.2,
         on_progress=lambda done, total: told.append((done, total)),
     )
@@ -45,13 +45,13 @@ def test_every_cell_gets_its_time_in_turns(monkeypatch: pytest.MonkeyPatch) -> N
         assert 0.1 < spent < 2
         assert 0 < cell.median <= cell.p95
         assert cell.change == 0
-    # The two take turns: each round begins again with the batch of 1.
+    # The two alternate: each round starts with the batch of 1.
     assert sum(before == 7 and after == 1 for before, after in itertools.pairwise(asked)) >= ROUNDS // 2
     assert told[-1] == (2 * ROUNDS, 2 * ROUNDS)
     assert not found.left_out
 
 
-def test_what_is_not_there_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engines_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setitem(sys.modules, "openvino", None)
     made = bundle()
@@ -68,7 +68,7 @@ def test_what_is_not_there_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.left_out[2].reason == "openvino is not installed; get it with pip install 'vitrail[openvino]'"
 
 
-def test_a_batch_beyond_memory_is_not_made() -> None:
+def test_a_batch_beyond_memory_is_not_created() -> None:
     made = bundle()
     found = run_benchmark(
         made.model,
@@ -84,7 +84,7 @@ def test_a_batch_beyond_memory_is_not_made() -> None:
     assert "a batch of 1,000,000,000,000 would take about" in found.left_out[0].reason
 
 
-def test_an_engine_whose_numbers_overflow_is_left_out() -> None:
+def test_an_engine_with_non_finite_output_is_skipped() -> None:
     made = bundle()
     made.model.head.weight.data.mul_(1e6)
     found = run_benchmark(
@@ -101,7 +101,7 @@ def test_an_engine_whose_numbers_overflow_is_left_out() -> None:
     assert (left.precision, left.batch, left.reason) == ("fp16", None, "its output is not finite")
 
 
-def test_what_would_take_too_long_is_left_out() -> None:
+def test_slow_cells_are_skipped() -> None:
     made = bundle()
     found = run_benchmark(
         made.model,
@@ -117,7 +117,7 @@ def test_what_would_take_too_long_is_left_out() -> None:
     assert found.left_out[0].reason.startswith("a batch of 4,096 would take about ")
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_not_modified() -> None:
     made = bundle()
     before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
     run_benchmark(made.model, made.preprocess, device=CPU, engines=("torch",), batches=(1,), seconds=0.01)
@@ -125,7 +125,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("batches", "seconds"), [((), 1.0), ((0,), 1.0), ((1,), 0.0), ((1,), float("nan"))])
-def test_what_cannot_be_measured(batches: tuple[int, ...], seconds: float) -> None:
+def test_invalid_options(batches: tuple[int, ...], seconds: float) -> None:
     made = bundle()
     with pytest.raises(ConfigError):
         run_benchmark(made.model, made.preprocess, device=CPU, batches=batches, seconds=seconds)
@@ -170,7 +170,7 @@ def test_mistakes(
     assert len(said.err.splitlines()) == 1
 
 
-def test_nothing_to_measure(
+def test_nothing_to_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = bundle().save(tmp_path / "bundle")

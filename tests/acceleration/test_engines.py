@@ -1,4 +1,4 @@
-"""Every engine answers as the model itself does."""
+"""Every engine gives the model's outputs."""
 
 import sys
 
@@ -14,7 +14,7 @@ from vitrail.acceleration.engine import open_engine
 from vitrail.errors import ConfigError
 from vitrail.runtime import autocast
 
-QUICK = ("openvino", "rope")  # by way of ONNX, so that both are seen
+QUICK = ("openvino", "rope")  # via ONNX, so that both are tested
 ALL = [
     pytest.param(engine, kind, marks=() if (engine, kind) == QUICK else pytest.mark.slow)
     for engine in ("onnx", "openvino")
@@ -23,7 +23,7 @@ ALL = [
 
 
 @pytest.mark.parametrize(("engine", "kind"), ALL)
-def test_the_answers_are_the_models(engine: str, kind: str) -> None:
+def test_the_outputs_are_the_models(engine: str, kind: str) -> None:
     made = bundle(kind, depth=1 if (engine, kind) == QUICK else 2)
     ready = open_engine(made.model, made.preprocess, kind=engine, device=CPU)
     assert (ready.kind, ready.precision) == (engine, "float32")
@@ -42,7 +42,7 @@ def test_torch_in_float32_is_the_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matrices_cast_once_give_the_bits_of_autocast(kind: str) -> None:
+def test_cast_once_is_bit_identical_to_autocast(kind: str) -> None:
     made = bundle(kind)
     images = pixels(2, made.preprocess.channels)
     with autocast(CPU, "bf16"):
@@ -54,8 +54,8 @@ def test_matrices_cast_once_give_the_bits_of_autocast(kind: str) -> None:
     assert {parameter.dtype for parameter in made.model.parameters()} == {torch.float32}
 
 
-def test_openvino_computes_in_bf16_or_says_that_it_cannot() -> None:
-    """Which of the two depends on the processor that runs the test."""
+def test_openvino_runs_in_bf16_or_raises() -> None:
+    """Which of the two depends on the CPU that runs the test."""
     made, images = bundle(), pixels(2)
     if "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         ready = open_engine(made.model, made.preprocess, kind="openvino", precision="bf16", device=CPU)
@@ -76,7 +76,7 @@ def test_openvino_computes_in_bf16_or_says_that_it_cannot() -> None:
         ("torch", "int8", "cpu", "no precision is called 'int8'; choose float32, bf16 or fp16"),
     ],
 )
-def test_what_cannot_be(kind: str, precision: str, device: str, message: str) -> None:
+def test_unsupported_options(kind: str, precision: str, device: str, message: str) -> None:
     made = bundle()
     with pytest.raises(ConfigError) as error:
         open_engine(made.model, made.preprocess, kind=kind, precision=precision, device=torch.device(device))
@@ -88,7 +88,7 @@ def test_what_cannot_be(kind: str, precision: str, device: str, message: str) ->
 )
 def test_a_missing_package(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle()
-    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(ConfigError) as error:
         open_engine(made.model, made.preprocess, kind=kind, device=CPU)
     assert str(error.value) == f"{package} is not installed; get it with pip install 'vitrail[{kind}]'"

@@ -1,4 +1,4 @@
-"""The engine torch on a CUDA device: graphs, parts of batches, threads. By hand with `make test-gpu`."""
+"""The torch engine on a CUDA device: CUDA graphs, chunks, threads. Run by hand with `make test-gpu`."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 ROUNDING: dict[Precision, float] = {"float32": 2e-3, "bf16": 0.1, "fp16": 0.02}
-"""How far the answers of a tiny random model may lie off; float32 allows for TF32."""
+"""Tolerance of the outputs of a tiny random model; float32 allows for TF32."""
 
 
 def engine(kind: str = "plain", precision: Precision = "bf16", **changes: object) -> TorchEngine:
@@ -33,7 +33,7 @@ def expected(kind: str, images: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_every_kind_of_model_can_be_recorded(kind: str, precision: Precision) -> None:
+def test_every_kind_of_model_can_be_captured(kind: str, precision: Precision) -> None:
     made, wanted = engine(kind, precision), bundle(kind)
     for count in (3, 1, 4):
         images = pixels(count, wanted.preprocess.channels, seed=count)
@@ -45,11 +45,11 @@ def test_every_kind_of_model_can_be_recorded(kind: str, precision: Precision) ->
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
-def test_a_image_gets_the_same_answer_whatever_lies_beside_it(precision: Precision) -> None:
+def test_padding_does_not_change_the_output(precision: Precision) -> None:
     made, images = engine(precision=precision), pixels(8)
-    alone = made(images[:5])  # filled up to eight with zeros
+    alone = made(images[:5])  # padded to eight with zeros
     assert torch.equal(made(images)[:5], alone)
-    assert torch.equal(made(images[:5]), alone)  # filled up with what was there before
+    assert torch.equal(made(images[:5]), alone)  # padded with the previous images
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 65, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
@@ -64,7 +64,7 @@ def test_batches_of_every_size(count: int, pinned: bool) -> None:
         assert torch.equal(made(given), found)
 
 
-def test_the_layout_of_images_changes_no_bit() -> None:
+def test_the_memory_format_changes_no_bit() -> None:
     made, images = engine(), pixels(4)
     assert torch.equal(made(images.contiguous()), made(images))
 
@@ -79,7 +79,7 @@ def test_all_graphs_share_their_memory() -> None:
         assert torch.equal(made(images[:size]), answers[size])
 
 
-def test_several_threads_may_ask() -> None:
+def test_several_threads() -> None:
     made = engine(depth=6)
     batches = [pixels(1 + number % 9, seed=number) for number in range(64)]
     wanted = [made(batch) for batch in batches]
@@ -92,7 +92,7 @@ def test_several_threads_may_ask() -> None:
         assert all(pool.map(ask, range(4)))
 
 
-def test_two_models_may_be_recorded_at_once() -> None:
+def test_two_models_are_captured_concurrently() -> None:
     def answer(seed: int) -> Tensor:
         return engine(depth=4)(pixels(3, seed=seed))
 
@@ -101,7 +101,7 @@ def test_two_models_may_be_recorded_at_once() -> None:
     assert all(torch.equal(other, found[0]) for other in found)
 
 
-def test_a_model_that_moves_away_leaves_its_weights() -> None:
+def test_a_graph_keeps_the_weights_of_a_moved_model() -> None:
     made = bundle()
     ready = TorchEngine(made.model, made.preprocess, CUDA, "float32")
     wanted = ready(pixels(2))
@@ -111,8 +111,8 @@ def test_a_model_that_moves_away_leaves_its_weights() -> None:
     del taken
 
 
-def test_an_engine_ends_with_its_last_user() -> None:
-    """Not when the collector comes by: its memory is needed by the next one."""
+def test_an_engine_is_freed_with_its_last_reference() -> None:
+    """Without waiting for the garbage collector: the next engine needs the memory."""
     ready = engine(width=384, heads=6, depth=6)
     ready(pixels(2))
     with_it = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""What is exported answers as the model does, in its own runtime, and says what it needs."""
+"""Exported models give the model's outputs in their own runtime."""
 
 import json
 import os
@@ -32,21 +32,21 @@ assert not {"vitrail", "torch"} & set(sys.modules)
 """
 
 
-def answers(path: Path, given: Tensor) -> Tensor:
-    """Open a file as somebody would who has only the runtime."""
+def outputs(path: Path, inputs: Tensor) -> Tensor:
+    """Run an exported file with only its runtime."""
     match path.suffix:
         case ".onnx":
             session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-            return torch.from_numpy(session.run(None, {"pixels": given.numpy()})[0])
+            return torch.from_numpy(session.run(None, {"pixels": inputs.numpy()})[0])
         case ".pt2":
             program = torch.export.load(path)
             with torch.no_grad():
-                answered: Tensor = program.module()(given)
+                answered: Tensor = program.module()(inputs)
             return answered
         case _:
             core = openvino.Core()
             compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-            return torch.from_numpy(compiled([given.numpy()])[0])
+            return torch.from_numpy(compiled([inputs.numpy()])[0])
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def onnx_file(made: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Export:
     return export(made, tmp_path_factory.mktemp("onnx") / "model.onnx", preprocess=True)
 
 
-# ── the three forms ──
+# ── formats ──
 
 
 def test_onnx(onnx_file: Export, made: Bundle) -> None:
@@ -69,9 +69,9 @@ def test_onnx(onnx_file: Export, made: Bundle) -> None:
     path = onnx_file.files[0]
     for count in (1, 5):
         images = pixels(count).contiguous()
-        assert relative_error(answers(path, images), eager(made, images)) < 1e-4
+        assert relative_error(outputs(path, images), eager(made, images)) < 1e-4
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    assert [(given.name, given.shape, given.type) for given in session.get_inputs()] == [
+    assert [(inputs.name, inputs.shape, inputs.type) for inputs in session.get_inputs()] == [
         ("pixels", ["batch", 3, 16, 32], "tensor(uint8)")
     ]
     notes = session.get_modelmeta().custom_metadata_map
@@ -85,34 +85,34 @@ def test_onnx(onnx_file: Export, made: Bundle) -> None:
     "kind", ["plain", pytest.param("sincos", marks=pytest.mark.slow), pytest.param("linear", marks=pytest.mark.slow)]
 )
 def test_onnx_can_be_quantised(kind: str, tmp_path: Path) -> None:
-    """ONNX Runtime's quantiser takes the file, and the int8 model predicts as the model does, nearly."""
+    """ONNX Runtime's quantiser accepts the file, and the int8 model's outputs are close."""
     made = bundle(kind)
     path, quantised = export(made, tmp_path / "model.onnx", preprocess=True).files[0], tmp_path / "int8.onnx"
     quantize_dynamic(path, quantised)
     stored = {tensor.data_type for tensor in onnx.load(quantised).graph.initializer}
     assert {onnx.TensorProto.INT8, onnx.TensorProto.UINT8} & stored, "nothing was quantised"
     images = pixels(16).contiguous()
-    ours, theirs = eager(made, images), answers(quantised, images)
+    ours, theirs = eager(made, images), outputs(quantised, images)
     assert relative_error(theirs, ours) < 0.1
     assert (ours.argmax(1) == theirs.argmax(1)).float().mean() >= 0.75
 
 
-def test_onnx_in_a_process_that_knows_nothing_of_us(onnx_file: Export, made: Bundle, tmp_path: Path) -> None:
+def test_onnx_without_vitrail(onnx_file: Export, made: Bundle, tmp_path: Path) -> None:
     import numpy as np
 
     images = pixels(4).contiguous()
-    np.save(tmp_path / "given.npy", images.numpy())
-    words = (onnx_file.files[0], tmp_path / "given.npy", tmp_path / "found.npy")
+    np.save(tmp_path / "inputs.npy", images.numpy())
+    words = (onnx_file.files[0], tmp_path / "inputs.npy", tmp_path / "found.npy")
     subprocess.run([sys.executable, "-c", FRESH, *map(str, words)], check=True, timeout=120)
     assert relative_error(torch.from_numpy(np.load(tmp_path / "found.npy")), eager(made, images)) < 1e-4
 
 
-def test_torch_takes_normalised_images_unless_told_otherwise(made: Bundle, tmp_path: Path) -> None:
+def test_torch_takes_normalised_images_by_default(made: Bundle, tmp_path: Path) -> None:
     done = export(made, tmp_path / "model.pt2", to="torch")
     assert [file.name for file in done.files] == ["model.pt2", "model.pt2.json"]
     for count in (1, 5):
         images = pixels(count)
-        found = answers(tmp_path / "model.pt2", made.preprocess.normalise(images).contiguous())
+        found = outputs(tmp_path / "model.pt2", made.preprocess.normalise(images).contiguous())
         assert relative_error(found, eager(made, images)) < 1e-4
     notes = json.loads((tmp_path / "model.pt2.json").read_text())
     assert notes["classes"] == list("abcde")
@@ -132,10 +132,10 @@ def test_openvino_with_channels_last(made: Bundle, tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in done.files}
     for count in (1, 5):
         images = pixels(count)
-        found = answers(tmp_path / "model.xml", images.permute(0, 2, 3, 1).contiguous())
+        found = outputs(tmp_path / "model.xml", images.permute(0, 2, 3, 1).contiguous())
         assert relative_error(found, eager(made, images)) < 1e-4
     assert json.loads((tmp_path / "model.xml.json").read_text())["input"]["shape"] == ["batch", 16, 32, 3]
-    # The weights are kept as they are, and not shortened to 16 bits.
+    # The weights stay float32.
     parameters = sum(parameter.numel() for parameter in made.model.parameters())
     assert (tmp_path / "model.bin").stat().st_size > 4 * parameters
 
@@ -148,7 +148,7 @@ def test_every_kind_of_model(kind: str, to: Any, tmp_path: Path) -> None:
     done = export(model, tmp_path / NAMES[to], to=to, preprocess=True)
     assert done.check.same_top1 == done.check.images
     images = pixels(5, model.preprocess.channels)
-    assert relative_error(answers(done.files[0], images.contiguous()), eager(model, images)) < 1e-4
+    assert relative_error(outputs(done.files[0], images.contiguous()), eager(model, images)) < 1e-4
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_weights_too_large_for_one_file(
     done = export(made, tmp_path / "model.onnx", preprocess=True)
     assert [file.name for file in done.files] == ["model.onnx", "model.onnx.data"]
     images = pixels(5).contiguous()
-    assert relative_error(answers(tmp_path / "model.onnx", images), eager(made, images)) < 1e-4
+    assert relative_error(outputs(tmp_path / "model.onnx", images), eager(made, images)) < 1e-4
 
 
 @pytest.mark.slow
@@ -173,8 +173,8 @@ def test_another_opset(made: Bundle, tmp_path: Path) -> None:
 # ── the check ──
 
 
-def test_the_check_finds_tampered_weights(made: Bundle) -> None:
-    """One weight of several thousand that is twice as large does not pass."""
+def test_the_check_detects_tampered_weights(made: Bundle) -> None:
+    """A single doubled weight among several thousand is detected."""
     other = ViT(made.model.config)
     other.load_state_dict(made.model.state_dict())
     for factor, right in ((1.0, True), (2.0, False)):
@@ -185,33 +185,33 @@ def test_the_check_finds_tampered_weights(made: Bundle) -> None:
         assert (found.relative > 1e-4) != right
 
 
-def test_the_check_finds_another_preprocessing(made: Bundle) -> None:
+def test_the_check_detects_a_wrong_preprocessing(made: Bundle) -> None:
     other = made.preprocess.replace(mean=(0.485, 0.456, 0.407))
     found = check_outputs(Graph(made.model, made.preprocess), made.preprocess, Graph(made.model, other))
     assert not found.passed
 
 
-def test_what_does_not_pass_is_thrown_away(made: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph of another model stands in for an exporter that errs."""
+def test_a_failed_export_is_deleted(made: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of another model simulates a faulty exporter."""
     wrong = Bundle(scramble(ViT(made.model.config), seed=1), made.preprocess)
     monkeypatch.setattr(exporting, "trace", lambda graph: trace(Graph(wrong.model, graph.preprocess)))
     (tmp_path / "model.pt2").write_text("old")
-    with pytest.raises(CheckpointError, match=r"answers differently \(by .* so it was thrown away"):
+    with pytest.raises(CheckpointError, match=r"outputs differently \(by .* so it was thrown away"):
         export(made, tmp_path / "model.pt2", to="torch", overwrite=True)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"model.pt2": "old"}
 
 
 @pytest.mark.slow
-def test_an_output_is_replaced_whole(made: Bundle, tmp_path: Path) -> None:
+def test_an_existing_output_is_replaced_completely(made: Bundle, tmp_path: Path) -> None:
     first = export(made, tmp_path / "model.xml", to="openvino")
     second = export(bundle(), tmp_path / "model.xml", to="openvino", overwrite=True)
     assert [file.name for file in first.files] == [file.name for file in second.files]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.bin", "model.xml", "model.xml.json"]
     images = bundle().preprocess.normalise(pixels(2)).contiguous()
-    assert relative_error(answers(tmp_path / "model.xml", images), eager(bundle(), pixels(2))) < 1e-4
+    assert relative_error(outputs(tmp_path / "model.xml", images), eager(bundle(), pixels(2))) < 1e-4
 
 
-def test_a_model_that_answers_nothing_finite(tmp_path: Path) -> None:
+def test_a_model_with_non_finite_outputs(tmp_path: Path) -> None:
     broken = bundle(depth=1)
     with torch.no_grad():
         broken.model.head.weight[0, 0] = float("nan")
@@ -234,14 +234,14 @@ def test_a_model_that_cannot_be_traced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_in_training_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_model_in_training_mode_is_not_modified(tmp_path: Path) -> None:
     model = bundle("every_rate")
     model.model.train()
     export(model, tmp_path / "model.pt2", to="torch", preprocess=True)
     assert all(module.training for module in model.model.modules())
     images = pixels(3)
     model.model.eval()
-    assert relative_error(answers(tmp_path / "model.pt2", images), eager(model, images)) < 1e-5
+    assert relative_error(outputs(tmp_path / "model.pt2", images), eager(model, images)) < 1e-5
 
 
 # ── the command ──
@@ -267,7 +267,7 @@ def test_the_command(
     assert "exists already; choose another name, or replace it with --overwrite" in again.err
     (tmp_path / "new" / "model.pt2").unlink()
     assert "model.pt2.json exists already" in run(monkeypatch, capsys, *words).err
-    (tmp_path / "model.onnx.data").write_text("somebody's")  # where a large model's weights would go
+    (tmp_path / "model.onnx.data").write_text("somebody's")  # the path of a large model's weights
     assert "model.onnx.data exists already" in run(monkeypatch, capsys, "export", folder, tmp_path / "model.onnx").err
 
 
@@ -279,7 +279,7 @@ def test_a_head_that_was_never_trained_is_mentioned(
     fresh.model.reset_head(5)
     folder = fresh.save(tmp_path / "bundle")
     said = run(monkeypatch, capsys, "export", folder, tmp_path / "model.pt2", "--to", "torch")
-    assert "note: the model answers the same to every image" in said.out
+    assert "note: the model outputs the same to every image" in said.out
 
 
 @pytest.mark.parametrize(
@@ -339,8 +339,8 @@ def test_a_missing_package(to: Any, package: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", NAMES)
-def test_a_full_disk_leaves_the_output_as_it_was(to: str, folder: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the end of the disk."""
+def test_a_full_disk_keeps_the_old_output(to: str, folder: Path, tmp_path: Path) -> None:
+    """A file size limit simulates a full disk."""
     target = tmp_path / NAMES[to]
     target.write_text("old")
     code = (
@@ -366,8 +366,8 @@ def test_a_full_disk_leaves_the_output_as_it_was(to: str, folder: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", NAMES)
-def test_a_trained_model_answers_the_same(to: Any, trained: Bundle, tmp_path: Path) -> None:
-    """At least 999 of 1,000 images that a trained model was made for get the same answer."""
+def test_a_trained_model_gives_the_same_predictions(to: Any, trained: Bundle, tmp_path: Path) -> None:
+    """At least 999 of 1,000 images have the same top class."""
     from vitrail.data.batches import Evaluation, evaluation_batches
     from vitrail.data.sources.opening import open_data
 
@@ -375,7 +375,7 @@ def test_a_trained_model_answers_the_same(to: Any, trained: Bundle, tmp_path: Pa
     data = Evaluation(open_data("digits").train, trained.preprocess, 250)
     images = torch.cat([batch.pixels for batch in evaluation_batches(data, workers=0)])[:1000].contiguous()
     wanted = eager(trained, images).argmax(dim=1)
-    found = torch.cat([answers(done.files[0], part) for part in images.split(333)]).argmax(dim=1)
+    found = torch.cat([outputs(done.files[0], part) for part in images.split(333)]).argmax(dim=1)
     assert len(images) == 1000
     assert len(wanted.unique()) == 10
     assert (found == wanted).sum() >= 999

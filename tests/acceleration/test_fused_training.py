@@ -1,4 +1,4 @@
-"""The shorter way of training changes no gradient, but for rounding where that is low."""
+"""The fused training path has the model's gradients, up to rounding in low precision."""
 
 import sys
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def given(kind: str, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
 
 
 def gradients(model: ViT, forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return the logits and every gradient of a loss, with what is random drawn from the same seed."""
+    """Return the logits and every gradient of a loss, with a fixed random seed."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(3)
     logits = forward(images)
@@ -57,7 +57,7 @@ def test_every_gradient_is_the_models(kind: str, changes: dict[str, Any]) -> Non
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
 
 
-def test_the_last_block_thinks_about_one_token() -> None:
+def test_the_last_block_computes_one_token() -> None:
     model, images, _ = given("plain")
     seen: list[int] = []
     for block in model.blocks:
@@ -66,9 +66,9 @@ def test_the_last_block_thinks_about_one_token() -> None:
     assert seen == [9, 1]
 
 
-@pytest.mark.parametrize("rate", ["attention_dropout", "proj_dropout", "mlp_dropout"])
-def test_the_last_block_drops_what_the_model_drops(rate: str) -> None:
-    model, images, _ = given("plain", depth=1, **{rate: 0.5})
+@pytest.mark.parametrize("option", ["attention_dropout", "proj_dropout", "mlp_dropout"])
+def test_stochastic_depth_matches_the_model(option: str) -> None:
+    model, images, _ = given("plain", depth=1, **{option: 0.5})
     short = FusedTraining(model)
     assert not torch.equal(short(images), short(images))
     model.eval()
@@ -88,7 +88,7 @@ def test_a_model_that_is_resized_afterwards(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rope", "relative", "post_norm"])
-def test_what_would_be_computed_wrongly_is_refused(kind: str) -> None:
+def test_unsupported_models_are_refused(kind: str) -> None:
     made = bundle("plain", norm_order="post") if kind == "post_norm" else bundle(kind)
     with pytest.raises(ConfigError, match="norms come after its branches, or its attention needs positions; train the"):
         FusedTraining(made.model)
@@ -112,21 +112,21 @@ def test_with_gradient_checkpointing() -> None:
         block.mlp.fc2.register_forward_pre_hook(lambda *_, number=number: computed.append(number))
     found = gradients(model, FusedTraining(model), images, labels)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert computed == [0, 1, 2, 2, 1, 0]  # again on the way back
+    assert computed == [0, 1, 2, 2, 1, 0]  # recomputed in the backward pass
 
 
 @pytest.mark.parametrize(
     ("kind", "activation"), [("plain", "gelu"), ("mean_of_all", "gelu"), ("plain", "swiglu"), ("plain", "relu")]
 )
 def test_under_autocast(kind: str, activation: str) -> None:
-    """The stream and gradients of trained numbers are float32, and these as near to the exact ones as autocast's."""
+    """The stream and the parameter gradients are float32, and as accurate as autocast's."""
     model, images, labels = given(kind, layer_scale=0.5, depth=3, activation=activation)
     exact = gradients(model.double(), model, images.double(), labels)
     model.float()
     with torch.autocast("cpu", torch.bfloat16):
         usual = gradients(model, model, images, labels)
         streams: list[torch.dtype] = []
-        behind = model.norm if kind == "plain" else model.fc_norm  # which sees the stream as it leaves the blocks
+        behind = model.norm if kind == "plain" else model.fc_norm  # its input is the stream after the blocks
         behind.register_forward_hook(lambda _, inputs, __: streams.append(inputs[0].dtype))
         found = gradients(model, FusedTraining(model), images, labels)
     assert streams == [torch.float32]
@@ -137,8 +137,8 @@ def test_under_autocast(kind: str, activation: str) -> None:
         assert off < 0.02 + 2 * allowed, name
 
 
-def test_gradients_are_no_worse_than_autocasts_behind_many_blocks() -> None:
-    """A stream that every block rounds to bf16 makes those of this head 1.7 times as wrong."""
+def test_gradients_of_deep_models_are_as_accurate_as_autocasts() -> None:
+    """Rounding the stream to bf16 in every block would increase the error of this head's gradients by 1.7×."""
     model, images, labels = given("plain", depth=12)
     exact = gradients(model.double(), model, images.double(), labels)
     model.float()
@@ -154,7 +154,7 @@ def test_gradients_are_no_worse_than_autocasts_behind_many_blocks() -> None:
         assert off(found, names) < 1.2 * off(usual, names), part
 
 
-def test_no_stream_is_kept_for_the_way_back() -> None:
+def test_the_stream_is_not_saved_for_backward() -> None:
     model, images, _ = given("plain", depth=3)
     kept: list[Tensor] = []
 
@@ -205,7 +205,7 @@ def test_without_autocast_in_bf16() -> None:
 )
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -> None:
-    """What is computed again on the way back, outside of autocast, is what was computed."""
+    """Recomputation in the backward pass, outside autocast, gives the same values."""
     torch.compiler.reset()
     model, images, labels = given("plain", depth=3)
     for name, parameter in model.named_parameters():
@@ -227,12 +227,12 @@ def test_checkpointing_under_autocast(frozen: tuple[str, ...], compiled: bool) -
 
 @pytest.mark.skipif(not can_checkpoint(), reason="torch 2.11's compiler keeps it all, so training goes another way")
 @pytest.mark.slow
-def test_checkpointing_compiled_keeps_no_more_than_the_models() -> None:
-    """Of what is computed in blocks, nothing but what they begin with."""
+def test_compiled_checkpointing_saves_no_more_than_the_models() -> None:
+    """Only the inputs of the blocks are saved."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    parted = aot_autograd(  # the compiler, but for making code
+    parted = aot_autograd(  # the compiler without code generation
         fw_compiler=lambda graph, _: graph.forward, bw_compiler=lambda graph, _: graph.forward,
         partition_fn=min_cut_rematerialization_partition,
     )  # fmt: skip
@@ -244,7 +244,7 @@ def test_checkpointing_compiled_keeps_no_more_than_the_models() -> None:
     for forward in (model, FusedTraining(model)):
         torch.compiler.reset()
         compiled = torch.compile(forward, fullgraph=True, backend=parted)
-        tensors: dict[int, Tensor] = {}  # one may be kept twice
+        tensors: dict[int, Tensor] = {}  # one may be saved twice
 
         def keep(tensor: Tensor, into: dict[int, Tensor] = tensors) -> Tensor:
             into[tensor.data_ptr()] = tensor
@@ -258,8 +258,8 @@ def test_checkpointing_compiled_keeps_no_more_than_the_models() -> None:
     assert 0 < kept[1] <= kept[0]
 
 
-def test_it_learns_what_the_model_learns() -> None:
-    """Over some steps in bf16 the losses stay as near to those in float32 as autocast's do."""
+def test_losses_match_the_models() -> None:
+    """Over some steps in bf16, losses stay as close to float32 as autocast's."""
     losses: dict[str, list[float]] = {}
     for way in ("exact", "autocast", "hastened"):
         model, images, labels = given("plain", depth=3)
@@ -279,7 +279,7 @@ def test_it_learns_what_the_model_learns() -> None:
     assert (hastened - exact).abs().max() < 0.03 + 2 * (autocast - exact).abs().max()
 
 
-def test_what_is_frozen_stays_so() -> None:
+def test_frozen_parameters_get_no_gradient() -> None:
     model, images, labels = given("plain")
     for part in (model.head, model.blocks[0].norm1, model.blocks[1].mlp.fc1, model.blocks[1].attn.qkv.bias):
         part.requires_grad_(False)
@@ -309,7 +309,7 @@ def test_the_kinds_that_compile(low: bool) -> None:
     assert all(torch.allclose(found[name], value, atol=1e-2 if low else 1e-5) for name, value in expected.items())
 
 
-def test_which_models_are_hastened() -> None:
+def test_which_models_can_be_fused() -> None:
     assert {"rope", "relative", "conv_stem"} == {kind for kind in KINDS if not can_fuse(bundle(kind).model.config)}
 
 
@@ -317,14 +317,14 @@ def test_which_models_are_hastened() -> None:
     ("queries", "keys", "trusted"),
     [(197, 197, True), (65, 65, True), (64, 64, False), (192, 192, False), (128, 128, False), (1, 197, False)],
 )
-def test_cudnn_is_kept_from_the_lengths_it_is_wrong_for(queries: int, keys: int, trusted: bool) -> None:
+def test_cudnn_is_excluded_for_faulty_lengths(queries: int, keys: int, trusted: bool) -> None:
     found = for_training(queries, keys)
     assert (SDPBackend.CUDNN_ATTENTION in found) == trusted
     assert {SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH} <= set(found)
 
 
 def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the caller has chosen: the choice is part of what is compiled."""
+    """Even if the caller has set one: the choice is part of the compiled graph."""
     asked: list[tuple[int, int]] = []
     inside: list[bool] = []
 
@@ -346,11 +346,11 @@ def test_every_block_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert inside == [True] * 3
 
 
-# ── the layers with a gradient of their own ──
+# ── autograd functions ──
 
 
 @pytest.mark.parametrize("along", [0.0, 3.0], ids=["noise", "along the output"])
-def test_the_gradient_of_a_norm_needs_only_what_the_norm_returned(along: float) -> None:
+def test_the_gradient_of_a_norm_needs_only_its_output(along: float) -> None:
     x = (5 + 3 * torch.randn(4, 7, 64)).requires_grad_()
     exact = x.detach().double().requires_grad_()
     expected = F.layer_norm(exact, (64,), eps=1e-6)
@@ -382,7 +382,7 @@ def test_a_sum_is_exact_and_its_gradient_is_rounded_once(branch: torch.dtype) ->
     assert torch.equal(y.grad.float(), x.grad)
 
 
-def test_the_slope_of_gelu() -> None:
+def test_the_derivative_of_gelu() -> None:
     x = torch.linspace(-40, 40, 100_001)[:, None]
     exact = x.double().requires_grad_()
     F.gelu(exact).sum().backward()
@@ -394,7 +394,7 @@ def test_the_slope_of_gelu() -> None:
     assert gelu_gradient(torch.ones_like(far), far)[0][:, 2].isnan().all()
 
 
-def test_a_product_with_gelu() -> None:
+def test_a_matmul_with_gelu() -> None:
     x, weight, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
     hidden, made = gelu_matmul(x, weight.t().contiguous().t(), bias)
     assert torch.allclose(made, F.linear(x, weight, bias))
@@ -403,17 +403,17 @@ def test_a_product_with_gelu() -> None:
 
 
 class OnAGpu(Tensor):
-    """A tensor that says it is on a GPU, for what is asked before a GPU is."""
+    """A tensor that claims to be on a GPU, for checks that do not compute."""
 
     is_cuda = True
 
     def get_device(self) -> int:
-        """Return the number of the GPU."""
+        """Return the GPU index."""
         return 0
 
 
-def test_which_products_cublaslt_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those whose matrices it would read as they are: it gets addresses, and checks nothing."""
+def test_which_matmuls_use_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those whose memory layout fits: it gets addresses and checks nothing."""
     monkeypatch.setattr("vitrail.acceleration.cuda.gelu_matmul._library", lambda: "there")
     monkeypatch.setattr("vitrail.acceleration.cuda.gelu_matmul._plan", lambda *_: "there")
 
@@ -433,30 +433,30 @@ def test_which_products_cublaslt_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
     assert not asked((5, 16), (8, 16), (8,), torch.bfloat16, torch.bfloat16, torch.float32)
 
 
-def test_gradients_side_by_side() -> None:
+def test_concatenated_gradients() -> None:
     parts = [torch.randn(7, 4) for _ in range(3)]
     joined, summed = joined_gradient(*parts)
     assert torch.equal(joined, torch.cat(parts, dim=1))
     assert torch.allclose(summed, joined.sum(dim=0))
 
 
-def test_sums_over_many_tokens_are_made_in_float32() -> None:
-    """In bf16 a sum of thousands would lose what is added last."""
+def test_sums_over_many_tokens_are_in_float32() -> None:
+    """In bf16 a sum of thousands would lose the last terms."""
     x = torch.rand(5000, 4).bfloat16()
     for rows, summed in (gelu_gradient(x, x), joined_gradient(x, x, x)):
         assert summed.dtype == torch.float32
         assert torch.allclose(summed.double(), rows.double().sum(dim=0), rtol=1e-5)
 
 
-def test_the_operators_keep_to_what_torch_asks_of_them() -> None:
+def test_the_custom_operators_pass_opcheck() -> None:
     x = torch.randn(6, 4, dtype=torch.bfloat16)
     torch.library.opcheck(gelu_gradient, (x, x.flip(0)))
     torch.library.opcheck(joined_gradient, (x, x.flip(0), x.flip(1)))
 
 
 @pytest.mark.parametrize("turned", [0, 1])
-def test_gradients_lie_in_rows_however_they_came(turned: int) -> None:
-    """As the kernels write them: compiled code is told so before anything is computed."""
+def test_gradients_are_contiguous_for_any_strides(turned: int) -> None:
+    """As the kernels write them; compiled code relies on it."""
     given = [torch.randn(6, 4, dtype=torch.bfloat16), torch.randn(6, 4, dtype=torch.bfloat16)]
     expected = gelu_gradient(*given)
     given[turned] = given[turned].t().contiguous().t()
@@ -468,14 +468,14 @@ def test_gradients_lie_in_rows_however_they_came(turned: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "heads", "width"), [(64, 3, 16), (1, 1, 8), (7, 2, 4)])
-def test_attention_among_few_tokens_is_attention(tokens: int, heads: int, width: int) -> None:
+def test_short_attention_equals_attention(tokens: int, heads: int, width: int) -> None:
     qkv = torch.randn(2, tokens, 3 * heads * width, dtype=torch.float64).requires_grad_()
     query, key, value = qkv.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
     expected = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
     seen, lse = short_attention(qkv.detach(), heads)
-    assert torch.allclose(seen, expected, atol=1e-6)  # looks are float32
-    likeness = query @ key.mT * width**-0.5
-    assert torch.allclose(lse, likeness.exp().sum(dim=-1).log2().float(), atol=1e-5)
+    assert torch.allclose(seen, expected, atol=1e-6)  # weights are float32
+    scores = query @ key.mT * width**-0.5
+    assert torch.allclose(lse, scores.exp().sum(dim=-1).log2().float(), atol=1e-5)
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
     found, summed = short_attention_gradient(gradient, qkv.detach(), seen, lse, heads)
@@ -497,10 +497,10 @@ def test_which_attention_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     ("capability", "version", "expected"),
     [((9, 0), "3.6.0", True), ((8, 0), "3.6.0", False), ((10, 0), "3.6.0", False), ((9, 0), "3.60.1", False)],
 )
-def test_where_attention_is_short(
+def test_where_short_attention_is_used(
     capability: tuple[int, int], version: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only where it ran: on a Hopper GPU, and not on one of AMD's that gives itself the same number."""
+    """Only where it was verified: on a Hopper GPU, and not on an AMD GPU with the same capability number."""
     triton = ModuleType("triton")
     triton.__version__ = version  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "triton", triton)
@@ -512,7 +512,7 @@ def test_where_attention_is_short(
     assert can_attend(torch.device("cpu"))
 
 
-def test_attention_elsewhere_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_attention_is_used_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.acceleration.fused_training.can_attend", lambda _: False)
     monkeypatch.setattr("vitrail.acceleration.fused_training.is_short", lambda *_: True)
     monkeypatch.setattr("vitrail.acceleration.fused_training.short_attention", lambda *_: pytest.fail("was taken"))
@@ -524,7 +524,7 @@ def test_attention_elsewhere_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all"])
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"attention_dropout": 0.5}], ids=str)
 def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to the exact gradients as autocast is; and not taken where something comes between."""
+    """Gradients are as accurate as autocast's; not used with QK norm or dropout."""
     taken: list[int] = []
 
     def short(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -538,13 +538,13 @@ def test_with_short_attention(kind: str, changes: dict[str, Any], monkeypatch: p
         found = gradients(model, FusedTraining(model), images, labels)
         usual = gradients(model, model, images, labels)
     assert len(taken) == (0 if changes else 3 if kind == "mean_of_all" else 2)
-    if "attention_dropout" in changes:  # which draws for one token in the last block
+    if "attention_dropout" in changes:  # the last block draws for one token only
         return
     exact = gradients(model.double(), model, images.double(), labels)
     assert set(found) == set(exact)
     for name, value in exact.items():
         assert name == "logits" or found[name].dtype == torch.float32
-        if name.endswith("k_norm.bias"):  # it is added to all keys alike, which changes nothing: its gradient is noise
+        if name.endswith("k_norm.bias"):  # added to all keys alike, it has no effect: its gradient is noise
             continue
         off, allowed = ((some[name].double() - value).norm() / value.norm() for some in (found, usual))
         assert off < 0.03 + 2 * allowed, name

@@ -1,4 +1,4 @@
-"""Packed blocks, and batches computed in lanes, give the model's own answers."""
+"""Packed blocks, and batches split between CPU threads, give the model's outputs."""
 
 import threading
 
@@ -30,7 +30,7 @@ def test_packed_blocks_compute_the_same(kind: str, changes: dict[str, object]) -
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"])
 def test_every_activation(activation: str) -> None:
-    """The two kinds of GELU differ by more than the tolerance, so a mix-up would be seen."""
+    """The two kinds of GELU differ by more than the tolerance, so a mix-up would be detected."""
     made, images = bundle("plain", activation=activation), pixels(3)
     packed = Bundle(pack(made.model, torch.float32), made.preprocess)
     assert relative_error(eager(packed, images), eager(made, images)) < 1e-5
@@ -38,7 +38,7 @@ def test_every_activation(activation: str) -> None:
 
 @pytest.mark.parametrize("stem", ["conv", "linear"])
 @pytest.mark.parametrize("patch", [(4, 8), (8, 4), (1, 1), (16, 32)], ids=str)
-def test_patches_of_every_shape_are_one_product(stem: str, patch: tuple[int, int]) -> None:
+def test_patches_of_every_shape_are_one_matmul(stem: str, patch: tuple[int, int]) -> None:
     made, images = bundle("plain", stem=stem, patch_size=patch, class_token="last", registers=2), pixels(3)
     packed = pack(made.model, torch.float32)
     assert isinstance(packed.patch_embed, PackedStem)
@@ -48,12 +48,12 @@ def test_patches_of_every_shape_are_one_product(stem: str, patch: tuple[int, int
 def test_most_kinds_are_packed_and_the_others_are_not() -> None:
     assert {"plain", "no_position", "every_token", "grey"} <= set(PACKED)
     assert not {kind for kind in PACKED if bundle(kind).model.config.position in ("rope_2d", "relative")}
-    assert not can_pack(bundle("no_head").model, torch.float32)  # it has no projection that a residual could join
+    assert not can_pack(bundle("no_head").model, torch.float32)  # it has no output projection to fuse the residual with
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_stays_near_float32(kind: str) -> None:
-    """Packed where this processor can, by autocast elsewhere."""
+def test_bf16_stays_close_to_float32(kind: str) -> None:
+    """Packed if this CPU supports it, by autocast elsewhere."""
     made, images = bundle(kind), pixels(12, bundle(kind).preprocess.channels)
     engine = open_engine(made.model, made.preprocess, precision="bf16", device=CPU)
     found = engine(images)
@@ -64,7 +64,7 @@ def test_bf16_stays_near_float32(kind: str) -> None:
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no bf16")
-def test_packed_bf16_is_as_near_as_autocast_is() -> None:
+def test_packed_bf16_is_as_accurate_as_autocast() -> None:
     made, images = bundle("plain", depth=6), pixels(8)
     exact = eager(made, images)
     with autocast(CPU, "bf16"):
@@ -84,7 +84,7 @@ def test_the_last_block_computes_what_the_head_reads(kind: str, shape: int) -> N
     assert relative_error(found, eager(made, images)) < 1e-5
 
 
-# ── lanes ──
+# ── CPU threads ──
 
 
 @pytest.fixture
@@ -97,16 +97,16 @@ def _four_threads() -> object:
 
 @pytest.mark.usefixtures("_four_threads")
 @pytest.mark.parametrize("count", [1, 2 * SMALLEST - 1, 2 * SMALLEST, 17, 40, 100])
-def test_lanes_keep_the_order(count: int) -> None:
+def test_threads_keep_the_order(count: int) -> None:
     seen: list[tuple[int, str, int]] = []
 
-    def answer(images: Tensor) -> Tensor:
+    def compute(images: Tensor) -> Tensor:
         seen.append((len(images), threading.current_thread().name, torch.get_num_threads()))
         return images[:, 0, 0, 0].float() * 2
 
     images = torch.arange(count).view(-1, 1, 1, 1)
     cpu_threads = CpuThreads()
-    assert torch.equal(cpu_threads(answer, images), torch.arange(count).float() * 2)
+    assert torch.equal(cpu_threads(compute, images), torch.arange(count).float() * 2)
     if count < 2 * SMALLEST:
         assert seen == [(count, threading.current_thread().name, 4)]
     else:
@@ -121,15 +121,15 @@ def test_lanes_keep_the_order(count: int) -> None:
 
 
 @pytest.mark.usefixtures("_four_threads")
-def test_an_error_in_a_lane_is_the_callers() -> None:
-    def answer(images: Tensor) -> Tensor:
+def test_an_error_in_a_thread_is_raised() -> None:
+    def compute(images: Tensor) -> Tensor:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        CpuThreads()(answer, torch.zeros(32, 1, 1, 1))
+        CpuThreads()(compute, torch.zeros(32, 1, 1, 1))
 
 
 @pytest.mark.usefixtures("_four_threads")
-def test_an_engine_in_lanes_answers_as_the_model() -> None:
+def test_an_engine_with_threads_gives_the_models_outputs() -> None:
     made, images = bundle(), pixels(37)
     assert relative_error(open_engine(made.model, made.preprocess, device=CPU)(images), eager(made, images)) < 1e-5

@@ -21,12 +21,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "no_head": {"classes": 0, "activation": "relu", "out_proj": False},
     "grey": {"channels": 1, "head_dim": 4},
 }
-"""Every stem, token, position, place of a position, pool and activation; all of them can be exported."""
+"""Every stem, token, position type, pool and activation; all can be exported."""
 CPU = torch.device("cpu")
 
 
 def bundle(kind: str = "plain", **changes: Any) -> Bundle:
-    """Return a tiny model whose every number is random, with an uneven preprocessing."""
+    """Return a tiny model with random parameters and an asymmetric preprocessing."""
     config = ViTConfig(**{**TINY, **KINDS[kind], **changes})
     model = scramble(ViT(config))
     size = Preprocess(size=config.image_size, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
@@ -35,31 +35,31 @@ def bundle(kind: str = "plain", **changes: Any) -> Bundle:
 
 
 def pixels(count: int, channels: int = 3, seed: int = 1) -> Tensor:
-    """Return images as batches hold them, channels last in memory."""
+    """Return images in channels-last memory format, like batches."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count, 16, 32, channels), dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2)
 
 
 @torch.inference_mode()
 def eager(made: Bundle, images: Tensor) -> Tensor:
-    """Return what the model itself answers, in float32."""
+    """Return the model's output in float32."""
     answers: Tensor = made.model(made.preprocess.normalise(images))
     return answers
 
 
-class Said(NamedTuple):
-    """What a command said."""
+class CommandOutput(NamedTuple):
+    """The output of a command."""
 
     code: int
     out: str
     err: str
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> Said:
-    """Run a command as a person does, but in this process, which has torch in memory already."""
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object) -> CommandOutput:
+    """Run a CLI command in this process, which has already imported torch."""
     monkeypatch.setattr(sys, "argv", ["vitrail", *map(str, words)])
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         vitrail.__main__.main()
     said = capsys.readouterr()
-    return Said(int(left.value.code or 0), said.out, said.err)
+    return CommandOutput(int(left.value.code or 0), said.out, said.err)

@@ -1,4 +1,4 @@
-"""A real service in this process, and a real browser that visits its page."""
+"""Helpers for page tests: a real service in this process, and a real browser."""
 
 import asyncio
 import io
@@ -25,7 +25,7 @@ WAIT = 10_000
 
 
 def some_bundle(config: ViTConfig, classes: tuple[str, ...], folder: Path) -> Path:
-    """Write a bundle of random weights, whose tokens look at few others, as those of a trained one do."""
+    """Write a bundle of random weights whose attention is peaked, as in a trained model."""
     torch.manual_seed(5)
     model = ViT(config)
     with torch.no_grad():
@@ -38,7 +38,7 @@ def some_bundle(config: ViTConfig, classes: tuple[str, ...], folder: Path) -> Pa
 
 @contextmanager
 def service(models: dict[str, Path], **changes: Any) -> Iterator[str]:
-    """Serve bundles in a thread; gives the address."""
+    """Serve bundles in a thread; yields the URL."""
     named = tuple(NamedSource(name, str(source)) for name, source in models.items())
     made = Service(Settings(models=named, device="cpu", log_requests=False, **changes))
     place = socket.socket()
@@ -61,21 +61,21 @@ def service(models: dict[str, Path], **changes: Any) -> Iterator[str]:
 
 
 class Visit(NamedTuple):
-    """The open page, and all that it asked for and complained about."""
+    """The open page, its requests and its console errors."""
 
     page: Any
     requests: list[str]
     complaints: list[str]
 
     def open(self, address: str) -> None:
-        """Go to an address as if for the first time, and wait until all is shown."""
+        """Load a URL and wait until the page is ready."""
         self.page.goto("about:blank")
         self.page.goto(address)
         self.page.wait_for_selector("body[data-ready]", timeout=WAIT)
         self.settle()
 
     def go(self, view: str) -> None:
-        """Show another view without loading the page again."""
+        """Show another view without reloading the page."""
         self.page.mouse.move(0, 0)
         self.page.evaluate(
             """view => {
@@ -92,18 +92,18 @@ class Visit(NamedTuple):
         self.page.wait_for_selector(".panel[aria-busy=true], #pipeline[aria-busy=true]", state="detached", timeout=WAIT)
 
     def until(self, text: str) -> None:
-        """Wait until the address has some text; it follows what is shown a moment later."""
+        """Wait until the URL contains a text; it is updated with a delay."""
         end = time.monotonic() + WAIT / 1000
         while text not in self.hash():
             assert time.monotonic() < end, f"{text} does not come into {self.hash()}"
             self.page.wait_for_timeout(20)
 
     def part(self, name: str, panel: int = 0) -> Any:
-        """Return a part of a panel."""
+        """Return an element of a panel by its data-part."""
         return self.page.locator(".panel").nth(panel).locator(f"[data-part={name}]")
 
     def pixels(self, panel: int = 0) -> str:
-        """Return what the canvas shows, made small."""
+        """Return a downscaled copy of the canvas."""
         found: str = self.part("canvas", panel).evaluate(
             """canvas => {
                 const small = Object.assign(document.createElement("canvas"), { width: 48, height: 48 });
@@ -115,11 +115,11 @@ class Visit(NamedTuple):
         return found
 
     def asked(self) -> list[str]:
-        """Return what was asked of the models so far."""
+        """Return the inference requests so far."""
         return [url for url in self.requests if "/v1/" in url]
 
     def hash(self) -> str:
-        """Return the part of the address that holds the view."""
+        """Return the URL hash."""
         found: str = self.page.evaluate("location.hash")
         return found
 
@@ -135,7 +135,7 @@ class Visit(NamedTuple):
 
 @contextmanager
 def visit(browser: Any, viewport: dict[str, int], scheme: str = "light") -> Iterator[Visit]:
-    """Open a fresh window."""
+    """Open a new window."""
     context = browser.new_context(viewport=viewport, color_scheme=scheme)
     page = context.new_page()
     seen = Visit(page, [], [])

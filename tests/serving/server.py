@@ -1,4 +1,4 @@
-"""A real server in a process of its own, on the loopback, and what tests send to it."""
+"""A real server in a separate process on the loopback interface, and helpers to send requests."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ from vitrail import Bundle, Preprocess, ViTConfig
 
 @dataclass
 class Running:
-    """A server that is ready."""
+    """A ready server."""
 
     process: subprocess.Popen[str]
     url: str
@@ -33,7 +33,7 @@ class Running:
 def server(
     *words: str, environment: dict[str, str] | None = None, patience: float = 120, descriptors: int | None = None
 ) -> Iterator[Running]:
-    """Run `vitrail serve` until the end of the block; whoever has ended it already is fine.
+    """Run `vitrail serve` until the end of the block; the block may stop it earlier.
 
     In float32 unless something else is asked for, so that answers can be compared digit by digit.
     """
@@ -73,14 +73,14 @@ def server(
         watch.cancel()
         if process.poll() is None:
             process.terminate()
-        process.wait(60)  # twice the grace that is left to requests by default
+        process.wait(60)  # twice the default grace period
         reader.join()
         process.stdout.close()
         process.stderr.close()
 
 
 def save_tiny(folder: Path, *, seed: int = 0, classes: tuple[str, ...] | None = ("cat", "dog", "bird")) -> Path:
-    """Write a bundle of a model that answers in a millisecond, and differs by its seed."""
+    """Write a bundle of a tiny model, which runs in a millisecond; the seed sets its weights."""
     torch.manual_seed(seed)
     model = vitrail.create(ViTConfig(image_size=32, patch_size=8, width=32, depth=2, heads=2, classes=3, registers=1))
     with torch.no_grad():
@@ -90,7 +90,7 @@ def save_tiny(folder: Path, *, seed: int = 0, classes: tuple[str, ...] | None = 
 
 
 def image(kind: str = "PNG", size: tuple[int, int] = (40, 30), seed: int = 0) -> bytes:
-    """Draw an image file of noise."""
+    """Return an image file of noise."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (size[1], size[0], 3), dtype=torch.uint8, generator=generator)
     file = io.BytesIO()
@@ -103,23 +103,23 @@ def sent(client: httpx.Client, content: bytes, path: str = "/v1/predict") -> htt
     return client.post(path, content=content, headers={"content-type": "image/png"})
 
 
-def connect(running: Running, said: bytes = b"") -> socket.socket:
-    """Connect, and say something in which HOST stands for the server's own."""
+def connect(running: Running, data: bytes = b"") -> socket.socket:
+    """Connect and send data, with HOST replaced by the server's host."""
     host, port = running.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=20)
-    if said:
-        connection.sendall(said.replace(b"HOST", f"{host}:{port}".encode()))
+    if data:
+        connection.sendall(data.replace(b"HOST", f"{host}:{port}".encode()))
     return connection
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Return what comes until the server closes."""
+    """Read until the server closes the connection."""
     with connection:
         return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
 def wait_until(condition: object, seconds: float = 10) -> None:
-    """Look again and again until something holds."""
+    """Poll until a condition holds."""
     assert callable(condition)
     end = time.monotonic() + seconds
     while not condition():

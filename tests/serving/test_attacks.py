@@ -1,4 +1,4 @@
-"""A server under attack, on the loopback and bounded: good requests are answered within a second through all of it."""
+"""A server under bounded attacks on the loopback interface: valid requests are still served within a second."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from tests.serving.server import Running, image, save_tiny, server
 pytestmark = pytest.mark.slow
 
 SOON = 1.0
-"""Seconds in which a good request is answered, whatever else goes on."""
+"""Seconds within which a valid request is served during an attack."""
 TINY = image("PNG", (8, 8))
 
 
 class Client:
-    """One connection that is kept, with as little of its own as possible."""
+    """A minimal client with one keep-alive connection."""
 
     def __init__(self, url: str) -> None:
         self.host, port = url.removeprefix("http://").split(":")
@@ -71,7 +71,7 @@ def running(bundle: Path) -> Iterator[Running]:
 
 
 def good(url: str, count: int = 20, pause: float = 0.1) -> list[float]:
-    """Send good requests, each on a connection of its own; return how long each took."""
+    """Send valid requests, each on a new connection; return their latencies."""
     taken = []
     for _ in range(count):
         begun = time.monotonic()
@@ -84,7 +84,7 @@ def good(url: str, count: int = 20, pause: float = 0.1) -> list[float]:
 
 @contextmanager
 def attacked(*attacks: Callable[[threading.Event], object]) -> Iterator[None]:
-    """Let attackers do their worst, each in a thread, until the end of the block."""
+    """Run attacks in threads until the end of the block."""
     over = threading.Event()
     threads = [threading.Thread(target=attack, args=(over,)) for attack in attacks]
     for thread in threads:
@@ -99,12 +99,12 @@ def attacked(*attacks: Callable[[threading.Event], object]) -> Iterator[None]:
 
 
 def limit(url: str) -> float:
-    """Return how long a good request may take: a second, or more where this machine is busy with something else."""
+    """Return the latency limit of a valid request: a second, or more if this machine is busy."""
     return max(SOON, 5 * max(good(url)))
 
 
 def memory(process: int) -> int:
-    """Return the megabytes that a process and those it started hold."""
+    """Return the memory of a process and its children in megabytes."""
     found = 0
     for one in (process, *map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())):
         with suppress(OSError):
@@ -158,11 +158,11 @@ def test_large_images_in_one_form_and_slow_ones_that_are_allowed(running: Runnin
         taken = good(running.url, 30, 0.2)
         most = memory(running.process.pid)
     assert max(taken) < within, taken
-    assert most < before + 1500, (before, most)  # one decoder has pixels and coefficients of one image
+    assert most < before + 1500, (before, most)  # one decoder holds the pixels and coefficients of one image
 
 
 def test_headers_that_take_long_to_read(running: Running) -> None:
-    many = png_of_zeros(8, png_chunk(b"teSt") * 4000)  # as many as are allowed
+    many = png_of_zeros(8, png_chunk(b"teSt") * 4000)  # the maximum allowed
     within = limit(running.url)
 
     def form(over: threading.Event) -> None:
@@ -175,9 +175,11 @@ def test_headers_that_take_long_to_read(running: Running) -> None:
     assert max(taken) < within, taken
 
 
-def test_explanations_without_end(running: Running) -> None:
+def test_endless_explanations(running: Running) -> None:
     outcomes: Counter[int] = Counter()
-    httpx.post(f"{running.url}/v1/explain", files={"image": TINY}, timeout=60)  # the first one imports a second long
+    httpx.post(
+        f"{running.url}/v1/explain", files={"image": TINY}, timeout=60
+    )  # the first one spends a second on imports
     within = limit(running.url)
 
     def explain(over: threading.Event) -> None:
@@ -191,7 +193,7 @@ def test_explanations_without_end(running: Running) -> None:
         assert httpx.get(f"{running.url}/readyz").status_code == 200
     assert max(taken) < within, taken
     assert set(outcomes) <= {200, 503}, outcomes
-    assert outcomes[503] > 0  # 128 images in 64 seats
+    assert outcomes[503] > 0  # 128 images for 64 slots
 
 
 # ── bytes ──
@@ -204,7 +206,7 @@ def test_bodies_in_chunks_of_one_byte(running: Running) -> None:
             client.socket.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
             client.socket.settimeout(1)
             while not over.is_set():
-                with suppress(TimeoutError):  # the server takes its time, which is the point
+                with suppress(TimeoutError):  # the server throttles the client, as intended
                     client.socket.send(b"1\r\nx\r\n" * 10_000)
 
     within = limit(running.url)
@@ -213,7 +215,7 @@ def test_bodies_in_chunks_of_one_byte(running: Running) -> None:
     assert max(taken) < within, taken
 
 
-def test_heads_that_never_end_and_few_file_descriptors(bundle: Path) -> None:
+def test_endless_headers_with_few_file_descriptors(bundle: Path) -> None:
     with server(str(bundle), "--head-time", "3", "--no-log-requests", descriptors=160, patience=200) as running:
         within = limit(running.url)
         held: list[socket.socket] = []
@@ -236,7 +238,7 @@ def test_heads_that_never_end_and_few_file_descriptors(bundle: Path) -> None:
 
 
 def many(url: str, count: int, line: bytes, body: bytes = b"") -> Counter[str]:
-    """Send many tiny requests over eight connections; return what became of them."""
+    """Send many tiny requests over eight connections; return the outcomes."""
     outcomes: Counter[str] = Counter()
 
     def some(number: int) -> None:
@@ -263,7 +265,7 @@ def test_ten_thousand_tiny_requests_and_memory_over_twenty_thousand(bundle: Path
         assert memory(running.process.pid) < settled + 40, (settled, memory(running.process.pid))
 
 
-def test_hangups_and_the_end_under_load_and_attack(bundle: Path) -> None:
+def test_reload_and_shutdown_under_load_and_attack(bundle: Path) -> None:
     slow = jpeg_of_scans(43)
     with server(str(bundle), "--no-log-requests", "--grace", "5", patience=200) as running:
 
@@ -282,7 +284,7 @@ def test_hangups_and_the_end_under_load_and_attack(bundle: Path) -> None:
                             outcomes[str(client.ask(b"POST /v1/predict", TINY))] += 1
                 except ConnectionRefusedError:
                     return
-                except ConnectionError:  # between two requests, while it ends
+                except ConnectionError:  # between two requests, during shutdown
                     outcomes["closed"] += 1
 
         with attacked(attack, attack, load, load):
@@ -298,5 +300,5 @@ def test_hangups_and_the_end_under_load_and_attack(bundle: Path) -> None:
     assert last["event"] == "stopped"
     minutes, seconds = last["time"].rstrip("Z").split(":")[1:]
     lived = ended % 3600 - (60 * int(minutes) + float(seconds))
-    assert lived % 3600 < 2, (ended, last["time"])  # as it said: it lived 31 s longer
+    assert lived % 3600 < 2, (ended, last["time"])  # compare with the logged time
     assert len([line for line in running.log if '"reloaded"' in line]) >= 1

@@ -1,4 +1,4 @@
-"""What one connection may take of a server: a place, time for its head, turns of the event loop, lines of the log."""
+"""Limits per connection: slots, header timeout, event loop time, log lines."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 class Fake:
-    """A connection that notes whether it gave way."""
+    """A fake connection that records whether it was closed."""
 
     def __init__(self) -> None:
         self.gone = False
@@ -34,31 +34,31 @@ class Fake:
         self.gone = True
 
 
-def test_the_connection_that_has_waited_longest_gives_way() -> None:
+def test_the_longest_idle_connection_is_closed() -> None:
     found = Connections(3, 2, Counters())
     first, second, third, fourth = (Fake() for _ in range(4))
     assert found.admit(first, "a")
     assert found.admit(second, "a")
     found.work(first)
-    assert found.admit(third, "a")  # a client has two: its own second one gives way
+    assert found.admit(third, "a")  # limit of two per client: its idle one is closed
     assert [one.gone for one in (first, second, third)] == [False, True, False]
     found.work(third)
-    assert not found.admit(fourth, "a")  # both have requests under way
+    assert not found.admit(fourth, "a")  # both are active
     assert found.admit(fourth, "b")
     found.work(fourth)
-    assert not found.admit(Fake(), "c")  # three have, of three in all
+    assert not found.admit(Fake(), "c")  # all three are active
     found.release(first)
     found.release(first)
     assert found.admit(Fake(), "c")
 
 
-def test_one_network_of_ipv6_is_one_client() -> None:
+def test_an_ipv6_network_is_one_client() -> None:
     assert client_key("2001:db8:1:2:3::4") == client_key("2001:db8:1:2::9") != client_key("2001:db8:1:3::9")
     assert client_key("fe80::1%eth0") == "fe80::/64"
     assert client_key("127.0.0.1") == client_key("::ffff:127.0.0.1") == "127.0.0.1"
 
 
-def test_the_same_trouble_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_messages_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(connections, "monotonic", lambda: now[0])
     told = RateLimitedLog()
@@ -71,13 +71,13 @@ def test_the_same_trouble_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [RateLimitFilter().filter(record) for _ in range(3)] == [True, False, False]
 
 
-def test_a_head_that_never_ends_is_timed_out(running: Running) -> None:
+def test_endless_headers_time_out(running: Running) -> None:
     begun = time.monotonic()
     silent, slow = connect(running), connect(running, b"GET / HTTP/1.1\r\nHost: HOST\r\nX-Slow: ")
     again = connect(running, b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n\r\n")
     wait_until(lambda: b"alive" in again.recv(65_536, socket.MSG_PEEK))
     assert again.recv(65_536).startswith(b"HTTP/1.1 200")
-    again.sendall(b"GET /heal")  # the next head on a connection that is kept
+    again.sendall(b"GET /heal")  # the next headers on a keep-alive connection
     answer = read_all(slow)
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"].endswith("did not arrive within 1 s")
@@ -86,19 +86,21 @@ def test_a_head_that_never_ends_is_timed_out(running: Running) -> None:
     assert 0.5 < time.monotonic() - begun < 10
 
 
-def test_too_many_connections_are_told_so_at_once(running: Running) -> None:
+def test_too_many_connections_get_503_at_once(running: Running) -> None:
     body = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nContent-Length: 9\r\n"
     uploading = [connect(running, body + b"Expect: 100-continue\r\n\r\n") for _ in range(8)]
-    assert all(connection.recv(65_536).startswith(b"HTTP/1.1 100 ") for connection in uploading)  # their heads are read
+    assert all(
+        connection.recv(65_536).startswith(b"HTTP/1.1 100 ") for connection in uploading
+    )  # their headers are read
     answer = read_all(connect(running, b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n\r\n"))
     assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
     assert b"\r\nretry-after: 1\r\n" in answer
     assert b"too many connections" in answer
-    assert all(b" 408 " in read_all(connection) for connection in uploading)  # the body did not come either
+    assert all(b" 408 " in read_all(connection) for connection in uploading)  # the body did not arrive
     assert httpx.get(f"{running.url}/healthz").status_code == 200
 
 
-def test_connections_without_a_request_give_way(running: Running) -> None:
+def test_idle_connections_are_closed_for_new_ones(running: Running) -> None:
     waiting = [connect(running, b"GET / HT") for _ in range(30)]
     with httpx.Client(base_url=running.url, timeout=20) as client:
         for _ in range(5):
@@ -110,7 +112,7 @@ def test_connections_without_a_request_give_way(running: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_refused_body_is_not_listened_to_for_ever(running: Running) -> None:
+def test_a_refused_body_is_read_only_for_a_limited_time(running: Running) -> None:
     head = b"POST /v1/nothing HTTP/1.1\r\nHost: HOST\r\nTransfer-Encoding: chunked\r\n\r\n"
     connection = connect(running, head)
     begun = time.monotonic()
@@ -125,32 +127,32 @@ def test_a_refused_body_is_not_listened_to_for_ever(running: Running) -> None:
 
 
 @pytest.mark.slow
-def test_a_refused_body_that_ends_soon_leaves_the_connection(running: Running) -> None:
+def test_a_refused_body_that_ends_soon_keeps_the_connection(running: Running) -> None:
     with connect(
         running, b"POST /v1/nothing HTTP/1.1\r\nHost: HOST\r\nTransfer-Encoding: chunked\r\n\r\n"
     ) as connection:
         wait_until(lambda: b"nothing at this address" in connection.recv(65_536, socket.MSG_PEEK))
         assert connection.recv(65_536).startswith(b"HTTP/1.1 404")
         connection.sendall(b"1\r\nx\r\n0\r\n\r\n")
-        for pause in (0.0, 1.5):  # the second one after it would have been closed
+        for pause in (0.0, 1.5):  # the second after the timeout
             time.sleep(pause)
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             wait_until(lambda: b"alive" in connection.recv(65_536, socket.MSG_PEEK))
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
 
 
-def test_a_body_in_one_byte_chunks_arrives_whole(running: Running) -> None:
+def test_a_body_in_one_byte_chunks_is_complete(running: Running) -> None:
     content = image("PNG", (12, 9))
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content)
     head = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n"
     connection = connect(running, head + b"\r\n" + chunks + b"0\r\n\r\n" + b"GET /healthz HTTP/1.1\r\nHost: HOST\r\n")
     connection.sendall(b"connection: close\r\n\r\n")
     answer = read_all(connection)
-    assert answer.count(b"HTTP/1.1 200 OK") == 2  # and the request that was sent behind it
+    assert answer.count(b"HTTP/1.1 200 OK") == 2  # and the pipelined request
     assert b'"classes"' in answer
 
 
-def test_few_file_descriptors_leave_room_for_what_else_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_descriptors_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: asked.append(pair))
@@ -162,6 +164,6 @@ def test_few_file_descriptors_leave_room_for_what_else_is_opened(monkeypatch: py
     assert asked == [(512 + used + connections.RESERVED, 4096), (256, 256)]
 
 
-def test_no_line_of_the_log_is_a_fault(running: Running) -> None:
+def test_the_log_has_no_internal_errors(running: Running) -> None:
     wait_until(lambda: httpx.get(f"{running.url}/readyz").status_code == 200)
     assert not [line for line in running.log if "Traceback" in line or '"fault"' in line]

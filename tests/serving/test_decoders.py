@@ -1,4 +1,4 @@
-"""Processes that decode: ended when they take too long, with turns for clients and a decoder that large work leaves."""
+"""Decoder processes: timeouts, fairness between clients, and a decoder reserved for small images."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("bundles") / "m")
 
 
-def test_clients_take_turns_and_so_do_their_requests() -> None:
+def test_clients_and_their_requests_take_turns() -> None:
     turns: FairQueue[str] = FairQueue()
     for job in ("a1", "a2", "a3"):
         turns.add("greedy", 1, job)
@@ -55,14 +55,14 @@ def test_clients_take_turns_and_so_do_their_requests() -> None:
     assert list(turns) == ["x"]
 
 
-def test_what_takes_too_long_is_ended_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_decoder_is_killed_and_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = jpeg_of_scans(5000)
     monkeypatch.setattr(structure, "JPEG_WORK", 2**40)
-    monkeypatch.setattr(structure, "JPEG_SCANS", 10_000)  # here alone: the process that decodes would refuse it, too
+    monkeypatch.setattr(structure, "JPEG_SCANS", 10_000)  # only here: the decoder process would reject it too
 
     async def ask(decoders: Decoders) -> None:
         process = decoders._idle[0].process
-        os.kill(process.pid, 19)  # stopped, it takes for ever
+        os.kill(process.pid, 19)  # SIGSTOP: it never finishes
         with pytest.raises(HttpError, match="more than 1 s to decode") as refused:
             await decoders.decode(image(), PREPROCESS, "a", asyncio.Lock())
         assert refused.value.status == 422
@@ -86,7 +86,7 @@ def test_a_decoder_that_crashes_is_replaced() -> None:
     with_decoders(ask, decoders=1)
 
 
-def test_a_decoder_that_was_ended_while_idle_fails_no_image() -> None:
+def test_a_decoder_killed_while_idle_is_replaced() -> None:
     async def ask(decoders: Decoders) -> None:
         process = decoders._idle[0].process
         process.kill()
@@ -97,9 +97,7 @@ def test_a_decoder_that_was_ended_while_idle_fails_no_image() -> None:
     with_decoders(ask, decoders=1)
 
 
-def test_what_lies_where_the_service_was_started_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_working_directory_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("json", "struct", "numpy", "vitrail"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
@@ -110,14 +108,14 @@ def test_what_lies_where_the_service_was_started_is_not_imported(
     with_decoders(ask, decoders=1)
 
 
-def test_others_have_their_turn_between_the_headers_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_of_a_request_are_parsed_with_yields(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, seen = 0, []
 
-    def watched(*given: object) -> object:
+    def checked(*given: object) -> object:
         seen.append(rounds)
         return check_upload(*given)
 
-    monkeypatch.setattr(vitrail.serving.decoders, "check_upload", watched)
+    monkeypatch.setattr(vitrail.serving.decoders, "check_upload", checked)
 
     async def ask(decoders: Decoders) -> None:
         nonlocal rounds
@@ -145,12 +143,12 @@ def test_large_images_leave_a_decoder_free() -> None:
         await asyncio.gather(*(decoders.decode(small, PREPROCESS, "greedy", asyncio.Lock()) for _ in range(3)))
         quick = time.monotonic() - begun
         await asyncio.gather(*many)
-        assert quick < (time.monotonic() - begun) / 3  # not behind five of them, nor behind two
+        assert quick < (time.monotonic() - begun) / 3  # not queued behind the large ones
 
     with_decoders(ask, decoders=2)
 
 
-def test_memory_of_a_decoder_is_bounded_beside_what_the_program_takes() -> None:
+def test_decoder_memory_is_limited() -> None:
     resource = pytest.importorskip("resource")
 
     async def ask(decoders: Decoders) -> None:
@@ -163,7 +161,7 @@ def test_memory_of_a_decoder_is_bounded_beside_what_the_program_takes() -> None:
     with_decoders(ask, decoders=1, pixel_limit=1)
 
 
-def test_one_request_of_many_images_leaves_seats(bundle: Path) -> None:
+def test_a_large_request_leaves_slots_for_others(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         with service.registry.use(None) as served:
             served.batcher.reserve(6)
@@ -179,7 +177,7 @@ def test_one_request_of_many_images_leaves_seats(bundle: Path) -> None:
     asked(settings_for(bundle, queue=8), ask)
 
 
-def test_readiness_is_honest_about_images_that_wait(bundle: Path) -> None:
+def test_readiness_reports_a_backed_up_queue(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         decoders = service._handler.decoders
         await decoders.start()

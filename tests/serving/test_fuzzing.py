@@ -1,4 +1,4 @@
-"""What nobody should send: the OpenAPI document fuzzed, and thousands of malformed uploads."""
+"""Fuzzing: requests generated from the OpenAPI document, and thousands of malformed uploads."""
 
 import json
 import os
@@ -40,10 +40,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-# ── the document ──
+# ── the OpenAPI document ──
 
 
-def test_the_document_names_every_route(tmp_path: Path) -> None:
+def test_the_openapi_document_lists_every_route(tmp_path: Path) -> None:
     service_settings = Settings(models=name_models([str(save_tiny(tmp_path / "m"))]), device="cpu")
     described = document(service_settings)
     assert described == json.loads(json.dumps(described))
@@ -53,15 +53,15 @@ def test_the_document_names_every_route(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_document_fuzzed(running: Running) -> None:
-    """Whatever the document allows, and what it does not, is answered as the document says, never by a 5xx."""
+def test_fuzzing_the_openapi_document(running: Running) -> None:
+    """Valid and invalid requests get a documented response, never a 5xx."""
     schema = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
     asked: Counter[str] = Counter()
 
     for operation in schema.get_all_operations():
         found = operation.ok()
         if found.path == "/v1/models/reload":
-            continue  # opens files, and is tested elsewhere
+            continue  # reads files; tested elsewhere
 
         @settings(
             max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate],
@@ -80,7 +80,7 @@ def test_the_document_fuzzed(running: Running) -> None:
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             try:
                 strategy = found.as_strategy(generation_mode=mode)
-            except Exception:  # nothing can be wrong where nothing is asked for
+            except Exception:  # no invalid request exists without parameters
                 continue
             _given(strategy, check)
     for path in ("/v1/predict", "/v1/embed", "/v1/explain"):
@@ -99,7 +99,7 @@ def _given(strategy: SearchStrategy[Any], check: Callable[[Any], None]) -> None:
 
 
 def resident(process: int) -> int:
-    """Return the megabytes that a process holds."""
+    """Return the resident memory of a process in megabytes."""
     for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) // 1024
@@ -119,7 +119,7 @@ LIES = png(60_000, 60_000, zlib.compress(bytes(50_000_000)))
 
 
 def malformed(chance: random.Random) -> tuple[str, bytes, dict[str, str]]:
-    """Make a request that is wrong in one of many ways."""
+    """Return a request that is malformed in one of many ways."""
     kind = chance.choice(["JPEG", "PNG", "WEBP", "GIF", "BMP"])
     good = image(kind, (chance.randint(1, 80), chance.randint(1, 80)), seed=chance.randint(0, 9))
     path = chance.choice(["/v1/predict", "/v1/embed", "/v1/explain?method=rollout", "/v1/explain"])
@@ -165,11 +165,11 @@ def test_malformed_uploads_do_no_harm(running: Running) -> None:
             raw = [(name.encode(), value.encode("utf-8")) for name, value in headers.items()]
             try:
                 return str(client.post(path, content=body, headers=raw).status_code)
-            except httpx.TransportError as error:  # headers that are too long end the connection
+            except httpx.TransportError as error:  # overlong headers close the connection
                 return f"closed: {type(error).__name__}"
 
         outcomes.update(pool.map(send, requests[:400]))
-        settled = resident(running.process.pid)  # after the first hundreds, memory has found its size
+        settled = resident(running.process.pid)  # memory is stable after the first hundreds
         outcomes.update(pool.map(send, requests[400:]))
         assert sent(client, image()).status_code == 200
     half_requests(running.url)
@@ -182,7 +182,7 @@ def test_malformed_uploads_do_no_harm(running: Running) -> None:
 
 
 def half_requests(url: str) -> None:
-    """Send what is no HTTP, or not all of it, and hang up."""
+    """Send invalid or incomplete HTTP, and disconnect."""
     host, port = url.removeprefix("http://").split(":")
     for said in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
@@ -200,7 +200,7 @@ def half_requests(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_overload_is_answered_and_loses_nothing(tmp_path: Path) -> None:
+def test_overload_gets_503_and_loses_nothing(tmp_path: Path) -> None:
     bundle = save_tiny(tmp_path / "m")
     with server(str(bundle), "--queue", "4", "--batch", "1", "--no-log-requests") as running:
         limits = httpx.Limits(max_connections=64)

@@ -1,4 +1,4 @@
-"""For which hosts a service answers, and from which pages: a page elsewhere cannot reach it by another name."""
+"""Host and Origin checks: DNS rebinding and cross-site requests are rejected."""
 
 import socket
 from pathlib import Path
@@ -19,7 +19,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("bundles") / "m")
 
 
-def answers(hosts: Hosts, host: str | None) -> bool:
+def allows(hosts: Hosts, host: str | None) -> bool:
     try:
         hosts.check(host)
     except HttpError as refusal:
@@ -27,10 +27,10 @@ def answers(hosts: Hosts, host: str | None) -> bool:
     return True
 
 
-def test_by_default_only_localhost_and_the_bound_address_are_answered_for() -> None:
+def test_only_localhost_and_the_bound_address_are_allowed_by_default() -> None:
     hosts = Hosts("192.168.1.5", ())
     for host in ("localhost", "LOCALHOST:8000", "localhost.", "127.0.0.1:1", "[::1]:8000", "192.168.1.5:80", None):
-        assert answers(hosts, host)
+        assert allows(hosts, host)
     for host in (
         "evil.example",
         "evil.example:8000",
@@ -40,13 +40,13 @@ def test_by_default_only_localhost_and_the_bound_address_are_answered_for() -> N
         "a@localhost",
         "[x]",
     ):
-        assert not answers(hosts, host)
+        assert not allows(hosts, host)
     for bound in ("0.0.0.0", "::", "0", "::0"):
         everywhere = Hosts(bound, ("vitrail.example",))
         for host in ("10.1.2.3:8000", "[fe80::1]", "vitrail.example", "localhost", socket.gethostname()):
-            assert answers(everywhere, host)
-        assert not answers(everywhere, "evil.example")
-    assert answers(Hosts("127.0.0.1", ("*",)), "evil.example")
+            assert allows(everywhere, host)
+        assert not allows(everywhere, "evil.example")
+    assert allows(Hosts("127.0.0.1", ("*",)), "evil.example")
 
 
 def test_another_host_is_refused_everywhere(bundle: Path) -> None:
@@ -61,21 +61,21 @@ def test_another_host_is_refused_everywhere(bundle: Path) -> None:
     asked(settings_for(bundle, allow_hosts=()), ask)
 
 
-def test_a_foreign_origin_changes_nothing_also_without_fetch_metadata(bundle: Path) -> None:
+def test_a_foreign_origin_is_rejected_without_fetch_metadata(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         own = bool(service.settings.origins)
         for path in ("/v1/models/reload", "/v1/predict"):
             for origin, allowed in (
                 ("http://evil.example", False),
                 ("null", False),
-                ("http://localhost:9999", False),  # another service of the same machine
+                ("http://localhost:9999", False),  # another service on the same machine
                 ("http://localhost:8000", True),
                 ("https://example.org", own),
             ):
                 headers = {"host": "localhost:8000", "origin": origin, **PNG}
                 answer = await client.post(path, headers=headers, content=image())
                 assert answer.status_code == (200 if allowed else 403), (path, origin)
-        assert (await client.post("/v1/models/reload")).status_code == 200  # no browser
+        assert (await client.post("/v1/models/reload")).status_code == 200  # not a browser
 
     asked(settings_for(bundle), ask)
     asked(settings_for(bundle, origins=("https://example.org",)), ask)

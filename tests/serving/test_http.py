@@ -1,4 +1,4 @@
-"""The service as a client sees it: three ways of sending images, three tasks, and every kind of bad request."""
+"""The HTTP API: three kinds of request body, three operations, and all kinds of bad requests."""
 
 import base64
 import io
@@ -51,10 +51,10 @@ def unpacked(packed: dict[str, Any]) -> NDArray[np.float32]:
     return np.frombuffer(base64.b64decode(packed["data"]), dtype).reshape(packed["shape"]).astype(np.float32)
 
 
-# ── what is asked and answered ──
+# ── inference ──
 
 
-def test_three_ways_of_sending_get_the_answer_of_the_library(client: httpx.Client, folder: Path) -> None:
+def test_three_kinds_of_body_give_the_predictions_of_the_library(client: httpx.Client, folder: Path) -> None:
     content = image()
     expected = vitrail.Classifier(folder / "run" / "best", device="cpu").predict(content, top=2)
     answers = [
@@ -72,7 +72,7 @@ def test_three_ways_of_sending_get_the_answer_of_the_library(client: httpx.Clien
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
-def test_every_allowed_kind_of_file(client: httpx.Client, kind: str) -> None:
+def test_every_allowed_format(client: httpx.Client, kind: str) -> None:
     assert sent(client, image(kind)).status_code == 200
 
 
@@ -155,11 +155,11 @@ def test_all_attention_of_a_layer_at_once(client: httpx.Client, folder: Path) ->
     assert named["results"][0]["target"]["index"] == 1
 
 
-# ── what is refused ──
+# ── errors ──
 
 
 def bomb(width: int = 30_000, height: int = 30_000) -> bytes:
-    """A few bytes that claim to be an image of a gigapixel."""
+    """Return a few bytes that claim to be a gigapixel image."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -257,7 +257,7 @@ BAD = [
 @pytest.mark.parametrize(
     ("path", "body", "headers", "status", "words"), [row[1:] for row in BAD], ids=[row[0] for row in BAD]
 )
-def test_bad_requests_get_a_status_and_a_sentence(
+def test_bad_requests_get_a_status_and_a_message(
     client: httpx.Client, path: str, body: bytes, headers: dict[str, str], status: int, words: str
 ) -> None:
     answer = client.post(path, content=body, headers=headers)
@@ -265,7 +265,7 @@ def test_bad_requests_get_a_status_and_a_sentence(
     assert words in answer.json()["error"]
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
     assert "Traceback" not in answer.text
-    assert "input should" not in answer.text  # pydantic's words
+    assert "input should" not in answer.text  # pydantic's wording
 
 
 def test_bad_forms(client: httpx.Client) -> None:
@@ -283,7 +283,7 @@ def test_bad_forms(client: httpx.Client) -> None:
     assert answer.status_code == 400, answer.text
 
 
-def test_the_options_of_a_form_are_heard(client: httpx.Client) -> None:
+def test_form_options_are_used(client: httpx.Client) -> None:
     files = {"image": image()}
     answer = client.post("/v1/predict", params={"top": 3}, data={"model": "second", "top": "1"}, files=files).json()
     assert answer["model"] == "second"
@@ -292,7 +292,7 @@ def test_the_options_of_a_form_are_heard(client: httpx.Client) -> None:
     assert (answer.status_code, "did you mean 'top'?" in answer.text) == (422, True)
 
 
-def test_a_body_without_a_length_is_measured_while_it_is_read(client: httpx.Client) -> None:
+def test_a_body_without_a_length_is_limited_while_reading(client: httpx.Client) -> None:
     answer = client.post("/v1/predict", content=(bytes(10_000) for _ in range(200)), headers=PNG)
     assert answer.status_code == 413
     whole = image()
@@ -300,7 +300,7 @@ def test_a_body_without_a_length_is_measured_while_it_is_read(client: httpx.Clie
     assert answer.status_code == 200
 
 
-def test_other_addresses_and_methods(client: httpx.Client) -> None:
+def test_unknown_paths_and_methods(client: httpx.Client) -> None:
     assert client.get("/v1/predict").status_code in (404, 405)
     assert client.get("/nothing").status_code == 404
     assert client.put("/v1/models").status_code == 405
@@ -310,10 +310,10 @@ def test_other_addresses_and_methods(client: httpx.Client) -> None:
         assert answer.json()["error"] == "not found"
 
 
-# ── around it ──
+# ── service ──
 
 
-def test_headers_keep_browsers_safe(client: httpx.Client) -> None:
+def test_security_headers(client: httpx.Client) -> None:
     answer = client.get("/", headers={"x-request-id": "mine-1", "origin": "https://example.org"})
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
@@ -325,10 +325,10 @@ def test_headers_keep_browsers_safe(client: httpx.Client) -> None:
     assert client.get("/healthz", headers={"x-request-id": "a b\tc"}).headers["x-request-id"] != "a b\tc"
 
 
-def test_samples_can_be_had(client: httpx.Client) -> None:
+def test_samples_are_served(client: httpx.Client) -> None:
     for sample in client.get("/samples").json()["samples"]:
         address = httpx.URL("https://proxy/models/samples").join(sample["url"]).path
-        assert address.startswith("/models/samples/")  # also where the service is not at the root
+        assert address.startswith("/models/samples/")  # also under a path prefix
         found = client.get(address.removeprefix("/models"))
         assert found.headers["content-type"].startswith("image/")
         assert sent(client, found.content).status_code == 200
@@ -350,7 +350,7 @@ def test_requests_that_arrive_together_run_as_one_batch(client: httpx.Client) ->
     assert after[0] - before[0] <= 16
 
 
-def test_the_log_is_lines_of_json_without_secrets(client: httpx.Client, running: Running) -> None:
+def test_the_log_is_json_lines_without_secrets(client: httpx.Client, running: Running) -> None:
     client.get("/healthz?secret=1", headers={"x-request-id": "log-1"})
     wait_until(lambda: any('"log-1"' in line for line in running.log))
     lines = [json.loads(line) for line in list(running.log)]

@@ -1,4 +1,4 @@
-"""From the start to the end of a server, under load: nothing that was accepted is lost."""
+"""Startup, reload and shutdown of a server under load: no accepted request is lost."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ PNG = {"content-type": "image/png"}
 async def load(
     url: str, clients: int, during: Callable[[], object], *, until_gone: bool
 ) -> tuple[Counter[str], list[str]]:
-    """Keep some clients busy while something happens; return what became of every request, and who answered."""
+    """Run clients while something happens; return the outcome of every request, and the predictions."""
     outcomes: Counter[str] = Counter()
     said: list[str] = []
     over = asyncio.Event()
@@ -47,14 +47,14 @@ async def load(
             try:
                 answer = await client.post("/v1/predict", content=image(), headers=PNG)
             except httpx.ConnectError:
-                outcomes["gone"] += 1  # nobody listens any more: nothing was accepted
+                outcomes["gone"] += 1  # the server is gone: nothing was accepted
                 return
             except httpx.HTTPError as error:
                 outcomes[f"lost: {error!r}"] += 1
                 return
             outcomes[str(answer.status_code)] += 1
             if answer.status_code == 503:
-                return  # it is told to come back later
+                return  # 503 with Retry-After
             if answer.status_code == 200:
                 said.append(answer.json()["results"][0]["classes"][0]["name"])
 
@@ -80,7 +80,7 @@ def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
 
         outcomes, said = asyncio.run(load(running.url, 8, swap, until_gone=False))
         assert set(outcomes) == {"200"}, outcomes
-        assert (said[0], said[-1]) == ("cat", "dog")  # the old model's answer, and the new one's
+        assert (said[0], said[-1]) == ("cat", "dog")  # predictions of the old and the new model
         second = client.get("/v1/models").json()["models"][0]["digest"]
         assert second != first
         answer = sent(client, image()).text
@@ -105,11 +105,11 @@ def test_reload_and_stop_under_load_lose_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> None:
+def test_auto_precision_logs_its_choice(tmp_path: Path) -> None:
     with server(str(save_tiny(tmp_path / "m")), "--precision", "auto") as running:
         with httpx.Client(base_url=running.url, timeout=60) as client:
             first = sent(client, image()).json()
-            for _ in range(65):  # bf16 is tried on 64, where the processor is faster with it
+            for _ in range(65):  # bf16 is tried on 64, if the CPU is faster with it
                 sent(client, image())
             last, now = sent(client, image()).json(), client.get("/v1/models").json()["models"][0]["precision"]
         stop(running)
@@ -121,7 +121,7 @@ def test_a_precision_that_settles_itself_says_what_it_became(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_embeddings_are_computed_in_the_precision_that_is_named(tmp_path: Path) -> None:
+def test_embeddings_use_the_requested_precision(tmp_path: Path) -> None:
     bundle, content = vitrail.load(save_tiny(tmp_path / "m")), image()
     with server(str(tmp_path / "m"), "--precision", "bf16") as running:
         with httpx.Client(base_url=running.url, timeout=60) as client:
@@ -133,14 +133,14 @@ def test_embeddings_are_computed_in_the_precision_that_is_named(tmp_path: Path) 
         exact = bundle.model.features(pixels).pooled[0].numpy()
         with autocast(torch.device("cpu"), "bf16"):
             rounded = bundle.model.features(pixels).pooled[0].float().numpy()
-    # What a batch is, and how many threads there are, may change the order of sums.
+    # Batch size and number of threads may change the order of sums.
     assert np.abs(found - rounded).max() < 0.2 * np.abs(found - exact).max()
 
 
 HEAD = b"POST /v1/predict HTTP/1.1\r\nHost: HOST\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def test_what_still_arrives_is_refused_before_what_is_whole() -> None:
+def test_arriving_requests_are_refused_before_complete_ones() -> None:
     async def run() -> list[str]:
         lifecycle, said = Lifecycle(), list[str]()
         lifecycle.stage = "ready"
@@ -151,8 +151,8 @@ def test_what_still_arrives_is_refused_before_what_is_whole() -> None:
                     async with lifecycle.arriving_body():
                         await asyncio.sleep(0 if arrives else 60)
                     await asyncio.sleep(60)
-            except HttpError as refusal:
-                said.append(f"{name}: {refusal.status} {refusal.message}")
+            except HttpError as error:
+                said.append(f"{name}: {error.status} {error.message}")
 
         tasks = [asyncio.create_task(request(name, arrives=name == "whole")) for name in ("whole", "part")]
         await asyncio.sleep(0.01)
@@ -175,7 +175,7 @@ def test_what_still_arrives_is_refused_before_what_is_whole() -> None:
 
 
 @pytest.mark.slow
-def test_bodies_that_never_end_do_not_delay_the_end(tmp_path: Path) -> None:
+def test_endless_bodies_do_not_delay_shutdown(tmp_path: Path) -> None:
     with server(str(save_tiny(tmp_path / "m")), "--grace", "20") as running:
         over = threading.Event()
 
@@ -183,7 +183,7 @@ def test_bodies_that_never_end_do_not_delay_the_end(tmp_path: Path) -> None:
             with connect(running, HEAD) as connection, contextlib.suppress(ConnectionError):
                 connection.settimeout(0.5)
                 while not over.is_set():
-                    with contextlib.suppress(TimeoutError):  # the server takes its time
+                    with contextlib.suppress(TimeoutError):  # the server throttles the client
                         connection.send(b"1\r\nx\r\n" * 1000)
 
         floods = [threading.Thread(target=flood) for _ in range(3)]
@@ -195,7 +195,7 @@ def test_bodies_that_never_end_do_not_delay_the_end(tmp_path: Path) -> None:
         stop(running)
         try:
             assert running.process.wait(15) == 0
-            assert time.monotonic() - begun < 5  # the whole grace, and 5 s more
+            assert time.monotonic() - begun < 5  # without waiting for the grace period
         finally:
             over.set()
         answer = read_all(silent)
@@ -208,8 +208,8 @@ def test_bodies_that_never_end_do_not_delay_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_grace_is_for_whole_requests_and_ends(tmp_path: Path) -> None:
-    # Images gather for 2.5 s: the grace is long enough for that, or not.
+def test_the_grace_period_is_for_complete_requests(tmp_path: Path) -> None:
+    # Batches gather for 2.5 s: the grace period is longer, or shorter.
     whole = HEAD.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(image())) + image()
     for grace, status in ((20, b"200"), (0.5, b"503")):
         with server(str(save_tiny(tmp_path / "m")), "--grace", str(grace), "--wait", "2500") as running:
@@ -226,13 +226,13 @@ def metrics(running: Running) -> str:
 
 
 def uploading(running: Running) -> int:
-    """Return how many requests are under way, beside the one that asks."""
+    """Return the number of requests in flight, besides this one."""
     (line,) = (line for line in metrics(running).splitlines() if line.startswith("vitrail_requests_in_flight "))
     return int(float(line.split()[1])) - 1
 
 
 def damage(bundle: Path) -> None:
-    """Cut the weights short in place, as a copy that was interrupted does."""
+    """Truncate the weights in place, like an interrupted copy."""
     weights = bundle / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
 
@@ -241,10 +241,10 @@ def stop(running: Running) -> None:
     running.process.send_signal(signal.SIGTERM)
 
 
-# ── what keeps it from starting ──
+# ── startup errors ──
 
 
-def test_a_port_in_use_and_a_missing_bundle_exit_2_with_a_sentence(
+def test_a_port_in_use_and_a_missing_bundle_exit_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = save_tiny(tmp_path / "m")
@@ -272,7 +272,7 @@ def test_a_port_in_use_and_a_missing_bundle_exit_2_with_a_sentence(
             assert "Traceback" not in said.err
 
 
-def test_nobody_has_to_listen_when_it_is_ready(tmp_path: Path) -> None:
+def test_it_starts_with_stdout_closed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vitrail", "serve", str(save_tiny(tmp_path / "m")), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -287,14 +287,14 @@ def test_nobody_has_to_listen_when_it_is_ready(tmp_path: Path) -> None:
     assert "Traceback" not in "".join(log)
 
 
-def test_a_damaged_bundle_does_not_start(tmp_path: Path) -> None:
+def test_a_corrupt_bundle_does_not_start(tmp_path: Path) -> None:
     bundle = save_tiny(tmp_path / "m")
     damage(bundle)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupt"):
         serve(Settings(models=name_models([str(bundle)]), port=0))
 
 
-def test_a_model_that_answers_nonsense_does_not_start(tmp_path: Path) -> None:
+def test_a_model_with_non_finite_output_does_not_start(tmp_path: Path) -> None:
     bundle = vitrail.load(save_tiny(tmp_path / "m"))
     with torch.no_grad():
         bundle.model.head.weight.fill_(float("nan"))
@@ -303,7 +303,7 @@ def test_a_model_that_answers_nonsense_does_not_start(tmp_path: Path) -> None:
         serve(Settings(models=name_models([str(tmp_path / "m")]), port=0, device="cpu"))
 
 
-# ── what models are called, and what is printed ──
+# ── names and printing ──
 
 
 def test_names(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_names(tmp_path: Path) -> None:
             Settings(models=name_models([bad]))
 
 
-def test_the_token_is_printed_nowhere() -> None:
+def test_the_token_is_never_printed() -> None:
     settings = Settings(models=name_models(["m"]), token="open-sesame")
     assert settings.redacted()["token"] == "set"
     for said in (repr(settings), str(settings), settings.to_json(), str(settings.redacted())):

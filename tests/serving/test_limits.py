@@ -1,4 +1,4 @@
-"""What a service does not let others do to it: too much to read, too much to answer, other sites, slow readers."""
+"""Limits of the service: request size, response size, cross-site requests, slow readers."""
 
 import asyncio
 import io
@@ -37,7 +37,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("bundles") / "m")
 
 
-def test_what_takes_long_to_read_is_refused_before_it_is_read(bundle: Path) -> None:
+def test_requests_that_are_slow_to_parse_are_refused(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         json = {"content-type": "application/json"}
         for body in (b'{"images": [' + b"{}," * 300_000 + b"{}]}", b'{"a":[' + b"[]," * 300_000 + b"[]]}"):
@@ -57,17 +57,17 @@ def long_name() -> bytes:
     return b'{"images": ["AA=="], "' + b"topx" * 1000 + b'": 3}'
 
 
-def test_a_narrow_image_is_refused_before_it_is_made_huge() -> None:
+def test_a_narrow_image_is_refused_before_resizing() -> None:
     file = io.BytesIO()
-    Image.new("RGB", (1, 2000)).save(file, "PNG")  # 85 bytes; as wide as the model wants it: 100 million pixels
+    Image.new("RGB", (1, 2000)).save(file, "PNG")  # 85 bytes; resized to the model's width: 100 million pixels
     with pytest.raises(HttpError, match="224×448,000") as refused:
         decode_upload(file.getvalue(), Preprocess(size=(224, 224), resize="cover"), ("png",), 50_000_000)
     assert refused.value.status == 413
     assert decode_upload(file.getvalue(), Preprocess(size=(224, 224)), ("png",), 50_000_000).shape == (224, 224, 3)
 
 
-def test_all_attention_has_one_limit_for_all_images(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "LARGEST_ATTENTION", 2 * 2 * 18**2 * 2)  # two images of this model
+def test_the_attention_limit_is_for_all_images_together(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "MAX_ATTENTION_BYTES", 2 * 2 * 18**2 * 2)  # two images of this model
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         for images, status in ((2, 200), (3, 422)):
@@ -79,7 +79,7 @@ def test_all_attention_has_one_limit_for_all_images(bundle: Path, monkeypatch: p
     asked(settings_for(bundle), ask)
 
 
-def test_a_image_without_a_finite_answer_harms_no_other(bundle: Path) -> None:
+def test_a_non_finite_output_does_not_affect_other_images(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         with service.registry.use(None) as served:
             engine = served.engine
@@ -98,7 +98,7 @@ def test_a_image_without_a_finite_answer_harms_no_other(bundle: Path) -> None:
     asked(settings_for(bundle, wait=2000, batch=2), ask)
 
 
-def test_pages_of_other_sites_may_not_ask(bundle: Path) -> None:
+def test_cross_site_requests_are_refused(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         for site, origin, status in (
             ("cross-site", "https://evil.example", 403),
@@ -115,7 +115,7 @@ def test_pages_of_other_sites_may_not_ask(bundle: Path) -> None:
     asked(settings_for(bundle, origins=("https://example.org",)), ask)
 
 
-def test_a_method_that_is_not_taken_hears_which_are(bundle: Path) -> None:
+def test_405_lists_the_allowed_methods(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         for method, path, allow in (
             ("GET", "/v1/predict", {"POST"}),
@@ -128,12 +128,12 @@ def test_a_method_that_is_not_taken_hears_which_are(bundle: Path) -> None:
             assert answer.status_code == 405
             assert set(answer.headers["allow"].split(", ")) == allow
         answer = await client.post("/v1/predict/", content=image(), headers=PNG)
-        assert answer.status_code == 404  # nothing is there, whatever the method
+        assert answer.status_code == 404  # unknown path, whatever the method
 
     asked(settings_for(bundle), ask)
 
 
-def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> None:
+def test_a_client_that_stops_reading_is_dropped(bundle: Path) -> None:
     content = bytes(1_000_000)
     settings = settings_for(bundle, upload_time=0.2)
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
@@ -177,7 +177,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_given_up(bundle: Path) -> 
     asyncio.run(run())
 
 
-def test_a_reload_during_the_warm_up_comes_after_it(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reload_during_warm_up_runs_afterwards(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up = ServedModel.warm_up
     slow = [True]
 
@@ -195,25 +195,25 @@ def test_a_reload_during_the_warm_up_comes_after_it(bundle: Path, monkeypatch: p
     asked(settings_for(bundle, deadline=3), ask, start=False)
 
 
-def test_the_thread_that_answers_is_the_one_that_was_warmed_up(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_runs_in_the_compute_thread(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, threads = ServedModel.run, list[str]()
 
-    def noted(self: ServedModel, operation: operations.Operation, images: Sequence[Pixels]) -> list[operations.Result]:
+    def recorded(
+        self: ServedModel, operation: operations.Operation, images: Sequence[Pixels]
+    ) -> list[operations.Result]:
         threads.append(threading.current_thread().name)
         return answer(self, operation, images)
 
-    monkeypatch.setattr(ServedModel, "answer", noted)
+    monkeypatch.setattr(ServedModel, "answer", recorded)
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
 
     asked(settings_for(bundle), ask)
-    assert threads == ["compute-m_0"] * 3  # one image, several, and the one that was asked about
+    assert threads == ["compute-m_0"] * 3  # warm-up with one image and several, then the request
 
 
-def test_a_hangup_while_bundles_are_opened_does_not_end_the_process(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sighup_while_loading_does_not_kill_the_process(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[int] = []
 
     def hang_up(_: object) -> None:
@@ -227,13 +227,13 @@ def test_a_hangup_while_bundles_are_opened_does_not_end_the_process(
             run.serve(settings_for(bundle, port=0))
         assert heard == []
         signal.raise_signal(signal.SIGHUP)
-        assert heard == [signal.SIGHUP]  # as it was before
+        assert heard == [signal.SIGHUP]  # the previous handler is restored
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("name", ["VITRAIL_SERVE_TOKEN", "VITRAIL_SERVE_TOKEN_FILE"])
-def test_an_empty_variable_is_no_open_door(
+def test_an_empty_token_variable_is_an_error(
     bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, "")

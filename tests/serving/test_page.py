@@ -24,8 +24,8 @@ from vitrail.serving.files import FOLDER
 from vitrail.training.samples import keep_samples
 
 GRID, NAMES = (4, 4), ("heron", "<b>kite</b>", "crow", "wren", "owl", "swift")
-REFUSED = "Failed to load resource"  # how Chromium notes a refusal that the page itself explains
-LIMIT = 0.25  # megabytes of a request
+REFUSED = "Failed to load resource"  # Chromium's console message for an HTTP error that the page explains
+LIMIT = 0.25  # request limit in megabytes
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def address(bundles: dict[str, Path]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def opened(browser: Any, address: str) -> Iterator[Visit]:
-    """Open the page once for all tests, which takes the browser longer than all else."""
+    """Open the page once for all tests, which is the slowest step."""
     with visit(browser, DESKTOP) as found:
         found.open(address)
         yield found
@@ -61,7 +61,7 @@ def opened(browser: Any, address: str) -> Iterator[Visit]:
 
 @pytest.fixture
 def seen(opened: Visit, address: str) -> Iterator[Visit]:
-    """Show the page as at first, and complain at the end if it complained, or asked anybody else."""
+    """Reset the page; at the end, fail on console errors or requests to other hosts."""
     opened.go("#model=birds")
     yield opened
     complaints = [text for text in opened.complaints if not text.startswith(REFUSED)]
@@ -75,7 +75,7 @@ def upload(seen: Visit, content: bytes, name: str = "bird.png", kind: str = "ima
     seen.settle()
 
 
-def answers(seen: Visit, panel: int = 0) -> list[tuple[str, str]]:
+def predictions(seen: Visit, panel: int = 0) -> list[tuple[str, str]]:
     rows = seen.part("bars", panel).locator("button")
     return [
         (row.locator(".name").inner_text(), row.locator(".probability").inner_text())
@@ -83,13 +83,13 @@ def answers(seen: Visit, panel: int = 0) -> list[tuple[str, str]]:
     ]
 
 
-# ── an image comes in ──
+# ── image input ──
 
 
-def test_an_uploaded_image_is_answered_as_the_classifier_answers(seen: Visit, bundles: dict[str, Path]) -> None:
+def test_an_uploaded_image_gets_the_predictions_of_the_classifier(seen: Visit, bundles: dict[str, Path]) -> None:
     upload(seen, image_file())
     expected = vitrail.Classifier(bundles["birds"], device="cpu").predict(image_file(), top=5)
-    found = answers(seen)
+    found = predictions(seen)
     assert [name for name, _ in found] == list(expected.names), "names are text, also those with brackets"
     for (_, share), probability in zip(found, expected.probabilities, strict=True):
         assert abs(float(re.sub("[^0-9.]", "", share)) - 100 * probability) <= 0.5
@@ -98,7 +98,7 @@ def test_an_uploaded_image_is_answered_as_the_classifier_answers(seen: Visit, bu
 
 
 @pytest.mark.parametrize("way", ["drop", "paste"])
-def test_a_image_is_dropped_or_pasted(seen: Visit, way: str) -> None:
+def test_an_image_is_dropped_or_pasted(seen: Visit, way: str) -> None:
     before = seen.pixels()
     seen.page.evaluate(
         """([bytes, way]) => {
@@ -115,7 +115,7 @@ def test_a_image_is_dropped_or_pasted(seen: Visit, way: str) -> None:
     assert seen.pixels() != before
 
 
-def test_a_sample_is_taken(seen: Visit) -> None:
+def test_a_sample_is_chosen(seen: Visit) -> None:
     before = seen.pixels()
     seen.page.get_by_role("button", name="daisy").click()
     seen.until("image=daisy")
@@ -124,17 +124,17 @@ def test_a_sample_is_taken(seen: Visit) -> None:
     assert seen.page.get_by_role("button", name="daisy").get_attribute("aria-pressed") == "true"
 
 
-# ── where it looks ──
+# ── maps ──
 
 
 def expected_rows(bundle: Path, content: bytes, layer: int) -> torch.Tensor:
-    """Return the attention of a layer (heads, tokens, tokens) for an image, as the package gives it."""
+    """Return the attention of a layer (heads, tokens, tokens) for an image, computed by the package."""
     opened = vitrail.load(bundle)
     crop = torch.from_numpy(fitted(item_of(content, 3), opened.preprocess).copy()).permute(2, 0, 1)[None]
     return attention_rows(opened.model.eval(), opened.preprocess.normalise(crop), layer)[0]
 
 
-def test_a_move_shows_where_the_patch_looks(seen: Visit, bundles: dict[str, Path]) -> None:
+def test_a_pointer_move_shows_the_attention_of_the_patch(seen: Visit, bundles: dict[str, Path]) -> None:
     upload(seen, image_file())
     asked = seen.asked()
     images = set()
@@ -155,7 +155,7 @@ def test_a_move_shows_where_the_patch_looks(seen: Visit, bundles: dict[str, Path
     assert "query" not in seen.hash()
 
 
-def test_a_move_takes_less_than_50_milliseconds(seen: Visit) -> None:
+def test_a_pointer_move_takes_less_than_50_milliseconds(seen: Visit) -> None:
     taken = seen.part("canvas").evaluate(
         """canvas => {
             const box = canvas.getBoundingClientRect(), taken = [];
@@ -195,7 +195,7 @@ def test_layers_and_heads_switch(seen: Visit) -> None:
     assert seen.asked() == asked, "what the server said once is remembered"
 
 
-def test_special_tokens_can_be_asked(seen: Visit) -> None:
+def test_special_tokens_can_be_selected(seen: Visit) -> None:
     first = seen.pixels()
     assert seen.page.get_by_role("button", name="Class token").get_attribute("aria-pressed") == "true"
     seen.page.get_by_role("button", name="Register 0").click()
@@ -207,7 +207,7 @@ def test_special_tokens_can_be_asked(seen: Visit) -> None:
 
 
 @pytest.mark.parametrize("method", get_args(Method)[1:])
-def test_each_method_lays_its_map_over_the_image(seen: Visit, bundles: dict[str, Path], method: Method) -> None:
+def test_each_method_overlays_its_map(seen: Visit, bundles: dict[str, Path], method: Method) -> None:
     upload(seen, image_file())
     seen.page.locator(f"#methods input[value={method}]").check(force=True)
     seen.settle()
@@ -218,7 +218,7 @@ def test_each_method_lays_its_map_over_the_image(seen: Visit, bundles: dict[str,
         """canvas => [...Array(16).keys()].map(i => [...canvas.getContext("2d").getImageData(
             (i % 4 + .5) * canvas.width / 4, (Math.floor(i / 4) + .5) * canvas.height / 4, 1, 1).data.slice(0, 3)])"""
     )
-    alone = found.overlay(opacity=1, side=4)  # a pixel for each patch
+    alone = found.overlay(opacity=1, side=4)  # one pixel per patch
     expected = torch.from_numpy(np.array(alone)).reshape(-1, 3).float()
     assert (torch.tensor(colours).float() - expected).abs().max() < 12
     if found.target is not None:
@@ -230,7 +230,7 @@ def test_each_method_lays_its_map_over_the_image(seen: Visit, bundles: dict[str,
     seen.until("opacity=0")
 
 
-def test_an_answer_says_what_speaks_for_it(seen: Visit) -> None:
+def test_clicking_a_class_explains_it(seen: Visit) -> None:
     row = seen.part("bars").locator("button").nth(2)
     name = row.locator(".name").inner_text()
     row.click()
@@ -240,7 +240,7 @@ def test_an_answer_says_what_speaks_for_it(seen: Visit) -> None:
     assert row.get_attribute("aria-pressed") == "true"
 
 
-# ── a link, two models ──
+# ── links and comparison ──
 
 
 def test_a_link_restores_the_view(seen: Visit, address: str) -> None:
@@ -262,7 +262,7 @@ def test_two_models_are_compared(seen: Visit) -> None:
     seen.page.get_by_label("Compare with").select_option("finer")
     seen.page.wait_for_selector(".panel >> nth=1")
     seen.settle()
-    assert len(answers(seen, 0)) == len(answers(seen, 1)) == 5
+    assert len(predictions(seen, 0)) == len(predictions(seen, 1)) == 5
     seen.until("other=finer")
     assert re.search("Both predict|birds predicts", seen.page.locator("#result").inner_text())
     first, second = seen.pixels(0), seen.pixels(1)
@@ -278,7 +278,7 @@ def test_two_models_are_compared(seen: Visit) -> None:
     assert seen.page.locator(".panel").count() == 1
 
 
-# ── what goes wrong is said ──
+# ── errors ──
 
 
 @pytest.mark.parametrize(
@@ -293,9 +293,7 @@ def test_two_models_are_compared(seen: Visit) -> None:
     ],
     ids=["text", "text-as-png", "truncated", "large", "empty", "typeless"],
 )
-def test_what_is_no_image_is_refused_in_a_sentence(
-    seen: Visit, content: bytes, name: str, kind: str, says: str
-) -> None:
+def test_invalid_images_show_an_error(seen: Visit, content: bytes, name: str, kind: str, says: str) -> None:
     before = seen.pixels()
     upload(seen, content, name, kind)
     problem = seen.page.locator("#problem")
@@ -311,7 +309,7 @@ def test_what_is_no_image_is_refused_in_a_sentence(
     seen.settle()
 
 
-def test_a_busy_server_is_asked_again(seen: Visit) -> None:
+def test_a_busy_server_is_retried(seen: Visit) -> None:
     refused: list[str] = []
 
     def refuse_once(route: Any) -> None:
@@ -332,10 +330,10 @@ def test_a_busy_server_is_asked_again(seen: Visit) -> None:
     assert seen.page.locator("#live").inner_text().startswith("birds predicts")
 
 
-def test_a_token_is_asked_for_and_kept(browser: Any, bundles: dict[str, Path]) -> None:
+def test_the_token_is_requested_and_kept(browser: Any, bundles: dict[str, Path]) -> None:
     with service({"birds": bundles["birds"]}, token="open-sesame") as address, visit(browser, DESKTOP) as seen:
         seen.page.goto(address)
-        for wrong in ("öffne dich 🗝", "open-barley"):  # the first of which no header can hold
+        for wrong in ("öffne dich 🗝", "open-barley"):  # the first is not valid in a header
             seen.page.locator("#token-value").fill(wrong)
             seen.page.keyboard.press("Enter")
             seen.page.get_by_text("did not accept").wait_for(timeout=WAIT)
@@ -345,24 +343,24 @@ def test_a_token_is_asked_for_and_kept(browser: Any, bundles: dict[str, Path]) -
         seen.page.locator("#token-value").fill("open-sesame")
         seen.page.keyboard.press("Enter")
         seen.page.wait_for_selector("body[data-ready]", timeout=WAIT)
-        assert len(answers(seen)) == 5
+        assert len(predictions(seen)) == 5
         seen.page.reload()
         seen.page.wait_for_selector("body[data-ready]", timeout=WAIT)
         assert not seen.page.locator("#token").is_visible()
         assert "sesame" not in seen.page.url
 
 
-# ── for everybody ──
+# ── accessibility ──
 
 
-def test_every_module_is_fetched_at_once_and_nothing_stands_in_the_page_itself() -> None:
+def test_every_module_is_preloaded_and_nothing_is_inline() -> None:
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
     announced = re.findall(r'rel="modulepreload" href="assets/([^"]+)"', page)
     assert sorted([*announced, "main.js"]) == sorted(path.name for path in FOLDER.glob("*.js"))
     assert re.findall(r"<style|<script(?! type=\"module\" src=)| style=| on\w+=|https?://", page) == []
 
 
-def test_everything_can_be_done_with_the_keyboard(seen: Visit) -> None:
+def test_everything_works_with_the_keyboard(seen: Visit) -> None:
     page = seen.page
 
     def focused() -> str:
@@ -439,12 +437,12 @@ def test_it_fits_the_window_and_everything_has_a_name(seen: Visit) -> None:
         page.set_viewport_size(DESKTOP)
 
 
-# ── samples of the model's own classes ──
+# ── training samples ──
 
 
 @pytest.fixture(scope="module")
 def own(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle in a run that kept images of its classes."""
+    """Return a bundle in a run folder with training samples."""
     folder = tmp_path_factory.mktemp("run")
     shutil.copytree(bundles["birds"], folder / "best")
     pixels = np.random.default_rng(3).integers(0, 256, (12, 6, 6, 3), np.uint8).repeat(8, axis=1).repeat(8, axis=2)
@@ -452,8 +450,8 @@ def own(bundles: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> P
     return folder / "best"
 
 
-def test_it_starts_with_samples_of_the_models_own_classes(browser: Any, own: Path, bundles: dict[str, Path]) -> None:
-    """Also behind a token, without which nobody gets an image of the data."""
+def test_it_starts_with_the_training_samples(browser: Any, own: Path, bundles: dict[str, Path]) -> None:
+    """With a token, which the samples require too."""
     with service({"own": own, "birds": bundles["birds"]}, token="sesame") as address, visit(browser, DESKTOP) as seen:
         assert httpx.get(f"{address}v1/samples/image?number=0").status_code == 401
         assert httpx.get(f"{address}v1/samples").status_code == 401
@@ -475,11 +473,11 @@ def test_it_starts_with_samples_of_the_models_own_classes(browser: Any, own: Pat
         seen.part("models").select_option("birds")
         seen.until("model=birds")
         seen.settle()
-        assert buttons.locator("span").count() == 0, "a model whose run kept none has the page's samples"
+        assert buttons.locator("span").count() == 0, "a model without training samples offers the built-in ones"
         assert [text for text in seen.complaints if not text.startswith(REFUSED)] == []
 
 
-def test_samples_are_offered_by_http(own: Path) -> None:
+def test_training_samples_are_served(own: Path) -> None:
     with service({"own": own}) as address:
         listed = httpx.get(f"{address}v1/samples").json()
         assert [one["name"] for one in listed["samples"]] == list(NAMES)
@@ -491,7 +489,7 @@ def test_samples_are_offered_by_http(own: Path) -> None:
         assert httpx.get(f"{address}v1/samples?model=nobody").status_code == 422
 
 
-LEFT_OF_THE_IMAGE = """([row, column]) => {
+VISIBLE_IMAGE = """([row, column]) => {
   const canvas = document.querySelector("[data-part=canvas]");
   const image = document.querySelector("[data-part=plain]");
   const plain = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
@@ -506,20 +504,20 @@ LEFT_OF_THE_IMAGE = """([row, column]) => {
 }"""
 
 
-def test_the_image_is_clear_under_the_map_and_alone_beside_it(seen: Visit) -> None:
-    """Where the map has least to show, it changes the image by less than a fifth of the range of brightness."""
+def test_the_image_is_visible_under_the_map_and_shown_separately(seen: Visit) -> None:
+    """Where the map is lowest, it changes the image by less than a fifth of the brightness range."""
     upload(seen, image_file())
     assert seen.part("plain").is_visible()
     assert "The preprocessed image: 32×32 pixels" in seen.part("plain-note").inner_text()
     apart = [
-        max(seen.page.evaluate(LEFT_OF_THE_IMAGE, [row, column])) for row in range(GRID[0]) for column in range(GRID[1])
+        max(seen.page.evaluate(VISIBLE_IMAGE, [row, column])) for row in range(GRID[0]) for column in range(GRID[1])
     ]
     assert min(apart) < 0.2 * 255
     assert sum(apart) / len(apart) < 0.35 * 255
     assert max(apart) > 0.1 * 255, "the map itself is seen"
 
 
-def test_the_stages_of_a_convolutional_stem_are_those_it_has(seen: Visit) -> None:
+def test_the_stages_of_a_convolutional_stem(seen: Visit) -> None:
     names = seen.page.locator("#stages h3").all_inner_texts()
     shapes = seen.page.locator("#stages .shape").all_inner_texts()
     found = {re.sub(r"^\d+\s*", "", name): shape for name, shape in zip(names, shapes, strict=True)}

@@ -1,4 +1,4 @@
-"""The explorer page where answers come late, or in another order than they were asked for."""
+"""The explorer page with late or reordered responses."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,13 +33,13 @@ def seen(opened: Visit) -> Iterator[Visit]:
 
 @contextmanager
 def held(seen: Visit, pattern: str) -> Iterator[list[Any]]:
-    """Keep requests waiting until the end of the block; gives those that wait."""
+    """Hold requests until the end of the block; yields the held ones."""
     waiting: list[Any] = []
     seen.page.route(pattern, lambda route: waiting.append(route))
     try:
         yield waiting
     finally:
-        seen.page.unroute(pattern)  # lets those go on that wait
+        seen.page.unroute(pattern)  # releases the held requests
 
 
 def give(seen: Visit, content: bytes) -> None:
@@ -68,7 +68,7 @@ def test_a_sample_that_loads_slowly_does_not_replace_a_later_one(seen: Visit) ->
     assert seen.pixels() == shown
 
 
-def test_a_image_that_was_given_up_is_not_the_one_before(seen: Visit) -> None:
+def test_an_aborted_image_is_not_restored(seen: Visit) -> None:
     before = seen.pixels()
     with held(seen, "**/v1/predict*") as waiting:
         give(seen, image_file())
@@ -77,13 +77,13 @@ def test_a_image_that_was_given_up_is_not_the_one_before(seen: Visit) -> None:
         wait_for(seen, waiting, 2)
     seen.page.locator("#problem").wait_for(timeout=WAIT)
     seen.settle()
-    seen.page.wait_for_timeout(300)  # the address is written a moment later
+    seen.page.wait_for_timeout(300)  # the URL is updated with a delay
     assert "image=balloon" in seen.hash()
     assert seen.pixels() == before
 
 
 @pytest.mark.parametrize("change", ["model", "layer"])
-def test_what_is_changed_while_a_image_comes_is_shown_of_that_image(seen: Visit, change: str) -> None:
+def test_changes_while_an_image_loads_apply_to_that_image(seen: Visit, change: str) -> None:
     view = "model=finer" if change == "model" else "layer=0"
 
     def alter() -> None:
@@ -108,7 +108,7 @@ def test_what_is_changed_while_a_image_comes_is_shown_of_that_image(seen: Visit,
     seen.until("image=own")
     seen.settle()
     assert seen.pixels() == expected
-    # It is also what the page goes back to, and not the image before it.
+    # The page also returns to it, and not to the previous image.
     seen.page.get_by_label("Compare with").select_option("finer")
     seen.until("other=finer")
     seen.settle()
@@ -117,7 +117,7 @@ def test_what_is_changed_while_a_image_comes_is_shown_of_that_image(seen: Visit,
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout"])
-def test_a_model_that_was_replaced_by_another_kind_is_not_drawn_as_the_old_one(seen: Visit, method: str) -> None:
+def test_a_model_replaced_on_the_server_is_detected(seen: Visit, method: str) -> None:
     seen.go(f"#model=birds&image=balloon&method={method}&layer=0")
     before = seen.pixels()
     asked = "**/v1/explain*"
@@ -132,7 +132,7 @@ def test_a_model_that_was_replaced_by_another_kind_is_not_drawn_as_the_old_one(s
     assert seen.pixels() == before
 
 
-def test_a_class_that_does_not_exist_is_as_if_none_were_named(seen: Visit) -> None:
+def test_an_unknown_class_is_ignored(seen: Visit) -> None:
     seen.go("#model=birds&image=daisy&method=relevance&target=999")
     assert seen.page.locator("#problem").is_hidden()
     assert seen.part("readout").inner_text().startswith("Evidence for")

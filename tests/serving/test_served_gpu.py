@@ -1,4 +1,4 @@
-"""What a service answers on a CUDA device, asked without HTTP. By hand with `make test-gpu`."""
+"""A served model on a CUDA device, without HTTP. Run by hand with `make test-gpu`."""
 
 import asyncio
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 ROUNDING = {"float32": 2e-3, "bf16": 0.1}
-"""How far the features of a tiny random model may lie off; float32 allows for TF32."""
+"""Tolerance of the features of a tiny random model; float32 allows for TF32."""
 WANTED = [
     FeatureRequest(),
     FeatureRequest(layer=0),

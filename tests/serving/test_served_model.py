@@ -1,4 +1,4 @@
-"""A model that is served, asked without HTTP."""
+"""A served model, without HTTP."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ Open = Callable[..., ServedModel]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Return what opens a bundle as a service does."""
+    """Return a function that opens a bundle like the service."""
     made: list[ServedModel] = []
 
     def open_bundle(known: Bundle, **settings: object) -> ServedModel:
@@ -66,16 +66,14 @@ def expected(known: Bundle, wanted: FeatureRequest, precision: Precision) -> Ten
     ],
 )
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_features_are_those_of_the_model_bit_for_bit(
-    wanted: FeatureRequest, precision: Precision, opened: Open
-) -> None:
+def test_features_are_bit_identical_to_the_models(wanted: FeatureRequest, precision: Precision, opened: Open) -> None:
     known = bundle()
     found = embedded(opened(known, precision=precision), images(), wanted)
     assert torch.equal(found, expected(known, wanted, precision))
     assert not torch.equal(found, expected(known, wanted, "bf16" if precision == "float32" else "float32"))
 
 
-def test_what_auto_settles_on_for_classes_says_nothing_of_features(opened: Open) -> None:
+def test_auto_precision_does_not_apply_to_features(opened: Open) -> None:
     known = bundle()
     served = opened(known, precision="auto")
     served.engine = open_engine(served.bundle.model, served.bundle.preprocess, precision="bf16", device=CPU)
@@ -89,7 +87,7 @@ def test_other_engines_do_not_compute_features(opened: Open) -> None:
     assert torch.equal(embedded(served, images()), expected(known, FeatureRequest(), "float32"))
 
 
-def test_a_model_is_made_ready_once(opened: Open) -> None:
+def test_a_model_is_prepared_once(opened: Open) -> None:
     served = opened(bundle(), precision="bf16")
     kept = served.ready(FeatureRequest())
     assert all(
@@ -99,7 +97,7 @@ def test_a_model_is_made_ready_once(opened: Open) -> None:
     assert kept is not served.bundle.model
 
 
-def test_features_for_which_a_model_is_made_ready_alike() -> None:
+def test_equivalent_feature_requests_share_a_prepared_model() -> None:
     config = bundle().model.config
     assert (
         FeatureRequest(layer=-1, normalise=True).alike(config)
@@ -110,7 +108,7 @@ def test_features_for_which_a_model_is_made_ready_alike() -> None:
     assert FeatureRequest(tokens="class", raw=True).alike(config) == FeatureRequest(tokens="class")
 
 
-def test_a_model_without_a_head_that_answers_nonsense_is_found_out(opened: Open) -> None:
+def test_non_finite_features_fail_the_warm_up(opened: Open) -> None:
     known = bundle("no_head")
     opened(known).warm_up()
     with torch.no_grad():

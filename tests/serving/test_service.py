@@ -1,4 +1,4 @@
-"""The service in this process: the token, CORS, a queue that is full, deadlines, clients that leave."""
+"""The service in this process: token, CORS, full queues, deadlines, disconnects."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(
     settings: Settings, ask: Callable[[Service, httpx.AsyncClient], Awaitable[None]], *, start: bool = True
 ) -> None:
-    """Make a service, ask it, and end it."""
+    """Start a service, run requests, and stop it."""
 
     async def run() -> None:
         service = Service(settings)
@@ -51,7 +51,7 @@ def settings_for(bundle: Path, **changes: Any) -> Settings:
 
 
 class Gate:
-    """Something that computes only when it is let."""
+    """A compute function that blocks until it is released."""
 
     def __init__(self, compute: Callable[[Any, Sequence[Pixels]], Sequence[Any]]) -> None:
         self.compute, self.open, self.sizes = compute, threading.Event(), list[int]()
@@ -75,7 +75,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-# ── who may ask ──
+# ── access ──
 
 
 def test_the_token(bundle: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_token(bundle: Path) -> None:
     asked(settings_for(bundle, token="sesame"), ask)
 
 
-def test_other_origins_may_ask_only_where_that_is_allowed(bundle: Path) -> None:
+def test_other_origins_need_to_be_allowed(bundle: Path) -> None:
     wanted = {"origin": "https://example.org", "access-control-request-method": "POST"}
 
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
@@ -120,7 +120,7 @@ def test_other_origins_may_ask_only_where_that_is_allowed(bundle: Path) -> None:
     asked(settings_for(bundle), ask)
 
 
-# ── too much, too late, and gone ──
+# ── overload, deadlines, disconnects ──
 
 
 def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
         gate.open.set()
         answers = [await first, *[await task for task in more]]
         assert sorted(answer.status_code for answer in answers) == [200] * 5 + [503] * 6
-        assert sum(gate.sizes) == 5  # those who were refused were not computed for
+        assert sum(gate.sizes) == 5  # refused requests were not computed
         many = await client.post("/v1/predict", files=[("image", image())] * 5)
         assert many.status_code == 413
         with service.registry.use(None) as served:
@@ -152,14 +152,14 @@ def test_a_full_queue_refuses_and_loses_nothing(bundle: Path) -> None:
 def test_the_deadline(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         await service.start_decoders()
-        await client.post("/v1/predict", content=image(), headers=PNG)  # so that a decoder has started, too
+        await client.post("/v1/predict", content=image(), headers=PNG)  # start a decoder first
         gate = gated(service)
         late = await client.post("/v1/predict", files=[("image", image())] * 3)
         assert late.status_code == 504
         assert "within 1 s" in late.json()["error"]
         gate.open.set()
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
-        # Of the three images only the one that was being computed already was computed.
+        # Only the image that was already running was computed.
         assert sum(gate.sizes) == 2
         with service.registry.use(None) as served:
             assert served.batcher.taken == 0
@@ -167,7 +167,7 @@ def test_the_deadline(bundle: Path) -> None:
     asked(settings_for(bundle, batch=1, deadline=1), ask)
 
 
-def test_who_leaves_is_not_computed_for(bundle: Path) -> None:
+def test_disconnected_clients_are_not_computed(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         gate = gated(service)
         first = asyncio.create_task(client.post("/v1/predict", content=image(), headers=PNG))
@@ -188,7 +188,7 @@ def taken(service: Service) -> int:
 
 
 async def leave(service: Service, once: Callable[[], bool]) -> None:
-    """Send a request and hang up once something holds."""
+    """Send a request and disconnect once a condition holds."""
     told = [{"type": "http.request", "body": image(), "more_body": False}]
     answers: list[Any] = []
 
@@ -210,7 +210,7 @@ async def leave(service: Service, once: Callable[[], bool]) -> None:
     assert answers == []
 
 
-def test_before_it_is_ready_and_after_it_was_told_to_stop(bundle: Path) -> None:
+def test_before_ready_and_after_stopping(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         for stage, words in (("starting", "warmed up"), ("stopping", "stopping")):
             service.lifecycle.stage = stage  # type: ignore[assignment]
@@ -225,7 +225,7 @@ def test_before_it_is_ready_and_after_it_was_told_to_stop(bundle: Path) -> None:
     asked(settings_for(bundle), ask)
 
 
-def test_a_model_that_was_replaced_is_let_go_of(bundle: Path) -> None:
+def test_a_replaced_model_is_freed(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         with service.registry.use(None) as served:
             old = weakref.ref(served)
@@ -237,17 +237,17 @@ def test_a_model_that_was_replaced_is_let_go_of(bundle: Path) -> None:
     asked(settings_for(bundle), ask)
 
 
-def test_many_who_ask_for_a_reload_at_once_share_it(bundle: Path) -> None:
+def test_concurrent_reloads_share_one(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         answers = await asyncio.gather(*(client.post("/v1/models/reload") for _ in range(20)))
         assert {(answer.status_code, answer.text) for answer in answers} == {(200, '{"reloaded":["m"]}')}
-        assert service.counters.reloads.labels("done")._value.get() <= 2  # the one that had begun, and one after it
+        assert service.counters.reloads.labels("done")._value.get() <= 2  # the running one, and one more
         assert (await client.post("/v1/models/reload?model=m")).status_code == 200
 
     asked(settings_for(bundle), ask)
 
 
-def test_a_reload_is_of_the_model_that_is_named_or_of_all(bundle: Path) -> None:
+def test_reload_one_model_or_all(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         for query, names in (("", ["m", "second"]), ("?model=", ["m", "second"]), ("?model=second", ["second"])):
             assert (await client.post(f"/v1/models/reload{query}")).json() == {"reloaded": names}
@@ -256,7 +256,7 @@ def test_a_reload_is_of_the_model_that_is_named_or_of_all(bundle: Path) -> None:
     asked(Settings(models=name_models([str(bundle), f"second={bundle}"]), device="cpu", allow_hosts=("service",)), ask)
 
 
-def test_uploads_together_have_a_limit(bundle: Path) -> None:
+def test_the_total_upload_limit(bundle: Path) -> None:
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         answer = await client.post("/v1/predict", content=bytes(200_000), headers=PNG)
         assert answer.status_code == 503
@@ -265,7 +265,7 @@ def test_uploads_together_have_a_limit(bundle: Path) -> None:
     asked(settings_for(bundle, uploads_limit=0.1), ask)
 
 
-def test_a_fault_of_ours_shows_no_traceback(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_shows_no_traceback(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
         with service.registry.use(None) as served:
             served.batcher._compute = lambda operation, images: 1 / 0  # type: ignore[assignment,return-value]
@@ -277,10 +277,10 @@ def test_a_fault_of_ours_shows_no_traceback(bundle: Path, caplog: pytest.LogCapt
     asked(settings_for(bundle), ask)
 
 
-# ── the queue by itself ──
+# ── batching ──
 
 
-def test_only_equal_questions_are_computed_together() -> None:
+def test_only_equal_operations_share_a_batch() -> None:
     async def run() -> None:
         asked: list[tuple[Any, int]] = []
 
@@ -290,11 +290,11 @@ def test_only_equal_questions_are_computed_together() -> None:
 
         batcher = Batcher("m", compute, batch=4, wait=0.05, queue=100, counters=Counters())
         batcher.start()
-        questions = [Predict(1), Predict(1), Predict(2), Predict(1), Predict(2)] * 2
-        pixels = [np.full((1, 1, 3), number, np.uint8) for number in range(len(questions))]
-        slots = batcher.reserve(len(questions))
-        found = await asyncio.gather(*map(batcher.submit, questions, pixels, slots))
-        assert found == list(range(10))  # every answer is its own image's
+        operations = [Predict(1), Predict(1), Predict(2), Predict(1), Predict(2)] * 2
+        pixels = [np.full((1, 1, 3), number, np.uint8) for number in range(len(operations))]
+        slots = batcher.reserve(len(operations))
+        found = await asyncio.gather(*map(batcher.submit, operations, pixels, slots))
+        assert found == list(range(10))  # every image gets its own result
         assert asked == [(Predict(1), 4), (Predict(2), 4), (Predict(1), 2)]
         assert batcher.taken == 0
         await batcher.close()
@@ -302,7 +302,7 @@ def test_only_equal_questions_are_computed_together() -> None:
     asyncio.run(run())
 
 
-def test_explanations_are_computed_one_by_one() -> None:
+def test_explanations_run_one_at_a_time() -> None:
     async def run() -> None:
         sizes: list[int] = []
 
@@ -325,7 +325,7 @@ def test_explanations_are_computed_one_by_one() -> None:
 
 
 def order_of(before: Sequence[Any], waiting: Sequence[Any], batch: int) -> list[tuple[str, int]]:
-    """Ask questions, more of them while the first is computed; return what was computed, in order."""
+    """Submit operations, more of them while the first runs; return what ran, in order."""
 
     async def run() -> list[tuple[str, int]]:
         computed, gate = list[tuple[str, int]](), threading.Event()
@@ -355,7 +355,7 @@ def order_of(before: Sequence[Any], waiting: Sequence[Any], batch: int) -> list[
     return asyncio.run(run())
 
 
-def test_predictions_are_computed_before_the_next_explanation() -> None:
+def test_predictions_run_before_the_next_explanation() -> None:
     explain, predict = Explain(ExplanationRequest("rollout")), Predict(1)
     order = order_of([explain] * 10, [explain] * 5 + [predict] * 6, batch=4)
     assert order == [("Explain", 1), ("Predict", 4), ("Predict", 2), *[("Explain", 1)] * 14]

@@ -1,4 +1,4 @@
-"""The encoder for CUDA devices, on a CPU: the same sums by plain torch, so that the algebra is shown to be exact."""
+"""The CUDA encoder on a CPU: plain torch does the same arithmetic, so that the algebra can be checked exactly."""
 
 import copy
 import dataclasses
@@ -31,24 +31,24 @@ def given(kind: str, dtype: torch.dtype, **changes: object) -> tuple[ViT, Tensor
 
 
 @torch.inference_mode()
-def answers(model: torch.nn.Module, images: Tensor) -> Tensor:
+def outputs(model: torch.nn.Module, images: Tensor) -> Tensor:
     found: Tensor = model(images)
     return found
 
 
-# ── the algebra ──
+# ── exact arithmetic ──
 
 
 @pytest.mark.parametrize("kind", FOLDED)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("changes", [{}, {"layer_scale": 0.5, "depth": 4}], ids=["", "scaled"])
-def test_the_answers_are_the_models(kind: str, dtype: torch.dtype, changes: dict[str, object]) -> None:
+def test_the_outputs_are_the_models(kind: str, dtype: torch.dtype, changes: dict[str, object]) -> None:
     model, images = given(kind, dtype, **changes)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fast = FastModel(model, EncoderPrecision(dtype, exact=True))
     kept = images.clone()
-    for _ in range(2):  # what a call leaves behind must not change the next
-        assert relative_error(answers(fast, images), answers(model, images)) < TOLERANCE[dtype]
+    for _ in range(2):  # one call must not affect the next
+        assert relative_error(outputs(fast, images), outputs(model, images)) < TOLERANCE[dtype]
     assert torch.equal(images, kept)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
@@ -58,7 +58,7 @@ def test_every_activation(activation: str) -> None:
     model, images = given("plain", torch.float64, activation=activation)
     assert (
         relative_error(
-            answers(FastModel(model, EncoderPrecision(torch.float64, exact=True)), images), answers(model, images)
+            outputs(FastModel(model, EncoderPrecision(torch.float64, exact=True)), images), outputs(model, images)
         )
         < 1e-10
     )
@@ -69,7 +69,7 @@ def test_layers_without_a_bias(without: str) -> None:
     model, images = given("plain", torch.float64, **{without: False})
     assert (
         relative_error(
-            answers(FastModel(model, EncoderPrecision(torch.float64, exact=True)), images), answers(model, images)
+            outputs(FastModel(model, EncoderPrecision(torch.float64, exact=True)), images), outputs(model, images)
         )
         < 1e-10
     )
@@ -89,15 +89,15 @@ UNUSUAL = [
 def test_unusual_tokens_and_patches(changes: dict[str, object]) -> None:
     model, images = given("plain", torch.float64, **changes)
     fast = FastModel(model, EncoderPrecision(torch.float64, exact=True))
-    assert relative_error(answers(fast, images), answers(model, images)) < 1e-10
+    assert relative_error(outputs(fast, images), outputs(model, images)) < 1e-10
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("low", [False, True])
-def test_no_images_get_no_answers(pool: str, low: bool) -> None:
+def test_an_empty_batch(pool: str, low: bool) -> None:
     model, images = low_model(pool=pool)
     numbers = EncoderPrecision(torch.float32, inputs=calibrate(model, images) if low else None)
-    assert answers(FastModel(model, numbers), images[:0]).shape == (0, 5)
+    assert outputs(FastModel(model, numbers), images[:0]).shape == (0, 5)
 
 
 @pytest.mark.parametrize(
@@ -107,20 +107,20 @@ def test_no_images_get_no_answers(pool: str, low: bool) -> None:
         *(("plain", changes) for changes in ({"norm_order": "post"}, {"qk_norm": True}, {"activation": "swiglu"})),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(kind: str, changes: dict[str, object]) -> None:
+def test_unsupported_models_are_refused(kind: str, changes: dict[str, object]) -> None:
     model, images = given(kind, torch.float32, **changes)
     for make in (lambda: FastModel(model, EncoderPrecision()), lambda: calibrate(model, images)):
         with pytest.raises(ConfigError, match="the fast encoder takes plain pre-norm blocks and positions added at"):
             make()
 
 
-def test_gelu_is_the_tanh_form_unless_the_exact_one_is_asked_for() -> None:
-    """It is cuBLASLt's; how far it lies off is seen here, and no more than that."""
+def test_gelu_is_the_tanh_approximation_by_default() -> None:
+    """It is cuBLASLt's; this bounds its error."""
     exact, images = given("plain", torch.float64)
     tanh, _ = given("plain", torch.float64, activation="gelu_tanh")
-    found = answers(FastModel(exact, EncoderPrecision(torch.float64)), images)
-    assert relative_error(found, answers(tanh, images)) < 1e-10
-    assert 1e-6 < relative_error(found, answers(exact, images)) < 2e-3
+    found = outputs(FastModel(exact, EncoderPrecision(torch.float64)), images)
+    assert relative_error(found, outputs(tanh, images)) < 1e-10
+    assert 1e-6 < relative_error(found, outputs(exact, images)) < 2e-3
 
 
 def test_which_models_are_folded() -> None:
@@ -131,7 +131,7 @@ def test_which_models_are_folded() -> None:
         assert kind not in FOLDED
     assert not can_fold(bundle("plain", activation="swiglu").model.config)
     assert not can_fold(bundle("plain", qk_norm=True).model.config)
-    assert not can_quantise(bundle("plain").model.config)  # 24 numbers wide
+    assert not can_quantise(bundle("plain").model.config)  # width 24
     assert can_quantise(bundle("plain", width=32, heads=2).model.config)
     assert not can_quantise(bundle("plain", width=32, heads=2, head_dim=12).model.config)
     assert not can_quantise(bundle("plain", width=32, heads=2, mlp_width=40).model.config)
@@ -146,11 +146,11 @@ def test_the_last_block_computes_what_the_head_reads(kind: str, count: int) -> N
         assert fast.encode(images).shape[1] == count
     seen: list[int] = []
     fast.encoder.blocks[-1].register_forward_hook(lambda _, __, found: seen.append(len(found[0])))
-    answers(fast, images)
+    outputs(fast, images)
     assert seen == [count * len(images)]
 
 
-def test_biases_are_kept_back_until_a_norm_reads_the_stream() -> None:
+def test_biases_are_deferred_until_a_norm_reads_the_stream() -> None:
     model, _ = given("plain", torch.float64)
     fast = FastModel(model, EncoderPrecision(torch.float64))
     first, second = (block for block in fast.encoder.blocks)
@@ -161,28 +161,28 @@ def test_biases_are_kept_back_until_a_norm_reads_the_stream() -> None:
     assert torch.allclose(fast.encoder.shift, sum(sum(pair) for pair in biases))
 
 
-def test_bf16_is_as_near_as_autocast_is() -> None:
+def test_bf16_is_as_accurate_as_autocast() -> None:
     model, images = given("plain", torch.float32, depth=6)
-    exact = answers(model, images)
+    exact = outputs(model, images)
     with torch.autocast("cpu", torch.bfloat16):
-        usual = relative_error(answers(model, images).float(), exact)
-        found = answers(FastModel(model, EncoderPrecision()), images)  # also where autocast is on, as engines have it
+        usual = relative_error(outputs(model, images).float(), exact)
+        found = outputs(FastModel(model, EncoderPrecision()), images)  # also under autocast, as in engines
     assert relative_error(found.float(), exact) < 3 * usual
-    assert torch.equal(found, answers(FastModel(model, EncoderPrecision()), images))
+    assert torch.equal(found, outputs(FastModel(model, EncoderPrecision()), images))
 
 
 def test_autocast_around_it_changes_nothing() -> None:
     model, images = given("plain", torch.float32)
     fast = FastModel(model, EncoderPrecision(torch.float32))
-    expected = answers(fast, images)
+    expected = outputs(fast, images)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(answers(fast, images), expected)
+        assert torch.equal(outputs(fast, images), expected)
 
 
-def test_images_that_do_not_fit_are_refused_in_the_models_words() -> None:
+def test_wrong_images_raise_the_models_error() -> None:
     model, images = given("plain", torch.float32)
     with pytest.raises(InputError, match="this model takes images of 16×32 pixels, found 16×16"):
-        answers(FastModel(model, EncoderPrecision()), images[..., :16])
+        outputs(FastModel(model, EncoderPrecision()), images[..., :16])
 
 
 @pytest.mark.parametrize("sizes", [(), SIZES])
@@ -194,7 +194,7 @@ def test_on_a_cpu_the_function_is_called_without_a_graph(sizes: tuple[int, ...])
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (33, 64), (64, 64), (65, None), (0, None)])
-def test_few_images_are_filled_up_and_many_are_not_recorded(count: int, rows: int | None) -> None:
+def test_small_batches_are_padded_and_large_ones_not_captured(count: int, rows: int | None) -> None:
     cpu = torch.device("cpu")
     assert CudaGraphs(torch.relu, cpu, sizes=SIZES)._rows(count) == rows
     assert CudaGraphs(torch.relu, cpu)._rows(count) == (count or None)
@@ -211,7 +211,7 @@ def scales_of(model: ViT, images: Tensor | list[Tensor]) -> dict[str, float]:
     return {name: known.scale for name, known in calibrate(model, images).items()}
 
 
-def test_calibration_finds_the_largest_numbers() -> None:
+def test_calibration_finds_the_maxima() -> None:
     model, images = low_model()
     scales = scales_of(model, images)
     assert set(scales) == {f"{block}.{name}" for block in range(3) for name in MATMULS}
@@ -225,13 +225,13 @@ def test_calibration_finds_the_largest_numbers() -> None:
     for number, block in enumerate(plain.blocks):
         block.attn.proj.register_forward_pre_hook(keep(f"{number}.proj"))
         block.mlp.fc2.register_forward_pre_hook(keep(f"{number}.fc2"))
-    answers(plain, images)
-    for name in ("0.proj", "0.fc2", "1.proj", "1.fc2"):  # of the last block only the token that is read is looked at
+    outputs(plain, images)
+    for name in ("0.proj", "0.fc2", "1.proj", "1.fc2"):  # in the last block, only of the token that is read
         assert scales[name] * FP8_MAX / MARGIN == pytest.approx(seen[name], rel=1e-4)
     for name in ("2.proj", "2.fc2"):
         assert scales[name] * FP8_MAX / MARGIN <= seen[name] * 1.0001
     assert scales_of(model, images.double()) == pytest.approx(scales, rel=1e-5)
-    # Several batches are one larger one.
+    # Several batches equal a larger one.
     assert scales_of(model, list(images.split(1))) == pytest.approx(scales, rel=1e-5)
 
 
@@ -243,7 +243,7 @@ def test_calibration_without_images(given_images: object) -> None:
 
 
 @pytest.mark.parametrize("found", [0.0, float("nan")])
-def test_calibration_refuses_what_cannot_be_scaled(found: float) -> None:
+def test_calibration_rejects_unusable_maxima(found: float) -> None:
     model, images = low_model(activation="relu")
     torch.nn.init.zeros_(model.blocks[0].mlp.fc1.weight)
     torch.nn.init.constant_(model.blocks[0].mlp.fc1.bias, found)
@@ -251,7 +251,7 @@ def test_calibration_refuses_what_cannot_be_scaled(found: float) -> None:
         calibrate(model, images)
 
 
-def test_what_is_too_large_for_fp8_becomes_its_largest_number() -> None:
+def test_fp8_saturates() -> None:
     assert to_fp8(torch.tensor([1e4, -1e4, 1.0]), 2.0).float().tolist() == [FP8_MAX, -FP8_MAX, 0.5]
 
 
@@ -267,8 +267,8 @@ def test_a_matrix_of_zeros_in_fp8(weight_scales: str, correlation: Tensor | None
 @pytest.mark.parametrize("low", [LOW, frozenset(MATMULS), frozenset({"fc2"}), frozenset({"qkv", "proj"})], ids=sorted)
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("spared", [0, 1])
-def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str, spared: int) -> None:
-    """EncoderPrecision of three bits behind the point are off by a sixteenth at most; sums of many of them by less."""
+def test_fp8_stays_close(weight_scales: str, low: frozenset[str], pool: str, spared: int) -> None:
+    """A three-bit mantissa has a relative error of at most 1/16; sums of many values have less."""
     model, images = low_model(pool=pool)
     known = calibrate(model, images, low=low, spared=spared)
     numbers = EncoderPrecision(torch.float32, inputs=known, low=low, weight_scales=weight_scales, spared=spared)
@@ -276,23 +276,23 @@ def test_fp8_stays_near(weight_scales: str, low: frozenset[str], pool: str, spar
     for index, block in enumerate(fast.encoder.blocks[:2]):
         kinds = {name: type(getattr(block, name)) for name in MATMULS}
         assert kinds == {name: Fp8Matmul if name in low and index >= spared else Matmul for name in MATMULS}
-    error = relative_error(answers(fast, images), answers(model, images))
+    error = relative_error(outputs(fast, images), outputs(model, images))
     assert 1e-5 < error < 0.1
 
 
-def test_fp8_adds_up_right() -> None:
-    """A scale is taken off again behind the product, whatever it is."""
+def test_fp8_scales_cancel() -> None:
+    """The output does not depend on the scale."""
     model, images = low_model(pool="mean")
     inputs = calibrate(model, images)
     model, images = model.double(), images.double()
     base = FastModel(model, EncoderPrecision(torch.float64, inputs=inputs))
     twice = {name: known._replace(scale=known.scale * 2) for name, known in inputs.items()}
     other = FastModel(model, EncoderPrecision(torch.float64, inputs=twice))
-    # Twice the scale is another exponent and the same digits, but for the few numbers that become too small.
-    assert relative_error(answers(other, images), answers(base, images)) < 0.02
+    # Doubling the scale only changes the exponent, except for a few values that underflow.
+    assert relative_error(outputs(other, images), outputs(base, images)) < 0.02
 
 
-def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
+def test_no_fp8_after_selecting_the_token() -> None:
     model, images = low_model()
     fast = FastModel(model, EncoderPrecision(inputs=calibrate(model, images), low=frozenset(MATMULS)))
     last = fast.encoder.blocks[-1]
@@ -307,28 +307,28 @@ def test_behind_the_token_that_is_read_nothing_is_in_fp8() -> None:
 @pytest.mark.parametrize(
     ("fused", "in_bf16", "in_fp8"), [(None, False, True), (False, False, False), (True, True, True)]
 )
-def test_activations_are_part_of_a_product_in_fp8_and_elsewhere_if_asked(
+def test_activations_are_fused_in_fp8_and_elsewhere_on_request(
     low: bool, exact: bool, fused: bool | None, in_bf16: bool, in_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked of the products is seen here; on a CPU it changes nothing."""
+    """Checks the requested fusion; on a CPU it has no effect."""
     model, images = low_model()
     asked: list[tuple[str, bool]] = []
     for product in (Matmul, Fp8Matmul):
         plain = product.activated
 
-        def noted(self: Any, *given: Any, fused: bool = False, plain: Any = plain) -> Any:
+        def recorded(self: Any, *given: Any, fused: bool = False, plain: Any = plain) -> Any:
             asked.append((type(self).__name__, fused))
             return plain(self, *given, fused=fused)
 
-        monkeypatch.setattr(product, "activated", noted)
+        monkeypatch.setattr(product, "activated", recorded)
     inputs = calibrate(model, images) if low else None
     asked.clear()
-    answers(FastModel(model, EncoderPrecision(torch.float32, exact=exact, inputs=inputs, fused=fused)), images)
+    outputs(FastModel(model, EncoderPrecision(torch.float32, exact=exact, inputs=inputs, fused=fused)), images)
     high = ("Matmul", in_bf16 and exact)
-    # The first block is spared, and behind the token that is read nothing is in fp8.
+    # The first block is not in fp8, nor is anything after selecting the token.
     assert asked == [high, ("Fp8Matmul", in_fp8) if low else high, high]
 
 
-def test_numbers_cannot_be_changed() -> None:
+def test_the_precision_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         EncoderPrecision().exact = True

@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"image_size": 64, "patch_size": 16, "width": 128, "dept
 
 
 def given(batch: int = 8, **changes: Any) -> tuple[ViT, Tensor, Tensor]:
-    """Return a model on the GPU, images, and what the model answers in float64 on the CPU."""
+    """Return a model on the GPU, images, and the model's output in float64 on the CPU."""
     model = ViT(ViTConfig(**{**SMALL, **changes}))
     scramble(model)
     images = torch.randn(batch, 3, 64, 64)
@@ -62,7 +62,7 @@ def test_bf16(changes: dict[str, Any], activation: str, exact_gelu: bool) -> Non
     assert torch.equal(fast(images), found)
 
 
-def test_exact_gelu_inside_a_product() -> None:
+def test_exact_gelu_fused_into_a_matmul() -> None:
     model, images, exact = given()
     with torch.inference_mode():
         found = FastModel(model, EncoderPrecision(exact=True, fused=True))(images)
@@ -70,7 +70,7 @@ def test_exact_gelu_inside_a_product() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_graphs_give_the_same_bits(batch: int) -> None:
+def test_graphs_are_bit_identical(batch: int) -> None:
     model, images, _ = given(batch)
     plain, captured = vitrail.accelerate(model), vitrail.accelerate(model, graphs=True)
     for given_images in (images, images.flip(0), torch.randn_like(images)):
@@ -85,7 +85,7 @@ def test_graphs_give_the_same_bits(batch: int) -> None:
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("fused", [None, False, True])
 def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool | None) -> None:
-    """On the GPU as by plain torch on the CPU, but for the order of sums and the rounding of bf16."""
+    """The GPU gives the same as plain torch on the CPU, up to the order of sums and bf16 rounding."""
     model, images, exact = given(pool=pool)
     inputs = calibrate(model, images, low=frozenset(low))
     numbers = EncoderPrecision(inputs=inputs, low=frozenset(low), weight_scales=weight_scales, fused=fused)
@@ -97,7 +97,7 @@ def test_fp8(weight_scales: str, low: tuple[str, ...], pool: str, fused: bool | 
     assert error(found, exact) < 1.5 * error(by_hand, exact)
 
 
-def test_weights_are_rounded_as_well_as_on_a_processor() -> None:
+def test_weights_are_rounded_as_well_as_on_a_cpu() -> None:
     told = torch.Generator().manual_seed(0)
     rows = torch.randn(4000, 8, generator=told) @ torch.randn(8, 300, generator=told)
     rows += 0.3 * torch.randn(4000, 300, generator=told)
@@ -111,7 +111,7 @@ def test_weights_are_rounded_as_well_as_on_a_processor() -> None:
     assert errors[0] < 1.05 * errors[1] < 0.5 * errors[2]
 
 
-def test_the_training_pass() -> None:
+def test_fused_training() -> None:
     model, images, exact = given()
     model.train()
     with torch.autocast("cuda", torch.bfloat16):
@@ -124,7 +124,7 @@ def test_the_training_pass() -> None:
 # ── where the fast encoder is used ──
 
 
-def test_engines_take_the_fast_encoder() -> None:
+def test_engines_use_the_fast_encoder() -> None:
     model, _, _ = given()
     assert isinstance(prepare(model, "bf16"), FastModel)
     assert prepare(model, "float32") is model
@@ -178,7 +178,7 @@ def test_images_of_any_floating_point_dtype(stem: str, precision: Any) -> None:
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("merging", [Merging(2), Merging(2, proportional=False)], ids=str)
 def test_merged_tokens(pool: str, merging: Merging) -> None:
-    """On the GPU as on the CPU, with patches of two kinds: among such bf16 changes no pair to one that is unlike."""
+    """The GPU gives the same as the CPU, with patches of two kinds, so that bf16 does not change which are merged."""
     model, images, _ = given(pool=pool, position="none")
     images = images[..., :16, :16].repeat(1, 1, 4, 4)
     images[..., 32:, :] *= -1
@@ -190,7 +190,7 @@ def test_merged_tokens(pool: str, merging: Merging) -> None:
         found = fast(images)
         assert torch.equal(fast(images), found)
     assert found.isfinite().all()
-    if merging.proportional:  # else it matters which of two equal pairs is merged
+    if merging.proportional:  # otherwise it matters which of two equal pairs is merged
         assert error(found, exact) < 0.05
 
 
@@ -202,7 +202,7 @@ def test_merged_tokens_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_graphs_give_the_same_bits_in_fp8(batch: int) -> None:
+def test_graphs_are_bit_identical_in_fp8(batch: int) -> None:
     model, images, _ = given(batch)
     plain, captured = (vitrail.accelerate(model, "fp8", calibration=images, graphs=graphs) for graphs in (False, True))
     for given_images in (images, images.flip(0)):
@@ -213,7 +213,7 @@ def test_graphs_give_the_same_bits_in_fp8(batch: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 197, 4096])
-def test_a_product_with_gelu(rows: int) -> None:
+def test_a_matmul_with_gelu(rows: int) -> None:
     x, weight, bias = (torch.randn(*size, device="cuda").bfloat16() for size in ((rows, 128), (256, 128), (256,)))
     assert can_multiply(x, weight, bias)
     hidden, made = gelu_matmul(x, weight, bias)
@@ -225,7 +225,7 @@ def test_a_product_with_gelu(rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_with_gelu_that_cublaslt_does_not_make(dtype: torch.dtype) -> None:
+def test_a_matmul_with_gelu_without_cublaslt(dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((5, 12), (20, 12), (20,)))
     assert not can_multiply(x, weight, bias)
     hidden, made = gelu_matmul(x, weight, bias)

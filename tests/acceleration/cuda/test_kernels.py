@@ -1,4 +1,4 @@
-"""The Triton kernels against the plain torch they stand for: by Triton's interpreter, or on a CUDA device.
+"""The Triton kernels compared with plain torch: in Triton's interpreter, or on a CUDA device.
 
 Triton is no dependency but of the tests, on Linux: torch brings it along where it is built for CUDA.
 """
@@ -21,19 +21,19 @@ from vitrail.acceleration.cuda.model import FastModel
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 if not ON_GPU:
-    # Read when a kernel is defined, so before the import.
+    # Read when a kernel is defined, so set before the import.
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="there is no Triton for this system")
 from vitrail.acceleration.cuda import gradient_kernels, kernels, short_attention_kernels  # noqa: E402
 
-# Where a number is too large for exp, the kernels count on infinity; NumPy, which interprets them, remarks on it.
+# The kernels rely on exp overflowing to infinity; NumPy, which interprets them, warns about it.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array"),  # in the interpreter itself; NumPy 2.4 refuses it
+    pytest.mark.filterwarnings("ignore:Conversion of an array"),  # in the interpreter itself; an error in NumPy 2.4
 ]
 FORMS: list[Form] = ["none", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 SIZES = [(1, 16), (5, 24), (33, 192), (7, 768)]
-# bf16 has 8 bits, and the interpreter cuts the others off rather than to round; sums differ in their order only.
+# bf16 has 8 bits, and the interpreter truncates instead of rounding; sums differ only in their order.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 if ON_GPU else 2**-6}
 
 
@@ -43,11 +43,11 @@ def rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int =
 
 
 def same_but_for_one_step(found: Tensor, expected: Tensor) -> bool:
-    """Say whether fp8 numbers differ by no more than one step of rounding, and few of them at all."""
+    """Return whether fp8 values differ by at most one rounding step, and only a few of them."""
     wanted = expected.view(torch.uint8).int()
     steps = found.cpu().view(torch.uint8).int() - wanted
     if not ON_GPU:
-        # The interpreter forgets to carry where a number is rounded up to a power of two, and cuts the smallest off.
+        # The interpreter does not carry when rounding up to a power of two, and flushes subnormals.
         steps = torch.where((steps == -8) | (steps == -7), 0, steps)[(wanted & 0b1111000) > 0b1000]
     return bool(steps.abs().max() <= 1) and float((steps != 0).float().mean()) < 0.02
 
@@ -64,7 +64,7 @@ def test_norm(size: tuple[int, int], dtype: torch.dtype, shifted: bool, branched
     found = kernels.norm(on_device[0], 1e-6, shift=on_device[1], branch=on_device[2])
     assert found.dtype == dtype
     assert relative_error(found.cpu().float(), expected.float()) < TOLERANCE[dtype]
-    if dtype == torch.float32 or ON_GPU or not branched:  # the stream: changed by the branch, and by it alone
+    if dtype == torch.float32 or ON_GPU or not branched:  # the stream changes only by the branch
         assert torch.equal(on_device[0].cpu(), x)
 
 
@@ -72,7 +72,7 @@ def test_norm(size: tuple[int, int], dtype: torch.dtype, shifted: bool, branched
 def test_norm_to_fp8(branched: bool) -> None:
     x, branch = rows(33, 192), rows(33, 192, seed=2) if branched else None
     largest = float(elementwise.norm(x.clone(), 1e-6, branch=branch).abs().max())
-    for scale in (largest / FP8_MAX, largest / FP8_MAX / 4):  # with the second one, many are too large
+    for scale in (largest / FP8_MAX, largest / FP8_MAX / 4):  # with the second, many saturate
         expected = elementwise.norm(x.clone(), 1e-6, branch=branch, scale=scale)
         found = kernels.norm(
             x.clone().to(DEVICE), 1e-6, branch=None if branch is None else branch.to(DEVICE), scale=scale
@@ -82,7 +82,7 @@ def test_norm_to_fp8(branched: bool) -> None:
 
 
 def test_norm_of_rows_far_from_zero() -> None:
-    """Squares are taken of what is left when the mean is taken off."""
+    """The variance is computed after subtracting the mean."""
     x = rows(4, 768) + 1000
     expected = torch.nn.functional.layer_norm(x.double(), (768,), eps=1e-6)
     assert relative_error(kernels.norm(x.to(DEVICE), 1e-6).cpu().double(), expected) < 1e-4
@@ -99,7 +99,7 @@ def test_activate(form: Form, dtype: torch.dtype) -> None:
     assert torch.allclose(found.cpu().double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
-def test_the_fast_gelu_is_exact_where_it_is_small_too() -> None:
+def test_the_fast_gelu_is_accurate_for_small_values() -> None:
     x = torch.linspace(-4, 0, 4001)[:-1]
     expected = torch.nn.functional.gelu(x.double())
     found = kernels.activate(x.clone().to(DEVICE), "gelu").cpu().double()
@@ -167,7 +167,7 @@ def test_add_table(size: tuple[int, int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [(70, 48, 40), (32, 96, 64), (3, 16, 16)], ids=str)
 def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
     M, N, K = size
-    dtype = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter multiplies the bits of bf16 as they are
+    dtype = torch.bfloat16 if ON_GPU else torch.float32  # the interpreter cannot multiply bf16
     x, weight, bias = rows(M, K, dtype), rows(N, K, dtype, 1) / K**0.5, rows(1, N, dtype, 2)[0]
     tiling = {"BM": 32, "BN": 32, "BK": 32, "GROUP": 2}
     found = kernels.multiply(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), form, tiling=tiling)
@@ -178,7 +178,7 @@ def test_multiply(form: Form, size: tuple[int, int, int]) -> None:
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the fast encoder call the kernels, as it does on a GPU, for everything but the products."""
+    """Make the fast encoder call the kernels, as on a GPU, for everything except matmuls."""
     for module in (encoder, matmul):
         monkeypatch.setattr(module, "activate", kernels.activate)
     monkeypatch.setattr(encoder, "norm", kernels.norm)
@@ -189,10 +189,8 @@ def take_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if encoder.can_fold(bundle(kind).model.config)])
 @pytest.mark.parametrize("count", [1, 3])
-def test_every_kind_of_model_with_kernels_for_its_passes(
-    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, but for the products. What kernels read must lie as they take for granted that it does."""
+def test_every_kind_of_model_with_the_kernels(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, except for the matmuls. Tests the memory layouts that the kernels rely on."""
     made = bundle(kind)
     images = made.preprocess.normalise(pixels(count, made.preprocess.channels))
     fast = FastModel(made.model, EncoderPrecision(torch.float32, exact=True))
@@ -205,8 +203,8 @@ def test_every_kind_of_model_with_kernels_for_its_passes(
 @pytest.mark.skipif(ON_GPU, reason="on a GPU the encoder takes the kernels by itself")
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 @pytest.mark.parametrize("low", [False, True])
-def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but for the products: the same rows go in and out."""
+def test_the_encoder_with_the_kernels(pool: str, low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, except for the matmuls."""
     made = bundle("plain", width=32, heads=2, depth=3, pool=pool)
     images = made.preprocess.normalise(pixels(3))
     inputs = calibrate(made.model, images) if low else None
@@ -215,7 +213,7 @@ def test_the_encoder_with_kernels_for_its_passes(pool: str, low: bool, monkeypat
         expected = fast(images)
         take_kernels(monkeypatch)
         found = fast(images)
-    # In fp8 the interpreter loses half of every number that is rounded up to a power of two.
+    # In fp8 the interpreter halves values that are rounded up to a power of two.
     assert relative_error(found, expected) < (0.3 if low else 1e-5)
 
 
@@ -237,14 +235,14 @@ def test_gradient_of_gelu_and_its_sum(size: tuple[int, int]) -> None:
     gradient, x = rows(*size, seed=1), rows(*size)
     wanted, wanted_sum = gradients.gelu_gradient(gradient, x)
     found, found_sum = gradient_kernels.gelu_gradient(gradient.to(DEVICE), x.to(DEVICE))
-    # The terms of the polynomial cancel, so that its rounding shows: a GPU multiplies and adds at once.
+    # The terms of the polynomial cancel, which amplifies rounding: a GPU uses fused multiply-add.
     assert ((found.cpu() - wanted).abs() <= gradient.abs() * (2e-4 if ON_GPU else 1e-5) + 1e-5).all()
     assert torch.allclose(found_sum.cpu(), found.cpu().sum(dim=0), rtol=1e-4, atol=1e-3)
     assert found_sum.shape == wanted_sum.shape
 
 
 @pytest.mark.parametrize("size", [*SIZES, (2000, 40)], ids=str)
-def test_gradients_side_by_side(size: tuple[int, int]) -> None:
+def test_concatenated_gradients(size: tuple[int, int]) -> None:
     parts = [rows(*size, seed=number) for number in range(3)]
     wanted, wanted_sum = gradients.joined_gradient(*parts)
     found, found_sum = gradient_kernels.joined_gradient(*(part.to(DEVICE) for part in parts))
@@ -256,26 +254,26 @@ FEW = [
     *((64, 3, 64), (1, 1, 16), (5, 2, 32), (50, 2, 64), (65, 1, 16), (70, 1, 128)),
     *((128, 1, 32), (160, 1, 64), (196, 1, 64), (197, 2, 64), (240, 1, 64), (257, 1, 64), (272, 1, 64)),
 ]
-if ON_GPU:  # each is compiled by itself, and the compiler may err in any
+if ON_GPU:  # each is compiled separately, and may be miscompiled
     FEW += [(tokens, 2, 64) for tokens in (2, 17, 33, 49, 80, 81, 96, 101, 113, 129, 144, 145, 150, 161, 170, 177, 192)]
     FEW += [(tokens, 2, 64) for tokens in (193, 201, 208, 209, 224, 225, 250, 256, 258, 265)]
     FEW += [(64, 2, 16), (128, 2, 16), (97, 2, 32), (64, 2, 128), (65, 2, 128), (128, 2, 128)]
     FEW += [*((197, heads, 64) for heads in (3, 6, 12, 16)), (257, 16, 64), (64, 6, 64), (64, 12, 64), (50, 12, 64)]
 
 
-# The interpreter multiplies bf16 matrices as if their bits were whole numbers.
+# The interpreter cannot multiply bf16 matrices.
 @pytest.mark.parametrize("dtype", TOLERANCE if ON_GPU else [torch.float32], ids=str)
 @pytest.mark.parametrize(("tokens", "heads", "width"), FEW)
-def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
+def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype) -> None:
     if ON_GPU and dtype == torch.float32 and tokens * width > 64 * 64:
         pytest.skip("in float32, which no training takes, this may be more than a processor's shared memory")
     if ON_GPU and not short_attention.can_attend(DEVICE):
         pytest.skip("on other GPUs and with other versions of Triton these kernels are not taken")
     generator = torch.Generator().manual_seed(0)
-    images = 128 if ON_GPU else 3  # enough to keep all of a GPU's processors busy
+    images = 128 if ON_GPU else 3  # enough to keep all SMs busy
     qkv = torch.randn(images, tokens, 3 * heads * width, generator=generator).to(dtype)
     gradient = torch.randn(images, tokens, heads * width, generator=generator).to(dtype)
-    # A GPU multiplies float32 in tf32, which has 11 bits; in bf16 both sides round what tokens look at, and more.
+    # A GPU multiplies float32 in TF32, which has 11 bits; in bf16 both sides round the weights, and more.
     tolerance = 5 * (2**-10 if ON_GPU and dtype == torch.float32 else TOLERANCE[dtype])
     seen, lse = short_attention_kernels.short_attention(qkv.to(DEVICE), heads)
     assert (seen.dtype, lse.dtype) == (dtype, torch.float32)
@@ -290,12 +288,12 @@ def test_attention_among_few_tokens(tokens: int, heads: int, width: int, dtype: 
     wanted, wanted_sum = short_attention.short_attention_gradient(gradient, qkv, wanted_seen, wanted_totals, heads)
     parts = zip(found.cpu().chunk(3, dim=-1), wanted.chunk(3, dim=-1), strict=True)
     for number, (part, expected) in enumerate(parts):
-        if tokens == 1 and number < 2:  # a token alone looks at itself, whatever its query and key: they learn nothing
+        if tokens == 1 and number < 2:  # a single token attends only to itself, so query and key have no gradient
             assert part.abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-2 if ON_GPU else 1e-5)
         else:
             assert relative_error(part.float(), expected.float()) < tolerance
     assert summed.dtype == torch.float32
-    atol = 1e-2 if ON_GPU else 1e-3  # of many more images
+    atol = 1e-2 if ON_GPU else 1e-3  # with many more images
     assert torch.allclose(summed.cpu(), found.cpu().float().sum(dim=(0, 1)), rtol=1e-4, atol=atol)
     assert wanted_sum.shape == summed.shape
 
@@ -306,7 +304,7 @@ def test_a_kernel_that_spills_is_refused() -> None:
         short_attention_kernels._check_compiled(SimpleNamespace(n_spills=3))
 
 
-def test_more_tokens_than_the_kernels_can_do_are_refused() -> None:
+def test_too_many_tokens_are_refused() -> None:
     qkv = torch.randn(1, 273, 3 * 64)
     with pytest.raises(ValueError, match="273 tokens"):
         short_attention_kernels.short_attention(qkv.to(DEVICE), 1)
@@ -314,11 +312,11 @@ def test_more_tokens_than_the_kernels_can_do_are_refused() -> None:
         short_attention_kernels.short_attention_gradient(qkv, qkv[:, :3, :72].to(DEVICE), qkv, qkv, 1)
 
 
-def test_attention_among_few_tokens_is_attention() -> None:
-    """In float32, by torch's own and its autograd, and where some tokens look at few others."""
+def test_short_attention_equals_attention() -> None:
+    """In float32, compared with torch's attention and autograd, with peaked weights."""
     if ON_GPU and not short_attention.can_attend(DEVICE):
         pytest.skip("on other GPUs and with other versions of Triton these kernels are not taken")
-    heads, width, tokens = 2, 64, 50 if ON_GPU else 197  # in float32 a GPU's shared memory holds no more
+    heads, width, tokens = 2, 64, 50 if ON_GPU else 197  # limited by shared memory in float32
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(1, tokens, 3 * heads * width, generator=generator)
     qkv[:, ::7] *= 3
@@ -329,7 +327,7 @@ def test_attention_among_few_tokens_is_attention() -> None:
     query, key, value = given.unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
     expected.backward(gradient)
-    # Likenesses reach 40, and what they are off by, looks are off by as a share: with the 11 bits of tf32, or with 24.
+    # Scores reach 40, and their absolute error is the relative error of the weights: with TF32's 11 bits, or with 24.
     tolerance = 2**-5 if ON_GPU else 1e-5
     assert relative_error(seen.cpu(), expected.detach()) < tolerance
     for part, wanted in zip(found.cpu().chunk(3, dim=-1), given.grad.chunk(3, dim=-1), strict=True):

@@ -1,4 +1,4 @@
-"""Tokens merged in every block: which ones, what becomes of them, and what is left alone."""
+"""Token merging: which tokens are merged, how, and which are left alone."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def given(kind: str = "plain", **changes: Any) -> tuple[ViT, Tensor]:
 
 
 @torch.inference_mode()
-def answers(model: torch.nn.Module, images: Tensor) -> Tensor:
+def outputs(model: torch.nn.Module, images: Tensor) -> Tensor:
     found: Tensor = model(images)
     return found
 
@@ -40,7 +40,7 @@ def keys_of(x: Tensor, heads: int = 2) -> Tensor:
     return keys
 
 
-# ── one merge ──
+# ── a single merge ──
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
@@ -55,17 +55,17 @@ def test_special_tokens_stay_and_nothing_is_lost(count: int, before: int, after:
     assert bool((special == 1).all())
     assert sizes.sum(dim=1).tolist() == [before + 11 + after] * 2
     assert torch.allclose(weighted_mean(found, sizes), x.mean(dim=1))
-    # What went nowhere is there bit for bit.
+    # Tokens that were not merged are bit-identical.
     same = (found[:, :, None] == x[:, None]).all(dim=3).any(dim=2)
     assert torch.equal(same, sizes == 1)
 
 
-def test_the_most_alike_are_merged() -> None:
+def test_the_most_similar_are_merged() -> None:
     x = torch.eye(6, dtype=torch.float64)[None].clone()
-    x[0, 3] = 2 * x[0, 4] + 0.1 * x[0, 3]  # 4 points where 3 does, nearly; keys' lengths do not count
+    x[0, 3] = 2 * x[0, 4] + 0.1 * x[0, 3]  # 4 has nearly the direction of 3; the norm of keys does not count
     x[0, 0] = 0.5 * x[0, 1] + 0.8 * x[0, 0]
     found, sizes = merge(x, None, keys_of(x, heads=1), 1, before=0, after=0)
-    # Of the first side 0 and 2 are left; then come 1, 3 and 5.
+    # 0 and 2 of the first set remain; then come 1, 3 and 5.
     assert sizes.tolist() == [[1, 1, 1, 2, 1]]
     assert torch.equal(found[0, [0, 1, 2, 4]], x[0, [0, 2, 1, 5]])
     assert torch.allclose(found[0, 3], (x[0, 3] + x[0, 4]) / 2)
@@ -74,7 +74,7 @@ def test_the_most_alike_are_merged() -> None:
     assert torch.allclose(found[0, 1], (x[0, 0] + x[0, 1]) / 2)
 
 
-def test_a_mean_counts_what_was_merged_before() -> None:
+def test_a_mean_is_weighted_by_earlier_merges() -> None:
     x = tokens(2, batch=1)
     sizes = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
     found, merged = merge(x, sizes, keys_of(x), 1, before=0, after=0)
@@ -82,7 +82,7 @@ def test_a_mean_counts_what_was_merged_before() -> None:
     assert torch.allclose(found[0, 0], (3 * x[0, 0] + x[0, 1]) / 4)
 
 
-def test_images_are_merged_each_by_itself() -> None:
+def test_images_are_merged_independently() -> None:
     x = tokens(12, batch=3)
     found, sizes = merge(x, None, keys_of(x), 4, before=1, after=0)
     for number in range(3):
@@ -92,11 +92,11 @@ def test_images_are_merged_each_by_itself() -> None:
 
 
 def as_set(found: Tensor) -> Tensor:
-    """Return tokens (B, T, D) sorted by their first numbers, which differ."""
+    """Return tokens (B, T, D) sorted by their first element, which differs."""
     return torch.stack([image[image[:, 0].argsort()] for image in found])
 
 
-def test_the_order_within_a_side_does_not_matter() -> None:
+def test_the_order_within_a_set_does_not_matter() -> None:
     x = tokens(12)
     shuffled = x.clone()
     shuffled[:, ::2] = x[:, ::2][:, [3, 0, 5, 1, 4, 2]]
@@ -110,23 +110,23 @@ def test_the_order_within_a_side_does_not_matter() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "mean_of_all", "distilled"])
 @pytest.mark.parametrize("numbers", [EXACT, EncoderPrecision()], ids=["float64", "bf16"])
-def test_nothing_merged_is_the_same_bit_for_bit(kind: str, numbers: EncoderPrecision) -> None:
+def test_merging_nothing_is_bit_identical(kind: str, numbers: EncoderPrecision) -> None:
     model, images = given(kind)
     if numbers.dtype != torch.float64:
         model, images = model.float(), images.float()
-    assert torch.equal(answers(FastModel(model, numbers, merge=0), images), answers(FastModel(model, numbers), images))
+    assert torch.equal(outputs(FastModel(model, numbers, merge=0), images), outputs(FastModel(model, numbers), images))
 
 
 @pytest.mark.parametrize(("pool", "merges"), [("cls", 2), ("mean", 3)])
 @pytest.mark.parametrize("class_token", ["first", "last"])
 def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -> None:
-    """But for the last one, where it computes one token anyway."""
+    """Except the last one, if it computes a single token anyway."""
     model, images = given(pool=pool, class_token=class_token, registers=2)
     fast = FastModel(model, EXACT, merge=4)
     seen: list[int] = []
     for block in fast.encoder.blocks:
         block.register_forward_hook(lambda _, __, found: seen.append(len(found[0]) // 3))
-    assert answers(fast, images).shape == (3, 5)
+    assert outputs(fast, images).shape == (3, 5)
     total = model.config.tokens
     assert seen == [total - 4, total - 8, total - 12 if merges == 3 else 1]
     whole, sizes = FastEncoder(model, EXACT, whole=True, merge=4).encode(tokens(total, 24))
@@ -150,38 +150,38 @@ def test_each_block_has_fewer_tokens(pool: str, merges: int, class_token: str) -
 )
 @pytest.mark.parametrize("count", [1, 5])
 def test_equal_patches_may_be_merged(changes: dict[str, Any], count: int) -> None:
-    """Where all patches are the same, a token of many looked at as often as they are changes nothing."""
+    """If all patches are equal, proportional attention makes merging exact."""
     model, images = given(**changes, position="none")
     images = images[..., :4, :4].repeat(1, 1, 4, 8)
-    found = answers(FastModel(model, EXACT, merge=count), images)
-    assert relative_error(found, answers(model, images)) < 1e-10
+    found = outputs(FastModel(model, EXACT, merge=count), images)
+    assert relative_error(found, outputs(model, images)) < 1e-10
     if changes.get("pool") != "mean":
-        unbiased = answers(FastModel(model, EXACT, merge=Merging(count, proportional=False)), images)
-        assert relative_error(unbiased, answers(model, images)) > 1e-6
+        unbiased = outputs(FastModel(model, EXACT, merge=Merging(count, proportional=False)), images)
+        assert relative_error(unbiased, outputs(model, images)) > 1e-6
 
 
-def test_other_patches_give_other_answers_and_not_by_much() -> None:
+def test_different_patches_change_the_output_slightly() -> None:
     model, images = given()
-    assert 1e-6 < relative_error(answers(FastModel(model, EXACT, merge=1), images), answers(model, images)) < 0.5
+    assert 1e-6 < relative_error(outputs(FastModel(model, EXACT, merge=1), images), outputs(model, images)) < 0.5
 
 
 def test_in_fp8_too() -> None:
     model, images = given(width=32, heads=2, pool="mean")
     model, images = model.float(), images.float()
     inputs = calibrate(model, images)
-    wanted = answers(FastModel(model, EncoderPrecision(torch.float32, exact=True), merge=4), images)
+    wanted = outputs(FastModel(model, EncoderPrecision(torch.float32, exact=True), merge=4), images)
     for low in ({"qkv", "fc1", "fc2"}, {"qkv", "proj", "fc1", "fc2"}):
         numbers = EncoderPrecision(torch.float32, inputs=inputs, low=frozenset(low))
-        assert relative_error(answers(FastModel(model, numbers, merge=4), images), wanted) < 0.3
+        assert relative_error(outputs(FastModel(model, numbers, merge=4), images), wanted) < 0.3
 
 
 @pytest.mark.parametrize("merge", [0, 4])
 def test_no_images(merge: int) -> None:
     model, images = given(pool="mean")
-    assert answers(FastModel(model, EXACT, merge=merge), images[:0]).shape == (0, 5)
+    assert outputs(FastModel(model, EXACT, merge=merge), images[:0]).shape == (0, 5)
 
 
-def test_by_one_call() -> None:
+def test_with_accelerate() -> None:
     made = bundle("plain", **MANY)
     images = made.preprocess.normalise(pixels(3))
     fast = vitrail.accelerate(made.model, merge=4)
@@ -192,7 +192,7 @@ def test_by_one_call() -> None:
     assert not torch.equal(found, vitrail.accelerate(made.model)(images))
 
 
-# ── what cannot be ──
+# ── errors ──
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_by_one_call() -> None:
         ),
     ],
 )
-def test_what_cannot_be_merged(changes: dict[str, Any], count: Any, message: str) -> None:
+def test_invalid_merge_options(changes: dict[str, Any], count: Any, message: str) -> None:
     made = bundle("plain", **{**MANY, **changes})
     with pytest.raises(ConfigError) as error:
         vitrail.accelerate(made.model, merge=count)
@@ -220,17 +220,17 @@ def test_what_cannot_be_merged(changes: dict[str, Any], count: Any, message: str
 
 
 @pytest.mark.parametrize("changes", [{}, {"pool": "mean"}])
-def test_as_many_as_may_be(changes: dict[str, Any]) -> None:
+def test_the_largest_merge(changes: dict[str, Any]) -> None:
     model, images = given(**changes)
     merges = 2 if model.config.pool == "cls" else 3
     most = model.config.patches // (merges + 1)
     assert read_merging(most, model.config, merges) == Merging(most)
-    assert answers(FastModel(model, EXACT, merge=most), images).isfinite().all()
+    assert outputs(FastModel(model, EXACT, merge=most), images).isfinite().all()
 
 
-def test_likeness_is_a_matter_of_direction_and_not_of_length() -> None:
+def test_similarity_depends_on_direction_only() -> None:
     keys = torch.tensor([[1.0, 0.0], [0.1, 0.0], [0.0, 1.0], [10.0, 10.0]])[None, :, None]
     x = torch.tensor([[0.0], [2.0], [4.0], [6.0]])[None]
     tokens, sizes = merge(x, None, keys, 1, before=0, after=0)
-    assert tokens.flatten().tolist() == [4.0, 1.0, 6.0]  # the first has gone into the second, which points its way
+    assert tokens.flatten().tolist() == [4.0, 1.0, 6.0]  # the first was merged into the second, which has its direction
     assert sizes.flatten().tolist() == [1.0, 2.0, 1.0]

@@ -1,4 +1,4 @@
-"""Matrices in fp8 whose products err little, beside those whose every number is rounded to the nearest."""
+"""GPTQ rounding to fp8, compared with rounding to nearest."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from vitrail.acceleration.cuda.model import FastModel
 from vitrail.acceleration.cuda.rounding import observe, round_correlated
 
 
-def alike(rows: int, inputs: int, seed: int, kinds: int = 6) -> Tensor:
-    """Rows whose inputs go up and down together: few things of which every input is a mixture, and noise."""
+def correlated(rows: int, inputs: int, seed: int, kinds: int = 6) -> Tensor:
+    """Return rows with correlated inputs: mixtures of a few factors, plus noise."""
     told = torch.Generator().manual_seed(seed)
     mixture = torch.randn(kinds, inputs, generator=torch.Generator().manual_seed(99))
     return torch.randn(rows, kinds, generator=told) @ mixture + 0.3 * torch.randn(rows, inputs, generator=told)
@@ -27,7 +27,7 @@ def matrix(outputs: int, inputs: int, seed: int) -> Tensor:
     return weight * (FP8_MAX / weight.abs().max())
 
 
-def known(x: Tensor) -> Tensor:
+def correlation_of(x: Tensor) -> Tensor:
     correlation = observe(x, None).damped()
     assert correlation is not None
     return correlation
@@ -39,9 +39,9 @@ def error(weight: Tensor, rounded: Tensor, x: Tensor) -> float:
 
 @pytest.mark.parametrize("inputs", [48, 200])
 @pytest.mark.parametrize("seed", range(3))
-def test_products_err_less(inputs: int, seed: int) -> None:
-    weight, others = matrix(40, inputs, seed), alike(500, inputs, seed + 10)
-    rounded = round_correlated(weight, known(alike(4000, inputs, seed)))
+def test_the_output_error_is_smaller(inputs: int, seed: int) -> None:
+    weight, others = matrix(40, inputs, seed), correlated(500, inputs, seed + 10)
+    rounded = round_correlated(weight, correlation_of(correlated(4000, inputs, seed)))
     assert rounded.dtype == FP8
     assert rounded.is_contiguous()
     assert error(weight, rounded, others) < 0.6 * error(weight, to_fp8(weight, 1.0), others)
@@ -49,30 +49,30 @@ def test_products_err_less(inputs: int, seed: int) -> None:
 
 @pytest.mark.parametrize("rows", [2, 20, 100, 400])
 def test_few_images_do_no_harm(rows: int) -> None:
-    """What was seen on fewer rows than there are inputs says nothing of most directions."""
-    weight, others = matrix(64, 200, 0), alike(2000, 200, 5, kinds=150)
-    rounded = round_correlated(weight, known(alike(rows, 200, 1, kinds=150)))
+    """Fewer rows than inputs leave most directions unknown."""
+    weight, others = matrix(64, 200, 0), correlated(2000, 200, 5, kinds=150)
+    rounded = round_correlated(weight, correlation_of(correlated(rows, 200, 1, kinds=150)))
     assert error(weight, rounded, others) < 1.05 * error(weight, to_fp8(weight, 1.0), others)
 
 
-def test_inputs_that_go_their_own_ways_are_rounded_to_the_nearest() -> None:
+def test_independent_inputs_are_rounded_to_nearest() -> None:
     weight = matrix(16, 300, 0)
     own = 0.1 + torch.rand(300, generator=torch.Generator().manual_seed(0))
     assert torch.equal(round_correlated(weight, own.diag()).float(), to_fp8(weight, 1.0).float())
 
 
 def test_an_input_that_is_always_zero() -> None:
-    weight, x = matrix(16, 32, 0), alike(300, 32, 0)
+    weight, x = matrix(16, 32, 0), correlated(300, 32, 0)
     x[:, 5] = 0
-    rounded = round_correlated(weight, known(x)).float()
+    rounded = round_correlated(weight, correlation_of(x)).float()
     assert torch.isfinite(rounded).all()
     assert torch.equal(rounded[:, 5], to_fp8(weight[:, 5], 1.0).float())
 
 
-def test_it_is_the_best_step_for_each_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the same by its definition: after each input the others minimise what is left of the error."""
+def test_each_step_is_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared with the definition: after each input, the others minimise the remaining error."""
     monkeypatch.setattr(rounding, "INPUT_BLOCK", 8)
-    weight, correlation = matrix(10, 21, 3).double(), known(alike(500, 21, 3)).double()
+    weight, correlation = matrix(10, 21, 3).double(), correlation_of(correlated(500, 21, 3)).double()
     left, expected = weight.clone(), torch.zeros_like(weight)
     order = correlation.diagonal().argsort(descending=True).tolist()
     for number, index in enumerate(order):
@@ -83,8 +83,8 @@ def test_it_is_the_best_step_for_each_input(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(round_correlated(weight.float(), correlation.float()).double(), expected)
 
 
-def test_what_is_seen_in_parts_is_what_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = alike(100, 16, 0)
+def test_statistics_accumulate_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = correlated(100, 16, 0)
     whole = observe(x, None)
     monkeypatch.setattr(rounding, "ROW_CHUNK", 7)
     parts = None
@@ -100,28 +100,28 @@ def test_what_is_seen_in_parts_is_what_is_seen_at_once(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("size", [1e-25, 1e25])
-def test_what_cannot_be_squared_is_rounded_to_the_nearest(size: float) -> None:
-    seen = observe(size * alike(10, 8, 0), None)
+def test_overflowing_squares_are_rounded_to_nearest(size: float) -> None:
+    seen = observe(size * correlated(10, 8, 0), None)
     assert 0 < float(seen.largest) < float("inf")
     assert seen.damped() is None
 
 
-def test_inputs_of_which_one_follows_from_others() -> None:
-    """However many rows are seen, such a matrix cannot be inverted as it is."""
-    x = alike(5000, 64, 0)
+def test_linearly_dependent_inputs() -> None:
+    """Such a matrix is singular, however many rows there are."""
+    x = correlated(5000, 64, 0)
     x[:, 32:] = x[:, :32]
     weight = matrix(16, 64, 0)
-    assert error(weight, round_correlated(weight, known(x)), x) < 0.5 * error(weight, to_fp8(weight, 1.0), x)
+    assert error(weight, round_correlated(weight, correlation_of(x)), x) < 0.5 * error(weight, to_fp8(weight, 1.0), x)
 
 
-def test_only_what_is_to_be_in_fp8_is_summed() -> None:
+def test_correlations_are_collected_only_for_fp8() -> None:
     made = bundle("plain", width=32, heads=2, depth=4)
     images = torch.randn(3, 3, *made.preprocess.size)
     found = {name for name, seen in calibrate(made.model, images).items() if seen.correlation is not None}
     assert found == {f"{block}.{name}" for block in (1, 2) for name in ("qkv", "fc1", "fc2")} | {"3.qkv"}
 
 
-def test_several_batches_are_one_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_batches_equal_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made = bundle("plain", width=32, heads=2, depth=3)
     images = torch.randn(7, 3, *made.preprocess.size)
     whole = calibrate(made.model, images)
@@ -134,17 +134,17 @@ def test_several_batches_are_one_larger_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_a_model_in_fp8_answers_more_as_it_does(pool: str) -> None:
+def test_an_fp8_model_is_more_accurate(pool: str) -> None:
     made = bundle("plain", width=64, heads=2, depth=3, pool=pool)
     told = torch.Generator().manual_seed(0)
-    # Images of few things, so that a model's numbers go together as those of real ones do.
+    # Images of a few factors, so that the model's activations are correlated, like real ones.
     things = torch.randn(4, 3, *made.preprocess.size, generator=told)
 
     def images(count: int) -> Tensor:
         return torch.einsum("bk,kchw->bchw", torch.randn(count, 4, generator=told), things)
 
     seen, others = calibrate(made.model, images(400), spared=0), images(100)
-    nearest = {name: known._replace(correlation=None) for name, known in seen.items()}
+    nearest = {name: calibration._replace(correlation=None) for name, calibration in seen.items()}
 
     @torch.inference_mode()
     def error(inputs: dict[str, InputCalibration], spared: int) -> float:

@@ -52,8 +52,8 @@ class EncoderPrecision:
     """How many of the first blocks stay out of fp8."""
     weight_scales: WeightScales = "tensor"
     fused: bool | None = None
-    """On a CUDA device, use a Triton matmul if cuBLASLt cannot fuse the activation. None: where that is faster, which is
-    in fp8 and not in bf16."""
+    """On a CUDA device, use a Triton matmul if cuBLASLt cannot fuse the activation. None: only in fp8, where that is
+    faster."""
 
 
 def can_fold(config: ViTConfig) -> bool:
