@@ -79,9 +79,9 @@ def test_graphs_are_ignored_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("precision", "message"),
     [
-        ("fp8", "fp8 needs a GPU that has it (NVIDIA, Ada or later), but the model is on cpu; use bf16"),
-        ("int8", "no model is accelerated in 'int8'; choose bf16 or fp8"),
-        ("bf61", "no model is accelerated in 'bf61'; did you mean 'bf16'?"),
+        ("fp8", "fp8 needs an NVIDIA GPU (Ada or later), but the model is on cpu; use bf16"),
+        ("int8", "no precision is called 'int8'; choose bf16 or fp8"),
+        ("bf61", "no precision is called 'bf61'; did you mean 'bf16'?"),
     ],
 )
 def test_unsupported_options(precision: str, message: str) -> None:
@@ -92,5 +92,5 @@ def test_unsupported_options(precision: str, message: str) -> None:
 
 
 def test_only_a_vit_is_accepted() -> None:
-    with pytest.raises(ConfigError, match=r"accelerate takes a model, not a Bundle; that of a bundle is bundle\.model"):
+    with pytest.raises(ConfigError, match=r"accelerate takes a ViT, not a Bundle; for a bundle, pass bundle\.model"):
         accelerate(bundle())

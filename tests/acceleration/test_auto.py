@@ -87,7 +87,7 @@ def turned() -> Tensor:
 def test_bf16_is_used_if_nothing_changes() -> None:
     engine, why = choose_precision(opener(LOGITS, LOGITS + 0.001 * torch.randn(100, 5)), numbered(100), CPU)
     assert engine.precision == "bf16"
-    assert "times as fast here; the first 64 images get the same answers, probabilities within 0.00" in why
+    assert "× faster; the first 64 images have the same top class, probabilities within 0.00" in why
     assert why.startswith("bf16: ")
     assert float(why.split()[1]) > 1.1
     assert isinstance(engine, Fake)
@@ -97,7 +97,7 @@ def test_bf16_is_used_if_nothing_changes() -> None:
 @pytest.mark.usefixtures("fast")
 def test_one_changed_top_class_rejects_bf16() -> None:
     engine, why = choose_precision(opener(near_tie(), turned()), numbered(64), CPU)
-    assert (engine.precision, why) == ("float32", "float32: bf16 would answer 1 of the first 64 images differently")
+    assert (engine.precision, why) == ("float32", "float32: bf16 changes the top class of 1 of the first 64 images")
 
 
 @pytest.mark.usefixtures("fast")
@@ -116,7 +116,7 @@ def test_probabilities_may_change_by_0_02(fraction: float, taken: str) -> None:
     engine, why = choose_precision(opener(exact, quick), numbered(64), CPU)
     assert engine.precision == taken
     if taken == "float32":
-        assert why == "float32: bf16 would change a probability of the first 64 images by 0.021"
+        assert why == "float32: bf16 changes a probability of the first 64 images by 0.021"
 
 
 @pytest.mark.usefixtures("fast")
@@ -134,7 +134,7 @@ def test_nan_rejects_bf16() -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_one_image_and_no_images() -> None:
-    assert "the first image gets the same answer" in choose_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
+    assert "the first image has the same top class" in choose_precision(opener(LOGITS, LOGITS), numbered(1), CPU)[1]
     engine, why = choose_precision(opener(LOGITS, LOGITS), numbered(0), CPU)
     assert (engine.precision, why) == ("float32", "float32: no images to try bf16 on")
 
@@ -189,7 +189,7 @@ def test_the_engine_chooses_after_64_images() -> None:
     assert torch.equal(engine(numbered(100)[60:70]), LOGITS[60:70])  # float32 also in the deciding batch
     assert engine.precision == "bf16"
     assert len(said) == 1
-    assert "the first 70 images get the same answers" in said[0]
+    assert "the first 70 images have the same top class" in said[0]
     assert torch.equal(engine(numbered(5)), LOGITS[:5] + 0.001)
 
 

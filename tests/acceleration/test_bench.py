@@ -65,7 +65,7 @@ def test_missing_engines_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("onnx", "bf16"),
         ("openvino", None),
     ]
-    assert found.left_out[2].reason == "openvino is not installed; get it with pip install 'vitrail[openvino]'"
+    assert found.left_out[2].reason == "openvino is not installed; install it with pip install 'vitrail[openvino]'"
 
 
 def test_a_batch_beyond_memory_is_not_created() -> None:

@@ -62,16 +62,16 @@ def test_openvino_runs_in_bf16_or_raises() -> None:
         assert ready.precision == "bf16"
         assert 1e-6 < relative_error(ready(images), eager(made, images)) < 0.1
     else:
-        with pytest.raises(ConfigError, match="OpenVINO cannot compute in bf16 on this processor; use float32"):
+        with pytest.raises(ConfigError, match="OpenVINO does not support bf16 on this CPU; use float32"):
             open_engine(made.model, made.preprocess, kind="openvino", precision="bf16", device=CPU)
 
 
 @pytest.mark.parametrize(
     ("kind", "precision", "device", "message"),
     [
-        ("onnx", "bf16", "cpu", "the engine onnx computes in float32 only, not in bf16"),
-        ("onnx", "float32", "cuda", "ONNX Runtime computes on the CPU here, not on cuda; use --device cpu"),
-        ("openvino", "float32", "cuda", "OpenVINO computes on the CPU here, not on cuda; use --device cpu"),
+        ("onnx", "bf16", "cpu", "the engine onnx supports float32 only, not bf16"),
+        ("onnx", "float32", "cuda", "ONNX Runtime runs on the CPU only, not on cuda; use --device cpu"),
+        ("openvino", "float32", "cuda", "OpenVINO runs on the CPU only, not on cuda; use --device cpu"),
         ("onxx", "float32", "cpu", "no engine is called 'onxx'; did you mean 'onnx'"),
         ("torch", "int8", "cpu", "no precision is called 'int8'; choose float32, bf16 or fp16"),
     ],
@@ -91,4 +91,4 @@ def test_a_missing_package(kind: str, package: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(ConfigError) as error:
         open_engine(made.model, made.preprocess, kind=kind, device=CPU)
-    assert str(error.value) == f"{package} is not installed; get it with pip install 'vitrail[{kind}]'"
+    assert str(error.value) == f"{package} is not installed; install it with pip install 'vitrail[{kind}]'"

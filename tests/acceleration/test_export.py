@@ -334,7 +334,7 @@ def test_a_missing_package(to: Any, package: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as error:
         export(bundle(), tmp_path / NAMES[to], to=to)
-    assert str(error.value) == f"{package} is not installed; get it with pip install 'vitrail[{to}]'"
+    assert str(error.value) == f"{package} is not installed; install it with pip install 'vitrail[{to}]'"
 
 
 @pytest.mark.slow

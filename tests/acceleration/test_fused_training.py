@@ -90,7 +90,9 @@ def test_a_model_that_is_resized_afterwards(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["rope", "relative", "post_norm"])
 def test_unsupported_models_are_refused(kind: str) -> None:
     made = bundle("plain", norm_order="post") if kind == "post_norm" else bundle(kind)
-    with pytest.raises(ConfigError, match="norms come after its branches, or its attention needs positions; train the"):
+    with pytest.raises(
+        ConfigError, match="the fused path needs pre-norm blocks without positions inside attention; train the"
+    ):
         FusedTraining(made.model)
 
 

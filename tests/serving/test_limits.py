@@ -43,7 +43,7 @@ def test_requests_that_are_slow_to_parse_are_refused(bundle: Path) -> None:
         for body in (b'{"images": [' + b"{}," * 300_000 + b"{}]}", b'{"a":[' + b"[]," * 300_000 + b"[]]}"):
             answer = await client.post("/v1/predict", content=body, headers=json)
             assert answer.status_code == 400
-            assert "far too many parts" in answer.json()["error"]
+            assert "too many values" in answer.json()["error"]
         many = "&".join(f"t{number}=" for number in range(60))
         for path, body in ((f"/v1/predict?{many}", b'{"images": ["AA=="]}'), ("/v1/predict", long_name())):
             answer = await client.post(path, content=body, headers=json)

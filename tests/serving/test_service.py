@@ -212,7 +212,7 @@ async def leave(service: Service, once: Callable[[], bool]) -> None:
 
 def test_before_ready_and_after_stopping(bundle: Path) -> None:
     async def ask(service: Service, client: httpx.AsyncClient) -> None:
-        for stage, words in (("starting", "warmed up"), ("stopping", "stopping")):
+        for stage, words in (("starting", "warming up"), ("stopping", "stopping")):
             service.lifecycle.stage = stage  # type: ignore[assignment]
             for method, path in (("GET", "/readyz"), ("POST", "/v1/predict"), ("POST", "/v1/models/reload")):
                 answer = await client.request(method, path, content=image(), headers=PNG)
@@ -380,7 +380,7 @@ def test_many_explanations_are_refused_and_predictions_are_not(bundle: Path) -> 
         await until(lambda: taken(service) == 2)
         refused = await send("/v1/explain")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert "too many explanations are waiting" in refused.json()["error"]
+        assert "too many explanations in the queue" in refused.json()["error"]
         predicted = [send("/v1/predict") for _ in range(8)]
         await until(lambda: taken(service) == 10)
         gate.open.set()

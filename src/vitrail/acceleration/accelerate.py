@@ -89,7 +89,7 @@ def accelerate(
             return Accelerated(FastModel(model, encoder_precision, merge=merge), device, graphs=graphs)
         case _:
             hint = suggest(precision, get_args(LowPrecision)) or "; choose bf16 or fp8"
-            raise ConfigError(f"unknown precision {precision!r}{hint}")
+            raise ConfigError(f"no precision is called {precision!r}{hint}")
 
 
 def _can_merge(model: ViT, device: torch.device) -> bool:

@@ -114,7 +114,7 @@ def open_engine(
 ) -> Engine:
     """Open an engine for a model."""
     if precision not in get_args(Precision):
-        raise ConfigError(f"unknown precision {precision!r}; choose float32, bf16 or fp16")
+        raise ConfigError(f"no precision is called {precision!r}; choose float32, bf16 or fp16")
     match kind:
         case "torch":
             return TorchEngine(model, preprocess, device, precision)
@@ -128,7 +128,7 @@ def open_engine(
             return OpenVinoEngine(model, preprocess, device, precision)
         case _:
             raise ConfigError(
-                f"unknown engine {kind!r}{suggest(kind, get_args(Kind)) or '; choose torch, onnx or openvino'}"
+                f"no engine is called {kind!r}{suggest(kind, get_args(Kind)) or '; choose torch, onnx or openvino'}"
             )
 
 

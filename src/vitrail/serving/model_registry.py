@@ -57,7 +57,7 @@ class ModelRegistry:
             return next(iter(self._served))
         if name not in self._served:
             near = suggest(name, self._served) or f"; choose from {', '.join(self._served)}"
-            raise ConfigError(f"unknown model {name[:80]!r}{near}")
+            raise ConfigError(f"no model is called {name[:80]!r}{near}")
         return name
 
     def check_capacity(self, name: str | None, *, alone: bool) -> None:

@@ -268,7 +268,7 @@ def test_short_attention(tokens: int, heads: int, width: int, dtype: torch.dtype
     if ON_GPU and dtype == torch.float32 and tokens * width > 64 * 64:
         pytest.skip("in float32, which no training takes, this may be more than a processor's shared memory")
     if ON_GPU and not short_attention.can_attend(DEVICE):
-        pytest.skip("on other GPUs and with other versions of Triton these kernels are not taken")
+        pytest.skip("these kernels are verified only on some GPUs and versions of Triton")
     generator = torch.Generator().manual_seed(0)
     images = 128 if ON_GPU else 3  # enough to keep all SMs busy
     qkv = torch.randn(images, tokens, 3 * heads * width, generator=generator).to(dtype)
@@ -308,14 +308,14 @@ def test_too_many_tokens_are_refused() -> None:
     qkv = torch.randn(1, 273, 3 * 64)
     with pytest.raises(ValueError, match="273 tokens"):
         short_attention_kernels.short_attention(qkv.to(DEVICE), 1)
-    with pytest.raises(ValueError, match="heads of 24"):
+    with pytest.raises(ValueError, match="heads of width 24"):
         short_attention_kernels.short_attention_gradient(qkv, qkv[:, :3, :72].to(DEVICE), qkv, qkv, 1)
 
 
 def test_short_attention_equals_attention() -> None:
     """In float32, compared with torch's attention and autograd, with peaked weights."""
     if ON_GPU and not short_attention.can_attend(DEVICE):
-        pytest.skip("on other GPUs and with other versions of Triton these kernels are not taken")
+        pytest.skip("these kernels are verified only on some GPUs and versions of Triton")
     heads, width, tokens = 2, 64, 50 if ON_GPU else 197  # limited by shared memory in float32
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(1, tokens, 3 * heads * width, generator=generator)

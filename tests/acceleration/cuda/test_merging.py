@@ -198,17 +198,17 @@ def test_with_accelerate() -> None:
 @pytest.mark.parametrize(
     ("changes", "count", "message"),
     [
-        ({}, -1, "merge is -1; give the number of tokens that each block merges, 0 or more"),
-        ({}, 1.5, "merge is 1.5; give the number of tokens that each block merges, 0 or more"),
-        ({}, True, "merge is True; give the number of tokens that each block merges, 0 or more"),
-        ({}, 11, "merge is 11, which 32 patches are too few for in 2 blocks; choose up to 10"),
-        ({"pool": "mean"}, 9, "merge is 9, which 32 patches are too few for in 3 blocks; choose up to 8"),
-        ({"pool": "map"}, 1, "tokens are merged only where the head reads the class token, or the mean of all; leave"),
-        ({"pool": "none"}, 1, "tokens are merged only where the head reads the class token, or the mean of all; leave"),
+        ({}, -1, "merge is -1; use the number of tokens to merge per block, 0 or more"),
+        ({}, 1.5, "merge is 1.5; use the number of tokens to merge per block, 0 or more"),
+        ({}, True, "merge is True; use the number of tokens to merge per block, 0 or more"),
+        ({}, 11, "merge is 11, too many for 32 patches and 2 blocks; choose up to 10"),
+        ({"pool": "mean"}, 9, "merge is 9, too many for 32 patches and 3 blocks; choose up to 8"),
+        ({"pool": "map"}, 1, "token merging needs a head that reads the class token, or the mean of all tokens; use"),
+        ({"pool": "none"}, 1, "token merging needs a head that reads the class token, or the mean of all tokens; use"),
         (
             {"position": "rope_2d"},
             1,
-            "tokens are merged in plain pre-norm blocks with positions added at the stem, whi",
+            "token merging needs plain pre-norm blocks with positions added at the stem, whi",
         ),
     ],
 )
