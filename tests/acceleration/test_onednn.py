@@ -110,7 +110,7 @@ def test_threads_keep_the_order(count: int) -> None:
     if count < 2 * SMALLEST:
         assert seen == [(count, threading.current_thread().name, 4)]
     else:
-        assert all(size <= LARGEST and name.startswith("lane") and share == 1 for size, name, share in seen)
+        assert all(size <= LARGEST and name.startswith("compute") and threads == 1 for size, name, threads in seen)
         assert len(seen) > 1
     assert torch.get_num_threads() == 4
     later: list[int] = []

@@ -204,7 +204,7 @@ def test_warm_up_runs_in_the_compute_thread(bundle: Path, monkeypatch: pytest.Mo
         threads.append(threading.current_thread().name)
         return answer(self, operation, images)
 
-    monkeypatch.setattr(ServedModel, "answer", recorded)
+    monkeypatch.setattr(ServedModel, "run", recorded)
 
     async def ask(_: Service, client: httpx.AsyncClient) -> None:
         assert (await client.post("/v1/predict", content=image(), headers=PNG)).status_code == 200
