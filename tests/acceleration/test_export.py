@@ -196,7 +196,7 @@ def test_a_failed_export_is_deleted(made: Bundle, tmp_path: Path, monkeypatch: p
     wrong = Bundle(scramble(ViT(made.model.config), seed=1), made.preprocess)
     monkeypatch.setattr(exporting, "trace", lambda graph: trace(Graph(wrong.model, graph.preprocess)))
     (tmp_path / "model.pt2").write_text("old")
-    with pytest.raises(CheckpointError, match=r"outputs differently \(by .* so it was thrown away"):
+    with pytest.raises(CheckpointError, match=r"answers differently \(by .* so it was thrown away"):
         export(made, tmp_path / "model.pt2", to="torch", overwrite=True)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"model.pt2": "old"}
 

@@ -270,7 +270,7 @@ def test_bad_requests_get_a_status_and_a_message(
 
 def test_bad_forms(client: httpx.Client) -> None:
     for form, words in (
-        ({"files": {"image": image()}}, "no 'image' field"),
+        ({"files": {"photo": image()}}, "no 'image' field"),
         ({"files": {"image": (None, "text")}}, "is text"),
         ({"files": [("image", b"x")] * 6}, "more than 4 images"),
         ({"files": {"image": image(), "top": image()}}, "a file in the field 'top'"),
