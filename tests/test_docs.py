@@ -86,7 +86,7 @@ def page_functions(page: Path, folder: Path) -> dict[str, Any]:
 
 def test_the_onnx_example_prepares_an_image_as_predict_does(tmp_path: Path) -> None:
     """Whatever the image and the preprocessing: pixel by pixel what the bundle makes of it."""
-    blocks = [code for _, code in python_blocks(DOCS / "howto" / "export.md") if "def prepared" in code]
+    blocks = [code for _, code in python_blocks(DOCS / "guides" / "export.md") if "def prepared" in code]
     names: dict[str, Any] = {}
     exec(blocks[0].partition("\n# A photo")[0], names)  # the function alone: the page as a whole is run elsewhere
     prepared = names["prepared"]
@@ -115,7 +115,7 @@ def test_the_onnx_example_prepares_an_image_as_predict_does(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_onnx_example_predicts_what_the_command_predicts(tmp_path: Path) -> None:
-    found = page_functions(DOCS / "howto" / "export.md", tmp_path)
+    found = page_functions(DOCS / "guides" / "export.md", tmp_path)
     command = [
         sys.executable,
         "-m",
@@ -139,7 +139,7 @@ def test_the_onnx_example_predicts_what_the_command_predicts(tmp_path: Path) -> 
 def test_every_page_that_teaches_has_code() -> None:
     with_code = {name_of(page) for page in PAGES if python_blocks(page)}
     taught = {"README.md", "docs/index.md", "docs/how-a-vit-sees.md"}
-    assert taught | {name_of(page) for page in (DOCS / "howto").glob("*.md")} <= with_code
+    assert taught | {name_of(page) for page in (DOCS / "guides").glob("*.md")} <= with_code
 
 
 def run_example(path: Path, folder: Path) -> str:
@@ -172,7 +172,7 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 
 
 def test_every_option_of_a_model_is_explained() -> None:
-    page = (DOCS / "howto" / "model.md").read_text(encoding="utf-8")
+    page = (DOCS / "guides" / "model.md").read_text(encoding="utf-8")
     assert [field for field in ViTConfig.model_fields if f"| `{field}` |" not in page] == []
 
 

@@ -116,7 +116,7 @@ def test_absurd_work_is_refused_in_no_time(name: str) -> None:
 
 
 def test_the_slowest_files_that_pass_are_bounded_by_their_counts() -> None:
-    # Each takes seconds, which docs/howto/data.md lists; one more of what it has is refused.
+    # Each takes seconds, which docs/guides/data.md lists; one more of what it has is refused.
     assert outline(jpeg_of_refinements(12, LARGE)) == (LARGE, LARGE, 12)
     assert outline(jpeg_of_refinements(12, LARGE, arithmetic=True)) == (LARGE, LARGE, 12)
     assert outline(jpeg_of_scans(43)) == (7000, 7000, 43)

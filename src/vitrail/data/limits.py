@@ -1,7 +1,7 @@
 """How much work an image file may ask a decoder for, in counts that its headers tell.
 
 Decoders here are not interrupted, so these counts are what bounds the time of `check`, `predict` and training. The
-slowest files that pass were built by hand and timed; docs/howto/data.md has the seconds.
+slowest files that pass were built by hand and timed; docs/guides/data.md has the seconds.
 """
 
 from typing import NamedTuple
