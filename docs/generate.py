@@ -1,4 +1,4 @@
-"""The generated parts of the reference: the command line from Typer, recipe fields from pydantic, names from the API.
+"""Generated parts of the docs: commands from Typer, recipe fields from pydantic, names and modules from docstrings.
 
 A page marks the place with `<!-- generated: commands -->`. MkDocs runs `on_page_markdown` as a hook when it builds a
 page, so a generated part cannot be out of date. To read one in a terminal:
@@ -28,6 +28,8 @@ import vitrail
 from vitrail.cli.app import app
 from vitrail.training.recipe import Recipe
 
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "vitrail"
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
 
@@ -123,9 +125,9 @@ def _metavar(kind: Any) -> str:
     if get_origin(kind) is list:
         return _metavar(get_args(kind)[0])
     if get_origin(kind) is Literal:
-        return "|".join(map(str, get_args(kind)))
+        return "/".join(map(str, get_args(kind)))
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(str(choice.value) for choice in kind)
+        return "/".join(str(choice.value) for choice in kind)
     return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(kind, "TEXT")
 
 
@@ -241,7 +243,7 @@ def _toml(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
 
 
-# ── Python ──
+# ── Python and the source ──
 
 
 def names() -> str:
@@ -255,6 +257,45 @@ def names() -> str:
     return _table(("name", "description"), rows)
 
 
+def layers() -> str:
+    """Return a table of the top-level entries of the package, lowest layer first."""
+    rows = []
+    for name, layer in sorted(_layers().items(), key=lambda item: item[1]):
+        package = SOURCE / name / "__init__.py"
+        path = package if package.exists() else SOURCE / f"{name}.py"
+        rows.append((str(layer), f"`{name}/`" if path is package else f"`{name}.py`", _summary(path)))
+    return _table(("layer", "entry", "what it is"), rows)
+
+
+def modules() -> str:
+    """Return a table of the modules of each package."""
+    blocks = []
+    packages = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
+    for package in packages:
+        name = package.relative_to(SOURCE.parent).as_posix()
+        paths = [path for path in sorted(package.glob("*.py")) if path.name != "__init__.py"]
+        rows = [(f"`{path.name}`", _summary(path)) for path in paths]
+        blocks += [f"## `{name}/`", _summary(package / "__init__.py")]
+        blocks += [_table(("module", "what it is"), rows)] if rows else []
+    return "\n\n".join(blocks)
+
+
+def _layers() -> dict[str, int]:
+    """Return the layers that the architecture test enforces."""
+    tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "LAYER":
+            found: dict[str, int] = ast.literal_eval(node.value)
+            return found
+    raise LookupError("tests/test_architecture.py does not define LAYER")
+
+
+def _summary(path: Path) -> str:
+    """Return the first paragraph of a module's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return _cell(text.partition("\n\n")[0])
+
+
 # ── Markdown ──
 
 
@@ -265,7 +306,8 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def _cell(text: str) -> str:
     """Return a text as one line that a table can hold."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    pieces = " ".join(text.split()).replace("|", "\\|").split("`")
+    return "`".join(piece if number % 2 else piece.replace("<", "&lt;") for number, piece in enumerate(pieces))
 
 
 def _without_none(annotation: Any) -> Any:
@@ -273,7 +315,13 @@ def _without_none(annotation: Any) -> Any:
     return kinds[0] if get_origin(annotation) in (Union, types.UnionType) and kinds else annotation
 
 
-GENERATORS: dict[str, Callable[[], str]] = {"commands": commands, "names": names, "recipe_fields": recipe_fields}
+GENERATORS: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "layers": layers,
+    "modules": modules,
+    "names": names,
+    "recipe_fields": recipe_fields,
+}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in GENERATORS:

@@ -14,20 +14,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pydantic import BaseModel
 
 from vitrail import Preprocess, ViTConfig, variant_config
 from vitrail.data.inputs import fitted, item_of
 from vitrail.models.stages import sample_image, stages
 from vitrail.models.vit import ViT
-from vitrail.training.recipe import Recipe, preset_names
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -174,24 +172,6 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
 def test_every_option_of_a_model_is_explained() -> None:
     page = (DOCS / "guides" / "model.md").read_text(encoding="utf-8")
     assert [field for field in ViTConfig.model_fields if f"| `{field}` |" not in page] == []
-
-
-def recipe_fields(config: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Give the dotted name of every setting of a recipe."""
-    for name, field in config.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        yield f"{path}{name}"
-        if inner is not None:
-            yield from recipe_fields(inner, f"{path}{name}.")
-
-
-def test_every_setting_of_a_recipe_is_explained() -> None:
-    page = (DOCS / "reference" / "recipes.md").read_text(encoding="utf-8")
-    fields = set(recipe_fields(Recipe))
-    assert {"steps", "pretrained.head", "augmentation.randaugment.layers"} <= fields
-    written = {name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall("`(.*?)`", row)}
-    assert written == fields | set(preset_names())
 
 
 def test_every_decision_is_listed() -> None:
