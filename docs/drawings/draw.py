@@ -212,7 +212,9 @@ def draw_how_a_vit_sees(folder: Path = HERE) -> None:
     config = variant_config("B/16").replace(stem="linear")
     torch.manual_seed(0)
     model = ViT(config).eval()
-    torch.nn.init.normal_(model.head.get_parameter("weight"), std=0.02)  # it starts at zero: no logits to show
+    torch.nn.init.normal_(
+        model.head.get_parameter("weight"), std=0.02
+    )  # zero-initialised: there would be no logits to show
     pixels = paint(config.image_size[0])
     batch = (torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 127.5) - 1
     shape = {stage.name: stage for stage in stages(model, batch)}
@@ -222,14 +224,14 @@ def draw_how_a_vit_sees(folder: Path = HERE) -> None:
     drawing = Drawing(
         1235,
         "How a ViT sees",
-        "One image on its way through a ViT-B/16: cut into patches, each patch turned into a token, a class token "
-        "added, twelve blocks of attention and MLP, and a score for each class.",
+        "One image in a ViT-B/16: divided into patches, each patch embedded as a token, a class token added, twelve "
+        "blocks of attention and MLP, and one score per class.",
     )
     _image_and_patches(drawing, config, pixels, shape)
     _one_patch(drawing, config, pixels, shape)
     _tokens(drawing, config, pixels, shape)
     _encoder(drawing, config, traced.attention[0][0], shape)
-    _answer(drawing, config, traced.logits[0], shape)
+    _logits(drawing, config, traced.logits[0], shape)
     drawing.save(folder / "how-a-vit-sees.svg")
 
 
@@ -307,11 +309,11 @@ def _tokens(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[str
     means = pixels.reshape(rows, h, columns, w, 3).mean(axis=(1, 3)).reshape(-1, 3).round().astype(int).tolist()
     start, step = MARGIN + 20, (WIDTH - 2 * MARGIN - 20) / config.patches
     kernel = config.channels * h * w
-    _heading(drawing, 586, 4, "one learned layer makes each an embedding", shape["patch embeddings"])
+    _heading(drawing, 586, 4, "one learned layer embeds each patch", shape["patch embeddings"])
     drawing.bars(start, 602, step, 44, means)
     drawing.text(start, 668, f"{kernel} numbers → {config.width} features, the same layer for every patch", "soft")
 
-    _heading(drawing, 716, 5, "the class token joins, positions are added", shape["tokens"])
+    _heading(drawing, 716, 5, "add the class token and positions", shape["tokens"])
     drawing.box(MARGIN, 728, 12, 52, "gold", 3)
     drawing.bars(start, 732, step, 44, means)
     # A position is a vector too; neighbours in a row get neighbouring shades, and each row starts anew.
@@ -326,7 +328,7 @@ def _tokens(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[str
     drawing.text(
         WIDTH - MARGIN,
         825,
-        f"{config.patches} patches, and below each its learned place",
+        f"{config.patches} patches, each with its learned position",
         "soft",
         more='text-anchor="end"',
     )
@@ -345,7 +347,7 @@ def _encoder(drawing: Drawing, config: ViTConfig, attention: torch.Tensor, shape
         drawing.image(x, y, (46, 46), _attention_map(attention[head]))
     drawing.text(MARGIN + 16, top + 134, "attention")
     _shape(drawing, MARGIN + 92, top + 134, shape["attention, layer 0"].shape[1:])
-    drawing.text(MARGIN + 16, top + 155, f"{config.heads} heads: who looks at whom", "soft")
+    drawing.text(MARGIN + 16, top + 155, f"{config.heads} heads: where tokens attend", "soft")
 
     middle, x = top + 62, MARGIN + 350
     narrow, wide = 13.0, 13.0 * config.mlp_hidden / config.width
@@ -365,12 +367,12 @@ def _encoder(drawing: Drawing, config: ViTConfig, attention: torch.Tensor, shape
         size=17,
         more='font-weight="700"',
     )
-    drawing.text(x, top + 155, "each token for itself", "soft")
+    drawing.text(x, top + 155, "each token on its own", "soft")
 
 
 def _attention_map(weights: torch.Tensor, cells: int = 66) -> str:
-    """Draw one head's weights, lighter where a token looks harder. The scale is the head's own: fresh weights differ
-    by little."""
+    """Draw the attention weights of one head, light where they are high, scaled per head: untrained weights differ
+    little."""
     low, high = torch.quantile(weights, torch.tensor([0.02, 0.98]))
     level = ((weights - low) / (high - low)).clamp(0, 1)[None, None]
     level = torch.nn.functional.interpolate(level, (cells, cells), mode="area")[0, 0]
@@ -378,9 +380,9 @@ def _attention_map(weights: torch.Tensor, cells: int = 66) -> str:
     return as_uri((dark + level[..., None] * (light - dark)).byte().numpy(), 24)
 
 
-def _answer(drawing: Drawing, config: ViTConfig, logits: torch.Tensor, shape: dict[str, Stage]) -> None:
+def _logits(drawing: Drawing, config: ViTConfig, logits: torch.Tensor, shape: dict[str, Stage]) -> None:
     """Draw step 7: the class token is read, and every class gets a score."""
-    _heading(drawing, 1126, 7, "the class token is read: a score for each class")
+    _heading(drawing, 1126, 7, "the head reads the class token")
     drawing.box(MARGIN, 1146, 12, 52, "gold", 3)
     _shape(drawing, MARGIN + 22, 1169, shape["pooled"].shape[1:])
     drawing.text(MARGIN + 22, 1190, "features", "soft")
