@@ -1,7 +1,7 @@
-"""Generated parts of the docs: commands from Typer, recipe fields from pydantic, names and modules from docstrings.
+"""Generated sections of the docs: commands from Typer, recipe fields from pydantic, names and modules from docstrings.
 
 A page marks the place with `<!-- generated: commands -->`. MkDocs runs `on_page_markdown` as a hook when it builds a
-page, so a generated part cannot be out of date. To read one in a terminal:
+page, so a generated section cannot be out of date. To read one in a terminal:
 
     python docs/generate.py commands
 """
@@ -39,7 +39,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def fill(markdown: str) -> str:
-    """Return a page with its generated parts."""
+    """Return a page with its generated sections."""
     return MARKER.sub(lambda found: GENERATORS[found[1]](), markdown)
 
 
