@@ -17,7 +17,7 @@ from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.runtime import Processes
 from vitrail.training.best import Best, put_aside
-from vitrail.training.state import Progress, Setting, State, save_state
+from vitrail.training.state import CALLED_BEFORE, Progress, Setting, State, content_digest, save_state
 from vitrail.training.team import Team
 from vitrail.training.train import Run, train
 
@@ -219,3 +219,19 @@ def test_a_state_follows_the_umask(tmp_path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.rglob("*.*")} == {0o666 & ~mask}
+
+
+def test_a_run_of_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    before, last = state(tmp_path), states(tmp_path)[-1]
+    for place in states(tmp_path):
+        content = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        for name, earlier in CALLED_BEFORE.items():
+            content[earlier] = content.pop(name)
+        del content["digest"]
+        content["digest"] = content_digest(content)
+        (place / "state.json").write_text(json.dumps(content), encoding="utf-8")
+    shutil.rmtree(last)  # so that the end is trained again
+    train_tiny(tmp_path)
+    assert "going on from step" in log(tmp_path)
+    assert {name: state(tmp_path)[name] for name in CALLED_BEFORE} == {name: before[name] for name in CALLED_BEFORE}

@@ -28,6 +28,8 @@ from vitrail.training.averaging import Average
 from vitrail.training.team import Team
 
 KEPT = 2
+CALLED_BEFORE = {"highest": "best_score", "since_highest": "since_best"}
+"""What earlier versions call some of the progress, whose runs are resumed, too."""
 
 
 @dataclass
@@ -207,4 +209,5 @@ def _restore(folder: Path, state: State, tensors: dict[str, Tensor], content: di
         if found:
             state.optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in found.items()}
     state.scaler.load_state_dict(content.get("scaler", {}))
-    state.progress.__dict__.update({name: content[name] for name in asdict(state.progress)})
+    for name in asdict(state.progress):
+        setattr(state.progress, name, content[name if name in content else CALLED_BEFORE.get(name, name)])
