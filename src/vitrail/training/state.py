@@ -47,6 +47,14 @@ class Progress:
     bad_files: list[str] | None = None
     finished: bool = False
 
+    def reach(self, score: float) -> bool:
+        """Take in the score of a validation; return whether it is the highest, as the first one is."""
+        if self.best_step and not score > self.highest:
+            self.since_highest += 1
+            return False
+        self.highest, self.since_highest = score, 0
+        return True
+
 
 class Setting(NamedTuple):
     """What the last bits of the weights depend on, beside the recipe."""
