@@ -44,6 +44,8 @@ J2K_SAMPLES = 2**27
 10,980×10,980 pixels has fewer."""
 J2K_PACKETS, J2K_BLOCKS = 2**22, 2**18
 """Most packets (layers times precincts) and code-blocks of a JPEG 2000; encoders make blocks of 32×32 or 64×64."""
+J2K_BOXES = 4096
+"""Most boxes before the image of a JP2 file, which has about 5."""
 
 
 class Outline(NamedTuple):
@@ -65,5 +67,5 @@ def check_count(found: int, most: int, kind: str, what: str, limit: int | None =
     if found > most:
         raise DataError(
             f"a {kind} of more than {most if limit is None else limit:,} {what}, which would take very long to decode; "
-            f"save it again with another program"
+            f"save it again with another program, or in another format"
         )
