@@ -9,7 +9,7 @@ every gradient stays what it is, up to rounding. Patches are cut and projected b
 times as fast as a convolution. In bf16 gradients of biases are summed while what they are the sum of is written. GELU
 is there cuBLASLt's tanh form, and its slope on the way back a polynomial near that of the exact one, 9e-4 from the
 tanh form's at most. The residual stream is float32, as under autocast: rounded to bf16 in every block it made
-gradients up to twice as wrong (docs/lab/gpu.md).
+gradients up to twice as wrong (benchmarks/lab-gpu.md).
 """
 
 from collections.abc import Callable

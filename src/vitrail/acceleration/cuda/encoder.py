@@ -32,7 +32,7 @@ LOW = frozenset({"qkv", "fc1", "fc2"})
 """The products that fp8 is worth it for by default: their inputs are made in fp8 by the pass before, for nothing."""
 SPARED = 1
 """Of the squares of fp8's error, the first block of a trained B/16 makes a third, any other a ninth or less; that of
-smaller models makes half or more (docs/lab/gpu.md): most likely because what it gets wrong goes through all others,
+smaller models makes half or more (benchmarks/lab-gpu.md): most likely because what it gets wrong goes through all others,
 while there is little in the stream to outweigh it."""
 
 

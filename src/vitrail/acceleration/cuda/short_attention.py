@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 LONGEST = 272
-"""Up to how many tokens it is taken, where it can (docs/lab/gpu.md, attempts 29 and 30)."""
+"""Up to how many tokens it is taken, where it can (benchmarks/lab-gpu.md, attempts 29 and 30)."""
 MOST = {16: 128, 32: 128, 64: 272, 128: 128}
 """How many tokens it can do at all, for each width of a head it can do."""
 COMPARED = ("3.6.",)
@@ -38,7 +38,7 @@ def is_short(tokens: int, head_width: int) -> bool:
     """Say whether so many tokens are few enough.
 
     The gradients of all queries of a head are in a program's registers at once, and nothing may spill from there: what
-    NVIDIA's assembler made of a kernel that spills reached for wrong places (docs/lab/gpu.md, attempt 30).
+    NVIDIA's assembler made of a kernel that spills reached for wrong places (benchmarks/lab-gpu.md, attempt 30).
     """
     return tokens <= min(LONGEST, MOST.get(head_width, 0))
 

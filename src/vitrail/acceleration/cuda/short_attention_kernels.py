@@ -263,7 +263,7 @@ def short_attention_gradient(
     full, left = divmod(T, 64)
     # Two programs of four warps share a processor, and one reads while the other computes. Where their registers are
     # too few for the gradients of all queries, one of eight warps has it to itself. Nothing may spill (`is_short`), and
-    # fewer than 64 queries at once come out wrong with four warps, most likely by the assembler (docs/lab/gpu.md, 30).
+    # fewer than 64 queries at once come out wrong with four warps, most likely by the assembler (benchmarks/lab-gpu.md, 30).
     few = (128 if width <= 64 else 64) >= T
     keys, warps, tail = (64, 4, 64) if few else (128, 8, _filled(left))
     sums, out = qkv.new_empty(B, -(-T // 64), qkv.shape[2], dtype=torch.float32), torch.empty_like(qkv)
