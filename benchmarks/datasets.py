@@ -92,10 +92,10 @@ def jobs(parts: Iterator[Subset], target: Path, classes: tuple[str, ...], kept: 
 def main() -> None:
     """Read the command line and write the folders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", defaults=("cifar10", "fashion-mnist", "mnist"))
+    parser.add_argument("data", choices=("cifar10", "fashion-mnist", "mnist"))
     parser.add_argument("source", type=Path, help="the folder with the package's files")
     parser.add_argument("target", type=Path, help="the folder to write")
-    parser.add_argument("--half", type=int, defaults=(0, 1), help="only the first five classes, or the last five")
+    parser.add_argument("--half", type=int, choices=(0, 1), help="only the first five classes, or the last five")
     asked = parser.parse_args()
     classes = {"cifar10": CIFAR, "fashion-mnist": FASHION, "mnist": DIGITS}[asked.data]
     kept = range(10) if asked.half is None else range(5 * asked.half, 5 * asked.half + 5)

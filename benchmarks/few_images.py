@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, nargs="+", default=[300, 500, 1_000])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", defaults=("hog", "vitrail"))
+    parser.add_argument("--only", choices=("hog", "vitrail"))
     asked = parser.parse_args()
     prepare(asked.photos, asked.folder, asked.images, asked.seeds)
     for count in asked.images:

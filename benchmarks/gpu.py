@@ -656,7 +656,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare our speed on a GPU with the other libraries'.")
     parser.add_argument("--device", help="where (default: cuda)")
     parser.add_argument("--sizes", nargs="+", help=f"such as B/16 or B/16@384 (default: {' '.join(SIZES)})")
-    parser.add_argument("--tasks", nargs="+", defaults=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--only", nargs="+", default=[], help="rows, such as inference:B/16 (default: all)")
     parser.add_argument(
         "--contestants", nargs="+", default=[""], help="patterns of names, such as timm 'vitrail bf16$'"
@@ -680,7 +680,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", help="a size: print where the time goes")
     parser.add_argument("--curve", type=int, help="train for so many steps, plainly and by the fast path")
     parser.add_argument(
-        "--small", nargs="?", const="quick", defaults=SMALL,
+        "--small", nargs="?", const="quick", choices=SMALL,
         help="with --curve: a small model, which a processor trains; `late` learns nothing for its first 100 steps",
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, help="with --curve: how often, each time from other weights (default: 1)")

@@ -1,7 +1,7 @@
 """Every means of the fast encoder by itself, with what was predicted beside what came out; `benchmarks/gpu.py --lab`.
 
 A prediction is the larger of two times: bytes moved over the card's copy rate, which is measured when a run starts, and
-operations over the rate that products of these shapes were seen at before (docs/lab/gpu.md).
+operations over the rate that products of these shapes were seen at before (benchmarks/lab-gpu.md).
 """
 
 import contextlib

@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument(
         "--large", type=int, default=32, help="how many images (at least 32) are enlarged to 12 megapixels"
     )
-    parser.add_argument("--worker", defaults=("torchvision", "vitrail"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=("torchvision", "vitrail"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.worker:

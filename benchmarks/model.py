@@ -282,11 +282,11 @@ def environment() -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser = argparse.ArgumentParser(description="Compare the model's speed and memory with timm's.")
-    parser.add_argument("--models", nargs="+", defaults=TIMM_NAMES, default=["Ti/16", "S/16", "B/16"])
+    parser.add_argument("--models", nargs="+", choices=TIMM_NAMES, default=["Ti/16", "S/16", "B/16"])
     parser.add_argument("--batch", type=int, help=f"images a step (default: {BATCH})")
     parser.add_argument("--repeats", type=int, default=11, help="timings of each side, at least 2")
-    parser.add_argument("--devices", nargs="+", defaults=available, default=available)
-    parser.add_argument("--modes", nargs="+", defaults=["eager", "compiled"], default=["eager", "compiled"])
+    parser.add_argument("--devices", nargs="+", choices=available, default=available)
+    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     if options.repeats < 2:

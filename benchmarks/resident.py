@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=default_workers())
-    parser.add_argument("--operations", default="usual", defaults=["usual", "big_vision"])
+    parser.add_argument("--operations", default="usual", choices=["usual", "big_vision"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--step", type=float, default=20, help="milliseconds")
     given = parser.parse_args()

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=32, help="of the images")
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--mode", defaults=MODES, help="torch.compile's, in place of the one that training takes")
+    parser.add_argument("--mode", choices=MODES, help="torch.compile's, in place of the one that training takes")
     parser.add_argument(
         "--short", type=int, default=short_attention.MAX_TOKENS, help="tokens up to which our own attention is trained"
     )

@@ -24,6 +24,15 @@ def jpeg_of_scans(scans: int, side: int = 7000, *, progressive: bool = True) -> 
     return bytes(header) + first + again * (scans - 1) + b"\xff\xd9"
 
 
+def jpeg_of_hidden_scans(scans: int, side: int = 7000) -> bytes:
+    """Write a JPEG whose scans lie behind a marker that means nothing, as if they were its content."""
+    whole = jpeg_of_scans(scans, side)
+    first = whole.index(b"\xff\xda")
+    second = whole.index(b"\xff\xda", first + 2)
+    restarts = _segment(0xDD, b"\0\1")
+    return whole[:first] + restarts + whole[first:second] + b"\xff\x02\xff\xff" + whole[second:]
+
+
 def png_chunk(kind: bytes, data: bytes = b"") -> bytes:
     """Write one chunk of a PNG."""
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -78,6 +87,21 @@ def tiff_of_shared_tiles(tiles: int, tall: int, packed: bytes, compression: int 
     body = b"".join(struct.pack("<HHII", tag, 4, count, value) for tag, count, value in tags)
     places = struct.pack("<I", arrays + 8 * tiles) * tiles + struct.pack("<I", len(packed)) * tiles
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + body + bytes(4) + places + packed
+
+
+def tiff_of_odd_tiles(tiles: int, tall: int, packed: bytes, odd: str) -> bytes:
+    """Write the same with its directory at the end, and an oddity that libtiff puts up with."""
+    tags = [
+        (256, 4, 1, tiles * 16), (257, 4, 1, 1), (258, 4, 1, 8), (259, 4, 1, 8), (262, 4, 1, 1), (277, 4, 1, 1),
+        (322, 4, 1, 16), (323, 9 if odd == "signed" else 4, 1, tall), *([(323, 4, 1, 16)] if odd == "twice" else []),
+        (324, 4, tiles, 8), (325, 4, tiles, 8 + 4 * tiles),
+    ]  # fmt: skip
+    start = 8 + 8 * tiles
+    places = struct.pack("<I", start) * tiles + struct.pack("<I", len(packed)) * tiles
+    body = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    return (
+        b"II*\0" + struct.pack("<I", start + len(packed)) + places + packed + body + (b"" if odd == "cut" else bytes(4))
+    )
 
 
 def _segment(marker: int, content: bytes) -> bytes:

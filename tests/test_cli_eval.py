@@ -20,6 +20,7 @@ from vitrail.cli.eval import _compact_json
 from vitrail.data.checking.check import quick_check
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.contents import Contents, carry_contents, recorded_contents
+from vitrail.data.sources.index_files import VERSION
 from vitrail.data.sources.opening import open_data
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -157,7 +158,7 @@ def recorded(bundle: Path, data: Path) -> Contents:
 def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bundle: Path, data: Path) -> None:
     recorded(bundle, data)
     line = run(bundle, data).out.splitlines()[0]
-    assert line.endswith("; evaluated on the test split; by content, none of these images was trained on.")
+    assert line.endswith("; evaluated on the test split; by content, its run trained on none of these images.")
     line = run(bundle, data, "--split", "train").out.splitlines()[0]
     assert line.endswith("; evaluated on the training split; trained on these images.")
     for path in [*data.glob("*/*.png")]:
@@ -172,7 +173,7 @@ def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bun
     for path in [*moved.glob("*/*.png")]:
         Image.open(path).save(path, compress_level=0)  # another file, so that nobody can know
     line = run(bundle, moved).out.splitlines()[0]
-    assert line.endswith("; evaluated on all images; by content, none of these images was trained on.")
+    assert line.endswith("; evaluated on all images; by content, its run trained on none of these images.")
 
 
 def test_another_image_under_a_name_of_the_run_was_not_trained_on(run: Run, bundle: Path, data: Path) -> None:
@@ -181,6 +182,14 @@ def test_another_image_under_a_name_of_the_run_was_not_trained_on(run: Run, bund
         Image.fromarray(np.random.default_rng([7, number]).integers(0, 256, (8, 8), np.uint8)).save(path)
     found = json.loads(run(bundle, data, "--split", "all", "--json").out)
     assert (found["selected_on"], found["trained_on"]) == (0, 0)
+
+
+def test_digests_that_are_compressed_are_not_read(bundle: Path) -> None:
+    """A bundle may come from anywhere, and a few kilobytes of zeros would become gigabytes."""
+    digests = np.zeros(100_000, np.uint64)
+    np.savez_compressed(bundle / "packed.npz", version=VERSION, train=digests, val=digests, images=np.array([9, 9]))
+    (bundle / "packed.npz").rename(bundle / "contents.index")
+    assert recorded_contents(bundle) is None
 
 
 def test_a_bundle_that_was_copied_out_of_its_run_knows_its_images(run: Run, bundle: Path, data: Path) -> None:

@@ -1,4 +1,4 @@
-"""The documentation tells the truth: its code runs, its links lead somewhere, its drawings show the real shapes."""
+"""The documentation is correct: its code runs, its links resolve, its drawings show the actual shapes."""
 
 import contextlib
 import doctest
@@ -14,20 +14,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from pydantic import BaseModel
 
 from vitrail import Preprocess, ViTConfig, variant_config
 from vitrail.data.inputs import fitted, item_of
 from vitrail.models.stages import sample_image, stages
 from vitrail.models.vit import ViT
-from vitrail.training.recipe import Recipe, preset_names
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -48,14 +46,14 @@ def name_of(path: Path) -> str:
 
 
 def python_blocks(page: Path) -> list[tuple[int, str]]:
-    """Return the line and the code of every python block."""
+    """Return the line number and the code of every Python block."""
     text = page.read_text(encoding="utf-8")
     return [(text.count("\n", 0, match.start(2)), match[2]) for match in _FENCE.finditer(text) if match[1] == "python"]
 
 
 @contextlib.contextmanager
 def namespace(page: Path) -> Iterator[dict[str, object]]:
-    """Give a page a module of its own that is not `__main__`, the way its reader's file would be imported."""
+    """Run a page in its own module, which is not `__main__`, as if it were imported."""
     module = ModuleType("page_" + re.sub(r"\W", "_", name_of(page)))
     sys.modules[module.__name__] = module
     try:
@@ -72,12 +70,12 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     with namespace(page) as names, contextlib.redirect_stdout(io.StringIO()):
         for line, code in python_blocks(page):
-            # Empty lines before the code, so that a traceback names the line of the page.
+            # Pad with empty lines, so that tracebacks show the line of the page.
             exec(compile("\n" * line + code, str(page), "exec"), names)
 
 
 def page_functions(page: Path, folder: Path) -> dict[str, Any]:
-    """Run a page's code in a folder and return what it defines."""
+    """Run the code of a page in a folder and return its namespace."""
     with namespace(page) as names, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         for line, code in python_blocks(page):
             exec(compile("\n" * line + code, str(page), "exec"), names)
@@ -85,10 +83,10 @@ def page_functions(page: Path, folder: Path) -> dict[str, Any]:
 
 
 def test_the_onnx_example_prepares_an_image_as_predict_does(tmp_path: Path) -> None:
-    """Whatever the image and the preprocessing: pixel by pixel what the bundle makes of it."""
-    blocks = [code for _, code in python_blocks(DOCS / "howto" / "export.md") if "def prepared" in code]
+    """The pixels equal those of the bundle, for any image and preprocessing."""
+    blocks = [code for _, code in python_blocks(DOCS / "guides" / "export.md") if "def prepared" in code]
     names: dict[str, Any] = {}
-    exec(blocks[0].partition("\n# A photo")[0], names)  # the function alone: the page as a whole is run elsewhere
+    exec(blocks[0].partition("\n# A photo")[0], names)  # only the function; another test runs the whole page
     prepared = names["prepared"]
     generator = np.random.default_rng(0)
     for number, (mode, size, turn) in enumerate(
@@ -96,9 +94,9 @@ def test_the_onnx_example_prepares_an_image_as_predict_does(tmp_path: Path) -> N
     ):
         channels = len(Image.new(mode, (1, 1)).getbands())
         pixels = generator.integers(0, 256, (size[1], size[0], channels), np.uint8).squeeze()
-        file, note = tmp_path / f"{number}.png", Image.Exif()
-        note[0x0112] = turn
-        Image.fromarray(pixels).save(file, exif=note)
+        file, exif = tmp_path / f"{number}.png", Image.Exif()
+        exif[0x0112] = turn
+        Image.fromarray(pixels).save(file, exif=exif)
         for preprocess in (
             Preprocess(size=(32, 32), resize="cover", resize_to=(36, 36)),
             Preprocess(size=(24, 40), resize="cover", interpolation="bicubic", half="down"),
@@ -115,7 +113,7 @@ def test_the_onnx_example_prepares_an_image_as_predict_does(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_onnx_example_predicts_what_the_command_predicts(tmp_path: Path) -> None:
-    found = page_functions(DOCS / "howto" / "export.md", tmp_path)
+    names = page_functions(DOCS / "guides" / "export.md", tmp_path)
     command = [
         sys.executable,
         "-m",
@@ -130,20 +128,20 @@ def test_the_onnx_example_predicts_what_the_command_predicts(tmp_path: Path) -> 
     ]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
     text = (tmp_path / "rows.csv").read_text(encoding="utf-8")
-    classes, best, probabilities = found["classes"], found["best"], found["probabilities"]
+    classes, best, probabilities = names["classes"], names["best"], names["probabilities"]
     assert str(classes[best]) in text
-    shares = [float(value) for value in re.findall(r"\b0\.\d+", text)]
-    assert min(abs(share - float(probabilities[best])) for share in shares) < 1e-3
+    written = [float(value) for value in re.findall(r"\b0\.\d+", text)]
+    assert min(abs(value - float(probabilities[best])) for value in written) < 1e-3
 
 
-def test_every_page_that_teaches_has_code() -> None:
+def test_every_guide_has_code() -> None:
     with_code = {name_of(page) for page in PAGES if python_blocks(page)}
-    taught = {"README.md", "docs/index.md", "docs/how-a-vit-sees.md"}
-    assert taught | {name_of(page) for page in (DOCS / "howto").glob("*.md")} <= with_code
+    with_examples = {"README.md", "docs/index.md", "docs/how-a-vit-sees.md"}
+    assert with_examples | {name_of(page) for page in (DOCS / "guides").glob("*.md")} <= with_code
 
 
 def run_example(path: Path, folder: Path) -> str:
-    """Run an example the way a person would, with warnings as errors, and return what it prints."""
+    """Run an example with warnings as errors and return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
@@ -165,33 +163,15 @@ def test_the_example_runs(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_the_links_of_a_page_resolve(page: Path) -> None:
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     links = [link for link in _LINK.findall(text) if not re.match(r"[a-z]+:", link) and not link.startswith("#")]
     assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
 
 
 def test_every_option_of_a_model_is_explained() -> None:
-    page = (DOCS / "howto" / "model.md").read_text(encoding="utf-8")
+    page = (DOCS / "guides" / "model.md").read_text(encoding="utf-8")
     assert [field for field in ViTConfig.model_fields if f"| `{field}` |" not in page] == []
-
-
-def recipe_fields(config: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Give the dotted name of every setting of a recipe."""
-    for name, field in config.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        yield f"{path}{name}"
-        if inner is not None:
-            yield from recipe_fields(inner, f"{path}{name}.")
-
-
-def test_every_setting_of_a_recipe_is_explained() -> None:
-    page = (DOCS / "reference" / "recipes.md").read_text(encoding="utf-8")
-    fields = set(recipe_fields(Recipe))
-    assert {"steps", "pretrained.head", "augmentation.randaugment.layers"} <= fields
-    written = {name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall("`(.*?)`", row)}
-    assert written == fields | set(preset_names())
 
 
 def test_every_decision_is_listed() -> None:
@@ -214,7 +194,7 @@ def test_the_make_targets_in_the_text_exist() -> None:
 
 
 def words(drawing: Path) -> list[str]:
-    """Return every text written in a drawing."""
+    """Return every text in a drawing."""
     tree = ElementTree.parse(drawing)
     return ["".join(element.itertext()) for element in tree.iter("{http://www.w3.org/2000/svg}text")]
 
@@ -229,8 +209,8 @@ def load_drawing_program() -> ModuleType:
 
 
 @pytest.mark.parametrize("path", DRAWINGS, ids=name_of)
-def test_a_drawing_stands_alone(path: Path) -> None:
-    """It is small, follows dark mode, is large enough to read, and asks nobody for a file."""
+def test_a_drawing_is_self_contained(path: Path) -> None:
+    """It is small, follows dark mode, is large enough to read, and loads no other file."""
     text = path.read_text(encoding="utf-8")
     assert len(text.encode()) < LARGEST_DRAWING
     assert "prefers-color-scheme:dark" in text
@@ -240,7 +220,7 @@ def test_a_drawing_stands_alone(path: Path) -> None:
 
 
 def test_the_drawing_shows_the_shapes_of_the_model() -> None:
-    # It cuts the image and flattens the patches, as the paper writes; a convolution does both at once.
+    # The drawing cuts the image and flattens the patches, as in the paper; a convolution does both at once.
     config = variant_config("B/16").replace(stem="linear")
     with torch.device("meta"):  # shapes only
         found = stages(ViT(config).eval(), sample_image(config.channels, config.image_size))
@@ -252,7 +232,7 @@ def test_the_drawing_shows_the_shapes_of_the_model() -> None:
 
 
 def test_the_drawings_are_up_to_date(tmp_path: Path) -> None:
-    """`make drawings` would write the same words. Pixels are not compared: they may differ between machines."""
+    """`make drawings` writes the same text. Pixels are not compared: they may differ between machines."""
     program = load_drawing_program()
     with torch.no_grad():
         program.draw_how_a_vit_sees(tmp_path)
@@ -273,7 +253,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     html = [path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")]
     assert len(html) >= len(PAGES) - 1
-    # Nothing is fetched from elsewhere when a page is opened.
+    # Opening a page makes no external request.
     fetched = re.compile(
         r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(?:https?:)?//'
     )
@@ -281,7 +261,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SHOWN, ids=name_of)
-def test_the_examples_in_docstrings_are_right(path: Path) -> None:
+def test_the_docstring_examples_run(path: Path) -> None:
     module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
     found = doctest.testmod(importlib.import_module(module))
     assert found.attempted

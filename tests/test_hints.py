@@ -115,6 +115,8 @@ def test_changes_are_a_list(changes: object) -> None:
         ({"in_chans": 1}, "vitrail calls it channels: channels=1"),
         ({"pretrained": True}, "vitrail.load opens a pretrained one"),
         ({"global_pool": "mean"}, "change it in the config: create(variant_config(…).replace(pool='mean'))"),
+        ({"global_pool": "avg"}, "change it in the config: create(variant_config(…).replace(pool='mean'))"),
+        ({"mlp_ratio": 4}, "change it in the config: create(variant_config(…).replace(mlp_width=…))"),
         ({"depth": 3}, "change it in the config: create(variant_config(…).replace(depth=3))"),
         ({"clases": 3}, "create has no argument 'clases'; did you mean 'classes'?"),
         ({"colour": "red"}, "create has no argument 'colour'"),

@@ -19,7 +19,6 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.cost import cost
-from vitrail.models.resample import Method
 from vitrail.models.stages import Stage, stages
 from vitrail.models.variants import SIZES, VARIANTS, variant_config
 from vitrail.models.vit import ViT
@@ -122,7 +121,6 @@ LIGHT = {
     "line": "fill:none;stroke:#6a6f7a",
     "tip": "fill:#6a6f7a;stroke:none",
     "ink": "fill:#2d6cc0;stroke:none",
-    "plan": "fill:none;stroke:#8b8578",
 }
 DARK = {
     "paper": "fill:#16181e;stroke:#343841",
@@ -135,7 +133,6 @@ DARK = {
     "line": "fill:none;stroke:#8d94a1",
     "tip": "fill:#8d94a1;stroke:none",
     "ink": "fill:#7fb0ff;stroke:none",
-    "plan": "fill:none;stroke:#7d8491",
 }
 
 
@@ -150,8 +147,7 @@ class Drawing:
             f'aria-labelledby="title description" font-size="15" '
             f'font-family="system-ui,-apple-system,Segoe UI,Roboto,Helvetica,Arial,sans-serif">',
             f'<title id="title">{escape(title)}</title><desc id="description">{escape(description)}</desc>',
-            f"<style>{rules}.plan{{stroke-dasharray:5 4}}.pixels{{image-rendering:pixelated}}"
-            f"@media (prefers-color-scheme:dark){{{dark}}}</style>",
+            f"<style>{rules}.pixels{{image-rendering:pixelated}}@media (prefers-color-scheme:dark){{{dark}}}</style>",
             f'<rect class="paper" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="14"/>',
         ]
 
@@ -216,7 +212,9 @@ def draw_how_a_vit_sees(folder: Path = HERE) -> None:
     config = variant_config("B/16").replace(stem="linear")
     torch.manual_seed(0)
     model = ViT(config).eval()
-    torch.nn.init.normal_(model.head.get_parameter("weight"), std=0.02)  # it starts at zero: no logits to show
+    torch.nn.init.normal_(
+        model.head.get_parameter("weight"), std=0.02
+    )  # zero-initialised: there would be no logits to show
     pixels = paint(config.image_size[0])
     batch = (torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None] / 127.5) - 1
     shape = {stage.name: stage for stage in stages(model, batch)}
@@ -226,14 +224,14 @@ def draw_how_a_vit_sees(folder: Path = HERE) -> None:
     drawing = Drawing(
         1235,
         "How a ViT sees",
-        "One image on its way through a ViT-B/16: cut into patches, each patch turned into a token, a class token "
-        "added, twelve blocks of attention and MLP, and a score for each class.",
+        "One image in a ViT-B/16: divided into patches, each patch embedded as a token, a class token added, twelve "
+        "blocks of attention and MLP, and one score per class.",
     )
     _image_and_patches(drawing, config, pixels, shape)
     _one_patch(drawing, config, pixels, shape)
     _tokens(drawing, config, pixels, shape)
     _encoder(drawing, config, traced.attention[0][0], shape)
-    _answer(drawing, config, traced.logits[0], shape)
+    _logits(drawing, config, traced.logits[0], shape)
     drawing.save(folder / "how-a-vit-sees.svg")
 
 
@@ -311,11 +309,11 @@ def _tokens(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[str
     means = pixels.reshape(rows, h, columns, w, 3).mean(axis=(1, 3)).reshape(-1, 3).round().astype(int).tolist()
     start, step = MARGIN + 20, (WIDTH - 2 * MARGIN - 20) / config.patches
     kernel = config.channels * h * w
-    _heading(drawing, 586, 4, "one learned layer makes each an embedding", shape["patch embeddings"])
+    _heading(drawing, 586, 4, "one learned layer embeds each patch", shape["patch embeddings"])
     drawing.bars(start, 602, step, 44, means)
     drawing.text(start, 668, f"{kernel} numbers → {config.width} features, the same layer for every patch", "soft")
 
-    _heading(drawing, 716, 5, "the class token joins, positions are added", shape["tokens"])
+    _heading(drawing, 716, 5, "add the class token and positions", shape["tokens"])
     drawing.box(MARGIN, 728, 12, 52, "gold", 3)
     drawing.bars(start, 732, step, 44, means)
     # A position is a vector too; neighbours in a row get neighbouring shades, and each row starts anew.
@@ -330,7 +328,7 @@ def _tokens(drawing: Drawing, config: ViTConfig, pixels: Pixels, shape: dict[str
     drawing.text(
         WIDTH - MARGIN,
         825,
-        f"{config.patches} patches, and below each its learned place",
+        f"{config.patches} patches, each with its learned position",
         "soft",
         more='text-anchor="end"',
     )
@@ -349,7 +347,7 @@ def _encoder(drawing: Drawing, config: ViTConfig, attention: torch.Tensor, shape
         drawing.image(x, y, (46, 46), _attention_map(attention[head]))
     drawing.text(MARGIN + 16, top + 134, "attention")
     _shape(drawing, MARGIN + 92, top + 134, shape["attention, layer 0"].shape[1:])
-    drawing.text(MARGIN + 16, top + 155, f"{config.heads} heads: who looks at whom", "soft")
+    drawing.text(MARGIN + 16, top + 155, f"{config.heads} heads: where tokens attend", "soft")
 
     middle, x = top + 62, MARGIN + 350
     narrow, wide = 13.0, 13.0 * config.mlp_hidden / config.width
@@ -369,12 +367,12 @@ def _encoder(drawing: Drawing, config: ViTConfig, attention: torch.Tensor, shape
         size=17,
         more='font-weight="700"',
     )
-    drawing.text(x, top + 155, "each token for itself", "soft")
+    drawing.text(x, top + 155, "each token on its own", "soft")
 
 
 def _attention_map(weights: torch.Tensor, cells: int = 66) -> str:
-    """Draw one head's weights, lighter where a token looks harder. The scale is the head's own: fresh weights differ
-    by little."""
+    """Draw the attention weights of one head, light where they are high, scaled per head: untrained weights differ
+    little."""
     low, high = torch.quantile(weights, torch.tensor([0.02, 0.98]))
     level = ((weights - low) / (high - low)).clamp(0, 1)[None, None]
     level = torch.nn.functional.interpolate(level, (cells, cells), mode="area")[0, 0]
@@ -382,9 +380,9 @@ def _attention_map(weights: torch.Tensor, cells: int = 66) -> str:
     return as_uri((dark + level[..., None] * (light - dark)).byte().numpy(), 24)
 
 
-def _answer(drawing: Drawing, config: ViTConfig, logits: torch.Tensor, shape: dict[str, Stage]) -> None:
+def _logits(drawing: Drawing, config: ViTConfig, logits: torch.Tensor, shape: dict[str, Stage]) -> None:
     """Draw step 7: the class token is read, and every class gets a score."""
-    _heading(drawing, 1126, 7, "the class token is read: a score for each class")
+    _heading(drawing, 1126, 7, "the head reads the class token")
     drawing.box(MARGIN, 1146, 12, 52, "gold", 3)
     _shape(drawing, MARGIN + 22, 1169, shape["pooled"].shape[1:])
     drawing.text(MARGIN + 22, 1190, "features", "soft")
@@ -398,55 +396,53 @@ def _answer(drawing: Drawing, config: ViTConfig, logits: torch.Tensor, shape: di
     drawing.text(MARGIN + 134, 1218, "The model is untrained: these scores mean nothing yet.", "soft", size=14)
 
 
-# ── what the project is ──
+# ── the project ──
 
 CARD = 176
-Card = tuple[float, str, tuple[str, ...], bool]
-"""Top, title, lines, and whether it is there today."""
+Card = tuple[float, str, tuple[str, ...]]
+"""Top, title and lines."""
 
 
 def options(field: str) -> int:
-    """Count the choices of a config's option."""
+    """Count the choices of a config field."""
     return len(get_args(ViTConfig.model_fields[field].annotation))
 
 
 def draw_project(folder: Path = HERE) -> None:
-    """Draw what goes in, the window of pieces, and what comes out; what is not there yet is dashed."""
+    """Draw the inputs, a stained-glass window, and the outputs."""
     drawing = Drawing(
-        520,
+        470,
         "Vitrail",
-        "Names, configs and checkpoints go in today, images are planned. In the middle a ViT made of pieces. "
-        "Out come features, traces, other sizes and other formats today; training, measuring, explaining and serving "
-        "are planned.",
+        "Images, checkpoints, names and configs go in. In the middle is a ViT made of pieces. Out come predictions, "
+        "features and attention, explanations, reports, exported models and an HTTP API.",
     )
-    drawing.text(24, 42, "what goes in", size=17, more='font-weight="600"')
+    drawing.text(24, 42, "input", size=17, more='font-weight="600"')
     drawing.text(WIDTH / 2, 42, "a ViT made of pieces", size=17, more='font-weight="600" text-anchor="middle"')
-    drawing.text(WIDTH - 24, 42, "what comes out", size=17, more='font-weight="600" text-anchor="end"')
+    drawing.text(WIDTH - 24, 42, "output", size=17, more='font-weight="600" text-anchor="end"')
     _window(drawing, 253, 62, 194, 262)
 
     right = WIDTH - 24 - CARD
-    into: tuple[Card, ...] = (
-        (354, "images", ("a folder of them",), False),
-        (276, "a checkpoint", ("of any library",), True),
-        (76, "a name", ("B/16, S/32, …", f"{len(VARIANTS)} named models"), True),
-        (176, "a config", ("every option one", "checked field"), True),
+    inputs: tuple[Card, ...] = (
+        (76, "images", ("folders, manifests,", "shards, Parquet")),
+        (176, "checkpoints", ("of six libraries",)),
+        (256, "a name", ("B/16, S/32, …", f"{len(VARIANTS)} named models")),
+        (356, "a config", ("every option is a", "validated field")),
     )
-    out: tuple[Card, ...] = (
-        (318, "trained", (), False),
-        (360, "measured", (), False),
-        (402, "explained", (), False),
-        (444, "served", (), False),
-        (276, "in any format", (), True),
-        (76, "looked inside", ("tokens, attention", "of any layer"), True),
-        (176, "another size", (f"{len(get_args(Method))} ways to resample", "its positions"), True),
+    outputs: tuple[Card, ...] = (
+        (76, "a trained model", ("with metrics", "and a report")),
+        (176, "predictions", ()),
+        (222, "features", ("tokens, attention", "of any layer")),
+        (322, "explanations", ()),
+        (368, "exported models", ()),
+        (414, "an HTTP API", ()),
     )
-    level = 216  # where everything meets the window
-    for top, title, lines, ready in into:
-        middle = _card(drawing, 24, top, title, lines, ready)
-        drawing.arrow([(24 + CARD, middle), (222, middle), (222, level), (245, level)], "line" if ready else "plan")
-    for top, title, lines, ready in out:
-        middle = _card(drawing, right, top, title, lines, ready)
-        drawing.arrow([(455, level), (478, level), (478, middle), (right - 3, middle)], "line" if ready else "plan")
+    level = 216  # where all arrows meet the window
+    for top, title, lines in inputs:
+        middle = _card(drawing, 24, top, title, lines)
+        drawing.arrow([(24 + CARD, middle), (222, middle), (222, level), (245, level)], "line")
+    for top, title, lines in outputs:
+        middle = _card(drawing, right, top, title, lines)
+        drawing.arrow([(455, level), (478, level), (478, middle), (right - 3, middle)], "line")
 
     biggest = cost(variant_config(max(VARIANTS, key=lambda variant: SIZES[variant.size].width).paper)).parameters
     for line, words in enumerate(
@@ -457,17 +453,13 @@ def draw_project(folder: Path = HERE) -> None:
         )
     ):
         drawing.text(WIDTH / 2, 352 + 22 * line, words, "soft", size=14, more='text-anchor="middle"')
-    drawing.box(24, 472, 30, 20)
-    drawing.text(62, 487, "there today", size=14.5)
-    drawing.box(166, 472, 30, 20, "plan")
-    drawing.text(204, 487, "planned", size=14.5)
     drawing.save(folder / "vitrail.svg")
 
 
-def _card(drawing: Drawing, x: float, y: float, title: str, lines: Sequence[str], ready: bool) -> float:
+def _card(drawing: Drawing, x: float, y: float, title: str, lines: Sequence[str]) -> float:
     """Draw a card and return the height of its middle."""
     height = 34 if not lines else 38 + 21 * len(lines)
-    drawing.box(x, y, CARD, height, "card" if ready else "plan")
+    drawing.box(x, y, CARD, height, "card")
     drawing.text(x + 12, y + (22 if not lines else 25), title, more='font-weight="600"')
     for i, line in enumerate(lines):
         drawing.text(x + 12, y + 47 + 21 * i, line, "soft", size=14.5)

@@ -22,7 +22,7 @@ from vitrail.exporting import Export, export
 from vitrail.inference.embed import Embedded, embed
 from vitrail.inference.probe import probe
 from vitrail.inference.probe_result import Probed
-from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
+from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig, value_here
 from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_image, stages
 from vitrail.models.variants import variant_config
@@ -181,7 +181,7 @@ def _unknown_of_model(argument: str, value: object) -> ConfigError:
     if ours in ("classes", "image_size", "patch_size", "channels"):
         hint = f"vitrail calls it {ours}: {ours}={value!r}"
     elif ours in ViTConfig.model_fields:
-        hint = f"change it in the config: create(variant_config(…).replace({ours}={value!r}))"
+        hint = f"change it in the config: create(variant_config(…).replace({ours}={value_here(argument, value)}))"
     elif argument in ("pretrained", "checkpoint_path"):
         hint = "create builds a fresh model, and vitrail.load opens a pretrained one, such as load('timm:name.tag')"
     return unknown_argument(create, argument, hint)

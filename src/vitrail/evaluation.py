@@ -159,7 +159,7 @@ class Evaluation:
             said.append(f"evaluated on {SPLITS[self.split]}{self.seen.said(asked)}")
             if not (self.seen.selected_on or self.seen.trained_on):
                 if self.seen.compared_by == CONTENT:
-                    said.append("by content, none of these images was trained on")
+                    said.append("by content, its run trained on none of these images")
                 elif self.split == "all":
                     said.append("whether the model was trained on them is not known")
         return "; ".join(said)

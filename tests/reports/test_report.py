@@ -211,7 +211,7 @@ def test_what_is_missing_is_said_in_its_place(copy: Path, said: dict[str, tuple[
     for section, words in said.values():
         assert words in " ".join(page.sections[section].split())
     if "result.json" in said:
-        assert "So far the best on the validation split" in page.sections["result"]
+        assert "So far the checkpoint of step" in page.sections["result"]
         assert "nothing has been measured on held-out images yet" in page.sections["confusion"]
 
 

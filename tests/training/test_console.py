@@ -222,3 +222,15 @@ def test_what_cannot_be_drawn_does_not_end_a_run(tmp_path: Path) -> None:
     assert log.count("tensorboard is left out from here on: ") == 1
     assert log.count("curves.png is left out from here on: ") == 1
     assert "held-out images" in log.splitlines()[-1]
+
+
+def test_a_checkpoint_that_is_kept_is_called_the_best_only_where_it_is(tmp_path: Path) -> None:
+    row = {"step": 9, "best": 9, "val_top1": 0.5, "val_loss": 1.0, "criterion": "accuracy"}
+    with RunConsole(tmp_path, quiet=True) as screen:  # also the first one that a resumed run measures
+        screen.measured({**row, "highest": False})
+        screen.measured({**row, "highest": True})
+        screen.measured({**row, "highest": False, "best": 6})
+    kept, best, other = (tmp_path / "log.txt").read_text(encoding="utf-8").splitlines()
+    assert kept.endswith("(kept: within one standard error of the best, and trained for longer)")
+    assert best.endswith("(best so far)")
+    assert other.endswith("loss 1.000")

@@ -129,7 +129,7 @@ def test_the_figure_says_which_losses_are_drawn(tmp_path: Path, monkeypatch: pyt
 
 def test_the_headline_has_the_best_and_the_last_numbers() -> None:
     head, below = headlines(CASES["a run"], "digits-1a2b3c")
-    assert head == "87.1% on the validation split, best at step 275 of 300"
+    assert head == "87.1% on the validation split at step 275 of 300, which is kept"
     assert below.startswith("digits-1a2b3c   ·   30.0 epochs   ·   training loss 0.1")
     assert below.endswith("val loss 1.000 at the end")
     assert headlines(metrics_file(1), "a")[0] == "Step 1, the validation split not yet measured"

@@ -18,7 +18,7 @@ from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.runtime import Processes
 from vitrail.training.best import Best, put_aside
 from vitrail.training.distributed import Ranks
-from vitrail.training.state import Progress, Setting, State, save_state
+from vitrail.training.state import Progress, Setting, State, content_digest, save_state
 from vitrail.training.train import Run, train
 
 SETTING = Setting(threads=1, processes=1, precision="float32")
@@ -219,3 +219,14 @@ def test_a_state_follows_the_umask(tmp_path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.rglob("*.*")} == {0o666 & ~mask}
+
+
+def test_a_state_of_another_version_is_an_error_in_one_sentence(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    for place in states(tmp_path):
+        content = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        del content["digest"], content["highest"]
+        content["digest"] = content_digest(content)
+        (place / "state.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"another version of Vitrail \(it lacks highest\); .*--run NEW_FOLDER"):
+        train_tiny(tmp_path)

@@ -9,7 +9,7 @@ same, up to rounding. Patches are projected by a matmul, which is several times 
 bf16, bias gradients are summed in the kernel that writes the gradient. There GELU is cuBLASLt's tanh approximation, and
 its derivative in the backward pass is a polynomial close to that of the exact GELU, within 9e-4 of the tanh form's.
 The residual stream is float32, as under autocast: rounding it to bf16 in every block doubled the gradient error
-(docs/lab/gpu.md).
+(benchmarks/lab-gpu.md).
 """
 
 from collections.abc import Callable

@@ -33,7 +33,7 @@ from vitrail.checkpoints.strict import loaded_model
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, unknown_argument
 from vitrail.io import check_is_regular
-from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
+from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig, value_here
 from vitrail.models.resample import Method
 
 IMAGENET_CLASSES = 1000
@@ -118,7 +118,8 @@ def _unknown(argument: str, value: object) -> ConfigError:
     if ours in ("classes", "image_size", "patch_size", "channels", "heads"):
         hint = f"vitrail calls it {ours}: {ours}={value!r}"
     elif ours in ViTConfig.model_fields:
-        hint = f"what the file does not tell of its model goes into overrides: overrides={{{ours!r}: {value!r}}}"
+        said = value_here(argument, value)
+        hint = f"what the file does not tell of its model goes into overrides: overrides={{{ours!r}: {said}}}"
     elif argument == "pretrained":
         hint = "what load opens is pretrained"
     return unknown_argument(load, argument, hint)

@@ -1,7 +1,7 @@
 """How much work an image file may ask a decoder for, in counts that its headers tell.
 
 Decoders here are not interrupted, so these counts are what bounds the time of `check`, `predict` and training. The
-slowest files that pass were built by hand and timed; docs/howto/data.md has the seconds.
+slowest files that pass were built by hand and timed; docs/guides/data.md has the seconds.
 """
 
 from typing import NamedTuple
@@ -44,6 +44,8 @@ J2K_SAMPLES = 2**27
 10,980×10,980 pixels has fewer."""
 J2K_PACKETS, J2K_BLOCKS = 2**22, 2**18
 """Most packets (layers times precincts) and code-blocks of a JPEG 2000; encoders make blocks of 32×32 or 64×64."""
+J2K_BOXES = 4096
+"""Most boxes before the image of a JP2 file, which has about 5."""
 
 
 class Outline(NamedTuple):
@@ -65,5 +67,5 @@ def check_count(found: int, most: int, kind: str, what: str, limit: int | None =
     if found > most:
         raise DataError(
             f"a {kind} of more than {most if limit is None else limit:,} {what}, which would take very long to decode; "
-            f"save it again with another program"
+            f"save it again with another program, or in another format"
         )

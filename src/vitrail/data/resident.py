@@ -31,7 +31,7 @@ LAYOUTS = 8
 """How many layouts are remembered; most batches have the same one."""
 REPLAYED = True
 """Whether a CUDA device replays what it did for the batch before, launched at once in place of kernel by kernel
-(docs/lab/gpu.md)."""
+(benchmarks/lab-gpu.md)."""
 MOST_DRAWING = 4
 """How many workers draw: one draws tens of thousands of images/s, and more only take memory."""
 MOST_BYTES = 32 * 2**30

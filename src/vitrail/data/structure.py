@@ -13,6 +13,7 @@ from vitrail.data.limits import (
     FRAMES,
     GIF_BLOCKS,
     J2K_BLOCKS,
+    J2K_BOXES,
     J2K_PACKETS,
     J2K_SAMPLES,
     JPEG_SCANS,
@@ -34,9 +35,13 @@ _MARKER = re.compile(rb"\xff[^\x00\xff]", re.DOTALL)
 _AFTER_SCAN = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
 _ALONE = frozenset((0x01, *range(0xD0, 0xDA)))
 """Markers without a length: restarts, start and end of the image."""
+_FIRST_SEGMENT = 0xC0
+"""Markers below have no meaning, and no length: libjpeg looks for the next one from there."""
 _FRAME_HEADERS = frozenset((*range(0xC0, 0xD0),)) - {0xC4, 0xC8, 0xCC}
 _SEQUENTIAL = (0xC0, 0xC1)
 _BMP_RUNS, _BMP_HEADER = (1, 2), 65_536
+_J2K_MARKERS = frozenset(bytes.fromhex("50515253555758595c5d5e5f6061636474757778909193d9"))
+"""Those that OpenJPEG knows. After others it looks for one of these, whatever length they claim."""
 
 
 def outline(content: bytes) -> Outline | None:
@@ -90,9 +95,10 @@ def _jpeg(content: bytes) -> Outline | None:
 
 
 def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
-    # In coded pixels a scan's first two bytes cannot stand, so few of them are proof; more may be in an embedded image.
+    # In coded pixels a scan's first two bytes cannot stand, so few of them are proof; what a phone appends to an image
+    # (a video, a gain map) may have more.
     most = content.count(b"\xff\xda", start)
-    if most <= JPEG_SCANS:
+    if most <= JPEG_WORK // PIXEL_LIMIT:
         return most
     scans, place = 0, start
     while found := _AFTER_SCAN.search(content, place):
@@ -103,7 +109,9 @@ def _jpeg_scans(content: bytes, start: int, segments: int) -> int:
         segments += marker != 0xDA
         check_count(scans, JPEG_SCANS, "JPEG", "scans")
         check_count(segments, JPEG_SEGMENTS, "JPEG", "segments")
-        if marker not in _ALONE:
+        if marker >= _FIRST_SEGMENT and marker not in _ALONE:
+            if place + 2 > len(content):  # cut off here; the scans before are there all the same
+                break
             place += struct.unpack_from(">H", content, place)[0]
     return scans
 
@@ -168,7 +176,7 @@ def _bmp(content: bytes) -> Outline:
     found = Outline(abs(width), abs(height))
     if content[14] >= 40 and struct.unpack_from("<I", content, 30)[0] in _BMP_RUNS:
         check_count(found.work, BMP_RUN_PIXELS, "BMP", "pixels that is run-length encoded")
-        check_count(len(content), 2 * found.work + _BMP_HEADER, "BMP", "bytes for each two pixels")
+        check_count(len(content), 2 * found.work + _BMP_HEADER, "BMP", f"bytes for {found.work:,} pixels")
     return found
 
 
@@ -181,8 +189,8 @@ def _plain(content: bytes) -> None:
 
 
 def _jpeg_2000(content: bytes) -> Outline | None:
-    start = content.find(b"\xff\x4f\xff\x51", 0, 65_536)
-    if start != 0 and not (start > 0 and content[4:8] == b"jP  "):
+    start = 0 if content.startswith(b"\xff\x4f\xff\x51") else _j2k_codestream(content)
+    if start is None:
         return None
     right, bottom, left, top, tile_wide, tile_tall = struct.unpack_from(">IIIIII", content, start + 8)
     (channels,) = struct.unpack_from(">H", content, start + 40)
@@ -202,12 +210,28 @@ def _jpeg_2000(content: bytes) -> Outline | None:
     return found
 
 
+def _j2k_codestream(content: bytes) -> int | None:
+    """Return where in the boxes of a JP2 file the image itself begins."""
+    place, boxes = 0, 0
+    while content[4:8] == b"jP  " and place + 8 <= len(content):
+        size, kind = struct.unpack_from(">I4s", content, place)
+        head = 16 if size == 1 else 8
+        if kind == b"jp2c":
+            return place + head
+        boxes += 1
+        check_count(boxes, J2K_BOXES, "JPEG 2000", "boxes before the image")
+        place += max(head, struct.unpack_from(">Q", content, place + 8)[0] if size == 1 else size)
+    return None
+
+
 def _j2k_segments(content: bytes, place: int) -> Iterator[tuple[int, int]]:
     """Yield the markers of the main header and of those of tiles, and where each segment's length stands."""
     after = None  # where the next tile begins
     tile_parts = 0
     while place + 4 <= len(content) and content[place] == 0xFF:
         marker = content[place + 1]
+        if marker not in _J2K_MARKERS:
+            raise DataError(f"a JPEG 2000 with an unknown marker, FF{marker:02X}; save it again as PNG or JPEG")
         if marker == 0x90:
             tile_parts += 1
             check_count(tile_parts, TILES, "JPEG 2000", "parts of tiles")

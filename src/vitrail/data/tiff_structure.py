@@ -2,6 +2,7 @@
 
 import itertools
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,9 +27,12 @@ _PLACES, _SIZES = (273, 324), (279, 325)
 _JPEG_IN_TIFF = (6, 7)
 _ONE_AFTER_THE_OTHER = 2
 """Each channel has tiles of its own."""
+MOST_PLANES = 4
+"""A tile has all channels of its pixels, or as many tiles as channels one each: that is the same work."""
 BY_CHANCE = 2**15
 """In so many bytes of noise, half of the times, there are two that look like the start of a scan."""
-_NUMBERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
+_NUMBERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 13: "I", 16: "Q", 17: "q", 18: "Q"}
+"""Every kind of whole number that libtiff takes for a size."""
 
 
 class _Array(NamedTuple):
@@ -71,7 +75,10 @@ def tiff_outline(content: bytes) -> Outline | None:
     while place and place not in seen and place < len(content):
         seen.add(place)
         check_count(len(seen), TIFF_PAGES, "TIFF", "pages")
-        pages.append(_page(content, place, order, TIFF_TAGS - tags, big=big))
+        try:
+            pages.append(_page(content, place, order, TIFF_TAGS - tags, big=big))
+        except struct.error:  # it ends too soon; the pages before are there all the same
+            break
         tags, place = tags + pages[-1].tags, pages[-1].after
     _check_scans(content, pages)
     return pages[0].outline if pages else None
@@ -91,23 +98,25 @@ def _page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) 
             number = _NUMBERS.get(kind, "I")
             if values * struct.calcsize(order + number) > (8 if big else 4):  # it is too long to stand here
                 (value,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, value)
-            arrays[tag] = _Array(order, number, values, value)
-        elif kind in _NUMBERS and values == 1:
-            (found[tag],) = struct.unpack_from(order + _NUMBERS[kind], content, value)
-    (after,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, place + count * size)
+            arrays.setdefault(tag, _Array(order, number, values, value))
+        elif kind in _NUMBERS and values == 1:  # of a tag that is there twice, libtiff takes the first
+            found.setdefault(tag, struct.unpack_from(order + _NUMBERS[kind], content, value)[0])
+    next_place, next_format = place + count * size, f"{order}Q" if big else f"{order}I"
+    ends_here = next_place + struct.calcsize(next_format) > len(content)  # decoders put up with that
+    after = 0 if ends_here else struct.unpack_from(next_format, content, next_place)[0]
     tiles = max((arrays[tag].length for tag in _PLACES if tag in arrays), default=1)
     whole = Outline(found.get(_WIDTH, 0), found.get(_HEIGHT, 0))
-    used, tile = _tiling(found, whole)
+    planes = found.get(_SAMPLES, 1) if found.get(_PLANAR) == _ONE_AFTER_THE_OTHER else 1
+    used, tile = _tiling(found, whole, planes)
     check_count(max(tiles, used), TILES, "TIFF", "tiles")
     check_count(found.get(_TILE_WIDTH, 0) * found.get(_TILE_HEIGHT, 0), TILE_PIXELS, "TIFF", "pixels in one tile")
     if _TILE_WIDTH in found:
-        check_count(used * tile, TILED_PIXELS, "TIFF", "pixels in its tiles")
+        check_count(used * tile, TILED_PIXELS * min(planes, MOST_PLANES), "TIFF", "pixels in its tiles")
     return _Page(whole, count, tiles, used, tile, found.get(_COMPRESSION, 1), arrays, after)
 
 
-def _tiling(found: dict[int, int], whole: Outline) -> tuple[int, int]:
+def _tiling(found: dict[int, int], whole: Outline, planes: int) -> tuple[int, int]:
     """Return how many tiles or strips a decoder reads, and how many pixels each has."""
-    planes = found.get(_SAMPLES, 1) if found.get(_PLANAR) == _ONE_AFTER_THE_OTHER else 1
     if _TILE_WIDTH in found:
         wide, tall = max(1, found[_TILE_WIDTH]), max(1, found.get(_TILE_HEIGHT, 1))
     else:
@@ -133,15 +142,28 @@ def _check_scans(content: bytes, pages: Sequence[_Page]) -> None:
 
 
 def _check_work(content: bytes, page: _Page, scans: int) -> None:
-    """Count the scans that belong to a page; where its tiles share bytes, each may have all of them."""
-    places, sizes = (
-        [page.arrays[tag].read(content, page.used) for tag in tags if tag in page.arrays] for tags in (_PLACES, _SIZES)
-    )
-    spans = sorted(zip(places[0], sizes[0], strict=False)) if places and sizes else []
-    apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
-    if apart and spans:
-        scans = sum(content.count(b"\xff\xda", start, start + size) for start, size in spans)
-        work = max(scans, page.used) * page.tile
+    """Count the scans that belong to a page; where its tiles share some of their bytes, each may have all of them."""
+    spans = _spans(content, page)
+    if spans:
+        found = {span: min(content.count(b"\xff\xda", span[0], sum(span)), TIFF_SCANS) for span in spans}
+        work = max(sum(found[span] * times for span, times in spans.items()), page.used) * page.tile
     else:
         work = page.used * page.tile * min(scans, TIFF_SCANS)
     check_count(work, JPEG_WORK, "TIFF", "pixels times scans")
+
+
+def _spans(content: bytes, page: _Page) -> Counter[tuple[int, int]]:
+    """Return where the bytes of tiles begin and how many there are, and for how many tiles; nothing if in doubt."""
+    try:
+        places, sizes = (
+            [page.arrays[tag].read(content, page.used) for tag in tags if tag in page.arrays]
+            for tags in (_PLACES, _SIZES)
+        )
+    except struct.error:
+        return Counter()
+    if (len(places), len(sizes)) != (1, 1):
+        return Counter()
+    spans = Counter(zip(places[0], sizes[0], strict=False))  # tiles of one colour may be the same bytes
+    apart = all(start + size <= after for (start, size), (after, _) in itertools.pairwise(sorted(spans)))
+    guessed = any(start and not size for start, size in spans)  # by libtiff, where no size is given
+    return spans if apart and not guessed else Counter()

@@ -33,6 +33,13 @@ CALLED_ELSEWHERE = {
 """What timm, transformers, torchvision and vit-pytorch call some fields of `ViTConfig`."""
 
 
+def value_here(name: str, value: object) -> str:
+    """Return how the value of another library's argument is written here; "…" where that depends on the model."""
+    if name == "mlp_ratio":
+        return "…"
+    return repr({"avg": "mean", "token": "cls"}.get(str(value), value) if name == "global_pool" else value)
+
+
 class ConvLayer(Frozen):
     """One convolution + BatchNorm + ReLU of the `conv_stem` stem."""
 

@@ -150,6 +150,6 @@ def _so_far(run: Record) -> str:
     if best is None:
         return paragraph("The validation split has not been measured yet, either.")
     return paragraph(
-        f"So far the best on the validation split is {share(best['val_top1'])}, at step {best['step']:,}. It is also "
-        "what chooses the best checkpoint, so this is not a result."
+        f"So far the checkpoint of step {best['step']:,} is kept, with {share(best['val_top1'])} on the validation "
+        "split. This split chooses the checkpoint, so this is not a result."
     )

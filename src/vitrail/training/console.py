@@ -1,6 +1,5 @@
 """Watching a run: two lines that keep themselves up to date on a terminal, plain lines elsewhere; notes in log.txt."""
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ EVERY = 15.0
 """Seconds between two plain lines."""
 REFRESHED = 0.1
 """Seconds between two changes of the display."""
+WITHIN_ERROR = "kept: within one standard error of the best, and trained for longer"
 
 
 class RunConsole:
@@ -39,7 +39,6 @@ class RunConsole:
         self.live = Live(self.status, console=self.console, auto_refresh=False, transient=True)
         self.on_terminal = self.console.is_terminal and not quiet
         self.shown = time.monotonic()
-        self.highest = -math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -93,13 +92,9 @@ class RunConsole:
     def measured(self, row: dict[str, Any]) -> None:
         """Say what the validation split came to."""
         criterion: Criterion = row["criterion"]
-        value = -row["val_loss"] if criterion == "loss" else row[COLUMNS[criterion]]
         star = ""
         if row["best"] == row["step"]:
-            star = (
-                "  (best so far)" if value > self.highest else "  (kept as the best: no worse, and trained for longer)"
-            )
-        self.highest = max(self.highest, value)
+            star = "  (best so far)" if row["highest"] else f"  ({WITHIN_ERROR})"
         by = f", {TITLES[criterion]} {row[COLUMNS[criterion]]:.1%}" if criterion not in ("accuracy", "loss") else ""
         said = f"{row['val_top1']:.1%} on the validation split{by}, loss {row['val_loss']:.3f}"
         self.note(f"step {row['step']:,}: {said}{star}")

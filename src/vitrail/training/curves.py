@@ -114,7 +114,7 @@ def headlines(rows: Sequence[dict[str, Any]], name: str) -> tuple[str, str]:
     top1, steps = curve(rows, "val_top1"), max(row["step"] for row in rows)
     if len(top1):
         step, share = _best(rows, top1)
-        head = f"{share:.1%} on the validation split, best at step {step:,} of {steps:,}"
+        head = f"{share:.1%} on the validation split at step {step:,} of {steps:,}, which is kept"
     else:
         head = f"Step {steps:,}, the validation split not yet measured"
     said = [name if len(name) <= 40 else f"{name[:39]}…"]
@@ -162,7 +162,7 @@ def _draw_accuracy(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
         panel.vlines(step, 0, share, color=VAL, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
         panel.plot(
             [step], [share], marker="*", markersize=17, color=VAL, markeredgecolor="white", linestyle="none",
-            label=f"best: {share:.1%} at step {step:,}", zorder=5, clip_on=False,
+            label=f"kept: {share:.1%} at step {step:,}", zorder=5, clip_on=False,
         )  # fmt: skip
     panel.set_title("Accuracy")
     later = np.concatenate([training.later(), val.later()])

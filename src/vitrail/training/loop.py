@@ -266,19 +266,15 @@ class _Run:
             found = validated(answers)
             criterion = self.plan.recipe.settled_criterion()
             reached = score(found, criterion)
-            first, highest = not progress.best_step, progress.highest
-            if first or reached > highest:
-                progress.highest, progress.since_highest = reached, 0
-            else:
-                progress.since_highest += 1
-            if first or as_good(reached, highest, criterion, len(answers.labels)):
+            is_highest = progress.reach(reached)
+            if is_highest or as_good(reached, progress.highest, criterion, len(answers.labels)):
                 progress.best_step = progress.step
                 if self.ranks.is_main:
                     self.best.save(self._bundle_now())
         row = {"step": progress.step, **found, "best": progress.best_step}
         if self.records is not None:
             self.records.measured(row)
-        self.observer.measured({**row, "criterion": criterion})
+        self.observer.measured({**row, "criterion": criterion, "highest": is_highest})
         return self._tired()
 
     def _save(self) -> None:

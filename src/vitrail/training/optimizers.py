@@ -36,6 +36,7 @@ class Optimizer(Frozen):
     """
 
     kind: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """The paper's Adam with weight decay is `adamw`."""
     lr: Annotated[float, Field(gt=0, le=1e3)] | None = None
     """The peak of the schedule. None: left to be chosen, which must have been done when training begins."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0

@@ -80,12 +80,14 @@ class DataSettings(Frozen):
     on_device: bool = False
     """Keep all training images on the device and vary them there: for small images, where reading is the bound."""
     bad_files: BadFiles = "skip"
+    """`skip` replaces an image that cannot be read by another one and records it; `refuse` stops the run."""
 
 
 class Recipe(Frozen):
     """A training run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Random seed. Shuffling, augmentation, initialisation and dropout derive from it."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """How often every image is shown."""
     steps: Positive | None = None
@@ -95,8 +97,11 @@ class Recipe(Frozen):
     gradient_accumulation: Positive = 1
     """Into how many parts a process cuts its share of a batch, to save memory."""
     precision: Literal["auto", "float32", "bf16", "fp16"] = "auto"
+    """`auto`: bf16 where the device is clearly faster with it, otherwise float32."""
     compile: bool = False
+    """Use `torch.compile`; on a GPU in bf16 also the fused training path."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
     deterministic: bool = False
     """On CUDA: algorithms that give the same bits every time, at some cost of speed."""
     evaluations: Positive = 20

@@ -45,6 +45,14 @@ class Progress:
     bad_files: list[str] | None = None
     finished: bool = False
 
+    def reach(self, score: float) -> bool:
+        """Take in the score of a validation; return whether it is the highest, as the first one is."""
+        if self.best_step and not score > self.highest:
+            self.since_highest += 1
+            return False
+        self.highest, self.since_highest = score, 0
+        return True
+
 
 class Setting(NamedTuple):
     """What the last bits of the weights depend on, beside the recipe."""
@@ -207,4 +215,10 @@ def _restore(folder: Path, state: State, tensors: dict[str, Tensor], content: di
         if found:
             state.optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in found.items()}
     state.scaler.load_state_dict(content.get("scaler", {}))
+    missing = [name for name in asdict(state.progress) if name not in content]
+    if missing:
+        raise CheckpointError(
+            f"{folder} was written by another version of Vitrail (it lacks {', '.join(missing)}); resume it with that "
+            "version, or start a new run with --run NEW_FOLDER"
+        )
     state.progress.__dict__.update({name: content[name] for name in asdict(state.progress)})

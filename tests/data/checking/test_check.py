@@ -283,6 +283,14 @@ def test_what_is_skipped_is_named_and_images_among_it_are_told(root: Path) -> No
         assert [misnamed.grave, skipped.grave] == [True, False]
 
 
+def test_a_quick_check_counts_what_it_does_not_look_into(root: Path) -> None:
+    for number in range(5):
+        (root / "train" / "cat" / f"{number}.txt").write_text("x")
+    found = only(quick_check(opened(root), size=64, most=2), "skipped")
+    assert (found.count, len(found.details)) == (5, 2)
+    assert found.text.startswith("5 files were skipped")
+
+
 def test_what_is_skipped_in_shards_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.sources.index_files.YOUNG_NS", -(10**12))
     names = {}

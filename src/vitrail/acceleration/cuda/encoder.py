@@ -32,8 +32,8 @@ LOW = frozenset({"qkv", "fc1", "fc2"})
 """The matmuls in fp8 by default: the preceding kernel writes their inputs in fp8 at no cost."""
 SPARED = 1
 """First blocks that stay in bf16. The first block of a trained B/16 causes a third of fp8's squared error, any other a
-ninth or less; in smaller models it causes half or more (docs/lab/gpu.md), most likely because its error passes through
-all other blocks while the stream is still small."""
+ninth or less; in smaller models it causes half or more (benchmarks/lab-gpu.md), most likely because its error passes
+through all other blocks while the stream is still small."""
 
 
 @dataclass(frozen=True)

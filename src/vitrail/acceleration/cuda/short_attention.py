@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_TOKENS = 272
-"""Sequence length up to which the kernel is used (docs/lab/gpu.md, attempts 29 and 30)."""
+"""Sequence length up to which the kernel is used (benchmarks/lab-gpu.md, attempts 29 and 30)."""
 SUPPORTED_TOKENS = {16: 128, 32: 128, 64: 272, 128: 128}
 """Maximum number of tokens for each supported head width."""
 VERIFIED_TRITON = ("3.6.",)
@@ -38,7 +38,7 @@ def is_short(tokens: int, head_width: int) -> bool:
     """Return whether the kernel supports this number of tokens.
 
     A program holds the gradients of all queries of a head in registers, and must not spill: NVIDIA's assembler
-    miscompiled a spilling kernel (docs/lab/gpu.md, attempt 30).
+    miscompiled a spilling kernel (benchmarks/lab-gpu.md, attempt 30).
     """
     return tokens <= min(MAX_TOKENS, SUPPORTED_TOKENS.get(head_width, 0))
 

@@ -265,7 +265,7 @@ def short_attention_gradient(
     full, left = divmod(T, 64)
     # Two programs of four warps share an SM, so one loads while the other computes. If their registers cannot hold the
     # gradients of all queries, one program of eight warps uses the SM alone. Nothing may spill (`is_short`), and blocks
-    # of fewer than 64 queries give wrong results with four warps, most likely an assembler bug (docs/lab/gpu.md, 30).
+    # of fewer than 64 queries are wrong with four warps, most likely an assembler bug (benchmarks/lab-gpu.md, 30).
     few = (128 if width <= 64 else 64) >= T
     keys, warps, tail = (64, 4, 64) if few else (128, 8, _padded(left))
     sums, out = qkv.new_empty(B, -(-T // 64), qkv.shape[2], dtype=torch.float32), torch.empty_like(qkv)

@@ -39,8 +39,11 @@ class Jitter(Frozen):
     """Colours changed a little, in a drawn order: each by a factor from 1 - strength to 1 + strength."""
 
     brightness: Strength = 0.0
+    """Maximum relative change of brightness."""
     contrast: Strength = 0.0
+    """Maximum relative change of contrast."""
     saturation: Strength = 0.0
+    """Maximum relative change of saturation."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """The farthest turn around the colour circle, either way; 0.5 is half of it."""
 
@@ -51,6 +54,7 @@ class Affine(Frozen):
     translate: Annotated[tuple[Chance, Chance], Sequence] = (0.0, 0.0)
     """The farthest moves down and right (or up and left), as shares of the height and the width."""
     scale: Range = (1.0, 1.0)
+    """Smallest and largest scale factor."""
     shear: Annotated[float, Field(ge=0, le=80)] = 0.0
     """The strongest slant to either side, in degrees."""
 
@@ -69,20 +73,29 @@ class Augmentation(Frozen):
     crop_padding: Count = 4
     """How far `simple` and `padded` reach beyond the image, in pixels: `simple` mirrors it there, `padded` fills."""
     interpolation: Interpolation = "bilinear"
+    """Filter used to resize crops."""
     flip: Chance = 0.5
+    """Probability of a horizontal flip."""
     flip_vertical: Chance = 0.0
+    """Probability of a vertical flip."""
     rotation: Degrees = 0.0
     """The farthest rotation to either side, in degrees."""
     affine: Affine | None = None
+    """Random translation, scaling and shear. None: off."""
     randaugment: RandAugment | None = None
+    """RandAugment. None: off."""
     three_augment: bool = False
     """3-Augment's choice of one: grey, solarized or blurred."""
     jitter: Jitter | None = None
+    """Colour jitter. None: off."""
     grey: Chance = 0.0
+    """Probability of a conversion to greyscale."""
     blur: Chance = 0.0
+    """Probability of a Gaussian blur."""
     erasing: Chance = 0.0
     """How often a rectangle is erased (Zhong et al.)."""
     erasing_fill: Literal["grey", "noise"] = "grey"
+    """Content of the erased rectangle: mid-grey, or noise."""
     fill: Annotated[Count, Field(le=255)] | None = None
     """The grey of what comes in from outside an image. None: 128 with big_vision's operations, else 0."""
 

@@ -39,6 +39,7 @@ class RandAugment(Frozen):
     magnitude: Annotated[float, Field(ge=0, le=30)] = 9
     """How strong they are: a whole number 0 to 30 for the usual set; big_vision's has its full strength at 10."""
     operations: Literal["usual", "big_vision"] = "usual"
+    """`usual` is torchvision's set; `big_vision` is the set of AugReg and the plain baseline."""
 
     @model_validator(mode="after")
     def _usual_magnitudes_are_bins(self) -> Self:

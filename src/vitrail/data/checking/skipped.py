@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from vitrail.data.checking.findings import Finding, them
@@ -20,23 +21,30 @@ class Skipped(NamedTuple):
     """Images that lie in no class folder."""
     others: list[str]
     """Whatever else lies there."""
+    unlisted: int = 0
+    """How many more there are, which were not looked into."""
 
 
 def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -> Skipped:
-    """Look into the files beside the images of some sources that are not used; with `most`, into so many."""
+    """Look into the files beside the images of some sources that are not used; with `most`, only into so many.
+
+    Shards may hold several of them for each image.
+    """
     found = Skipped([], [], [])
-    sniffed = 0
+    looked = unlisted = 0
     for whole in _wholes(sources):
         if isinstance(whole, Folder):
             found.outside.extend(whole.outside())
-        for file in whole.skipped():
-            kind = kind_of_skipped(file) if most is None or sniffed < most else None
-            sniffed += 1
+        there = len(whole.listing.others if isinstance(whole, Folder) else whole.index.others)
+        taken = there if most is None else min(there, most - looked)
+        looked, unlisted = looked + taken, unlisted + there - taken
+        for file in islice(whole.skipped(), taken):
+            kind = kind_of_skipped(file)
             if kind is not None:
                 found.misnamed.append(f"{file.name}: a {kind}; rename it to {_renamed(file, kind)}")
             else:
                 found.others.append(file.name)
-    return found
+    return found._replace(unlisted=unlisted)
 
 
 def _wholes(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
@@ -55,7 +63,7 @@ def _wholes(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
 
 def kind_of_skipped(file: SkippedFile) -> str | None:
     """Return the kind of image that a skipped file is by its content, or None."""
-    return sniff_file(file.path, file.start or 0, HEAD if file.size is None else file.size)
+    return None if file.size == 0 else sniff_file(file.path, file.start or 0, HEAD if file.size is None else file.size)
 
 
 def skipped_findings(found: Skipped) -> list[Finding]:
@@ -75,7 +83,7 @@ def skipped_findings(found: Skipped) -> list[Finding]:
         advice = f"move {them(count)} into the {'folder of its class' if count == 1 else 'folders of their classes'}"
         lines = tuple(found.outside)
         findings.append(Finding("outside", count, f"{count:,} outside of the classes", text, advice, lines, grave=True))
-    if count := len(found.others):
+    if count := len(found.others) + found.unlisted:
         text = f"{_files(count)} {'was' if count == 1 else 'were'} skipped, because the name does not end as an image's"
         endings = ", ".join(f".{ending}" for ending in ENDINGS.values())
         advice = f"nothing, unless {'it is an image' if count == 1 else 'they are images'}: names end in {endings}"

@@ -8,6 +8,7 @@ It lies in the run folder, and a copy of it in every bundle of the run, unless t
 
 import hashlib
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,4 +88,5 @@ def carry_contents(run: Path, folder: Path) -> None:
     """Copy the digests of a run into the folder of a bundle, if they are few; what cannot be copied is not needed."""
     found = _read(run)
     if found is not None and len(found.train) + len(found.val) <= MOST_CARRIED:
-        shutil.copyfile(run / CONTENTS, folder / CONTENTS)
+        with suppress(OSError):
+            shutil.copyfile(run / CONTENTS, folder / CONTENTS)

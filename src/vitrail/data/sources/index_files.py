@@ -5,6 +5,7 @@ import hashlib
 import os
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,8 @@ def load_index(path: Path, wanted: Iterable[str] | None = None) -> dict[str, NDA
     """Return the wanted arrays, or all, that `save_index` wrote; None where some are not there or damaged."""
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in arrays.zip.infolist()):
+                return None  # not ours: a few bytes could fill the memory
             names = set(arrays.files) - {"version"} if wanted is None else wanted
             return {name: arrays[name] for name in names} if int(arrays["version"]) == VERSION else None
     except Exception:  # whatever is wrong with the file, the answer is the same: list again

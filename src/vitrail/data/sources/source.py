@@ -155,7 +155,7 @@ def place_of(data: object) -> str:
     home = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__.partition('.')[0]}."
     raise InputError(
         f"the data is of type {home}{kind.__name__}, which is not supported yet; give a path: {KINDS}; images in "
-        "memory can be written to files, or their bytes to a Parquet file (docs/howto/data.md)"
+        "memory can be written to files, or their bytes to a Parquet file (docs/guides/data.md)"
     )
 
 
