@@ -46,7 +46,7 @@ def test_options_that_mean_nothing_are_refused(
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cuda:77"])
-    with pytest.raises(ConfigError, match="is not on this machine"):
+    with pytest.raises(ConfigError, match="is not available on this machine"):
         gpu.parse()
 
 

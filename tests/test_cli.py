@@ -162,7 +162,7 @@ def test_convert(checkpoint: Path, tmp_path: Path) -> None:
     [
         (("--to", "onnx"), "no format is called 'onnx'"),
         (("--to", "google"), "slightly other numbers: activation='gelu'"),
-        (("--image-size", "big"), "'big' is no size; write 384"),
+        (("--image-size", "big"), "'big' is not a size; write 384"),
         (("--image-size", "33"), "not a multiple of patch"),
         (("--override", "heads=7"), "7 heads do not divide"),
         (("--position", "cubic"), "no resampling method 'cubic'"),

@@ -61,7 +61,7 @@ def test_good_data(run: Run, data: Path) -> None:
     assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
     assert "all JPEG; all colour" in done.out
     assert "Not looked for: near-duplicates: the same image cut, resized or saved again.\n" in done.out
-    assert "images/s for each worker" in done.out
+    assert "images/s per worker" in done.out
     assert [line.split()[0] for line in lines if line.strip().startswith(("100 ", "1,000 ", "5,000 "))] == [
         "100",
         "1,000",
@@ -80,7 +80,7 @@ def test_findings_are_told_and_what_cannot_be_read_is_a_failure(run: Run, data: 
     assert "! 8 images cannot be read. Mend or remove them" in done.out
     assert "    … and 3 more" in done.out
     assert "copy.jpg" in done.out
-    assert "What would help where the device waits for images: more cores, or " in done.out
+    assert "Where the device waits for images, this helps: more cores, or " in done.out
 
 
 def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_digits(run: Run) -> None:
     ("options", "message"),
     [
         (("--sheet", "sheet.jpg"), "'sheet.jpg' does not end with .png"),
-        (("--sheet", "nowhere/sheet.png"), "is in a folder that is not there"),
+        (("--sheet", "nowhere/sheet.png"), "is in a folder that does not exist"),
         (("--workers", "-1"), "--workers"),
         (("--images-per-second", "0"), "--images-per-second"),
         (("--images-per-second", "nan"), "--images-per-second"),

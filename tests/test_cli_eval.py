@@ -78,10 +78,17 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
     lines = done.out.splitlines()
     assert "% on 20 images, 95% interval " in lines[0]
     assert "; always 'cat' gives 50.0%, chance 50.0%; " in lines[0]
-    assert lines[0].endswith("; evaluated on all images; whether the model was trained on them is not known.")
+    assert lines[0].endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
     assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be told apart"
     assert "; weakest class " in lines[0]
-    for words in ("top-1", "macro-F1", "calibration error", "% sure on average", "Confusions", "Classes, the weakest"):
+    for words in (
+        "top-1",
+        "macro-F1",
+        "calibration error",
+        "The mean confidence is",
+        "Confusions",
+        "Classes, the weakest",
+    ):
         assert words in done.out
     assert "top-5" not in done.out
     assert str(data) in done.out.split("The most confident mistakes")[1]
@@ -95,7 +102,7 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     assert (found["split"], found["images"], found["top5"]) == ("all", 20, None)
     assert np.array(found["confusion"]).sum() == 20
     assert found["bad"][0]["name"].endswith("text.png")
-    assert "; 1 more could not be read; evaluated on all images; whether" in found["summary"]
+    assert "; 1 more could not be read; evaluated on all images; it is unknown whether" in found["summary"]
     assert found["warnings"] == [line.removeprefix("WARNING: ") for line in done.err.splitlines()]
     assert found["warnings"]
     text = run(bundle, data).out
@@ -140,7 +147,7 @@ def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
         path.rename(path.with_name(f"other-{path.name}"))
     for path in (data / "dog").iterdir():
         path.rename(path.with_name(f"other-{path.name}"))
-    caveat = f"; evaluated on all images{by}; whether the model was trained on them is not known."
+    caveat = f"; evaluated on all images{by}; it is unknown whether the model was trained on them."
     assert run(bundle, data).out.splitlines()[0].endswith(caveat)
 
 
@@ -195,7 +202,7 @@ def test_a_bundle_that_was_copied_out_of_its_run_knows_its_images(run: Run, bund
     assert line.endswith("; evaluated on all images; selected on 4 of these images; trained on 10 of these images.")
     (alone / "contents.index").write_bytes((alone / "contents.index").read_bytes()[:100])  # damaged
     line = run(alone, data).out.splitlines()[0]
-    assert line.endswith("; evaluated on all images; whether the model was trained on them is not known.")
+    assert line.endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
 
 
 def test_digests_of_some_images_are_said_to_be_some(run: Run, bundle: Path, data: Path) -> None:
@@ -234,7 +241,7 @@ def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
     assert done.code == 0
     assert "% on 359 images, " in done.out
     assert "top-5" in done.out
-    assert "The model has 15 other classes, without images here." in done.out
+    assert "The model has 15 more classes without images here." in done.out
 
 
 def test_the_weakest_twenty_classes_unless_all_are_asked_for(run: Run, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_assumptions_go_to_stderr(tmp_path: Path) -> None:
         ("heads=abc", "heads is 'abc': input should be a valid integer"),
         ("patch_size=8", None),
         ("haeds=3", "no option 'haeds'; did you mean 'heads'"),
-        ("heads", "'heads' is no field with a value"),
+        ("heads", "'heads' is not NAME=VALUE"),
         ("preprocess.mean=0.4,0.5,0.6", None),
         ("preprocess.mean=.4,.5,.6", None),
         ("pool=none", None),

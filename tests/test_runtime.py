@@ -20,7 +20,8 @@ def test_the_processor_is_always_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("cuda:99", "is not on this machine"), ("gpu", "no device is called 'gpu'"), ("cud", "'cuda'")]
+    ("name", "words"),
+    [("cuda:99", "is not available on this machine"), ("gpu", "no device is called 'gpu'"), ("cud", "'cuda'")],
 )
 def test_devices_that_are_not_there(name: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -309,7 +309,7 @@ def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
         ({"heads": "abc"}, "heads is 'abc': input should be a valid integer"),
         ({"heads": 0}, "heads is 0: input should be greater than 0"),
         ({"heads": 2.5}, "heads is 2.5: "),
-        ({"patch_size": "big"}, "patch_size is 'big': it should be one whole number, or two"),
+        ({"patch_size": "big"}, "patch_size is 'big': expected one integer, or two"),
         ({"pool": "max"}, "pool is 'max': input should be 'cls', 'mean', 'map' or 'none'"),
         ({"norm_eps": "small"}, "norm_eps is 'small': "),
     ],

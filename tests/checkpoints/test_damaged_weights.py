@@ -117,9 +117,9 @@ def test_a_torch_file_that_was_compressed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[" * 200_000, "nested more than 100 deep"),
-        ('{"a":' * 200_000, "nested more than 100 deep"),
-        ('{"a":' * 200 + "1" + "}" * 200, "nested more than 100 deep"),
+        ("[" * 200_000, "nested more than 100 levels deep"),
+        ('{"a":' * 200_000, "nested more than 100 levels deep"),
+        ('{"a":' * 200 + "1" + "}" * 200, "nested more than 100 levels deep"),
         ('{"vitrail": ' + "9" * 5_000 + "}", "is not JSON"),
         ('{"vitrail": {"format_version": ' + "9" * 4_000 + "}}", "is a bundle of format 99"),
     ],

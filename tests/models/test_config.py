@@ -12,9 +12,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"image_size": 225}, "image height 225 is not a multiple of patch height 16; use an image height of 224 or 240"),
     ({"image_size": (224, 8)}, "image width 8 is not a multiple of patch width 16; use an image width of 16"),
     ({"image_size": 0}, "image_size.0 is 0: input should be greater than 0"),
-    ({"image_size": (1, 2, 3)}, "image_size is (1, 2, 3): it should be one whole number, or two (height, width)"),
-    ({"image_size": "224"}, "image_size is '224': it should be one whole number, or two (height, width)"),
-    ({"image_size": 48.0}, "it should be one whole number, or two"),
+    ({"image_size": (1, 2, 3)}, "image_size is (1, 2, 3): expected one integer, or two (height, width)"),
+    ({"image_size": "224"}, "image_size is '224': expected one integer, or two (height, width)"),
+    ({"image_size": 48.0}, "expected one integer, or two"),
     ({"classes": 10**30}, "less than or equal to 1000000"),
     ({"image_size": 32_000, "patch_size": 16}, "make 4,000,001 tokens; at most 1,000,000 are allowed"),
     (
@@ -85,7 +85,7 @@ def test_resnet_width_fills_the_groups(factor: float) -> None:
 
 def test_a_config_cannot_change() -> None:
     config = ViTConfig()
-    with pytest.raises(ConfigError, match=r"does not change; make another one with replace\(width=3\)"):
+    with pytest.raises(ConfigError, match=r"is immutable; make a copy with replace\(width=3\)"):
         config.width = 3
     with pytest.raises(ConfigError, match="width stays"):
         del config.width

@@ -153,7 +153,7 @@ def test_a_signal_saves_first(straight: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "the run is saved, and the same command goes on with it" in errors
+    assert "the run is saved, rerun the same command to resume it" in errors
     assert _steps(folder) > 0
     assert run(folder, "--workers", "0").returncode == 0
     assert same(weights(folder), weights(straight))

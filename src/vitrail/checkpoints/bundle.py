@@ -24,7 +24,7 @@ from vitrail.errors import CheckpointError
 from vitrail.io import file_digest, whole
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.schema import LONGEST_SHOWN
+from vitrail.schema import MAX_SHOWN
 
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -163,7 +163,7 @@ def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
 
 def _short(found: object) -> str:
     text = repr(found)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def _misfit(preprocess: Preprocess, config: ViTConfig) -> str | None:

@@ -15,7 +15,7 @@ from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.inputs import ImageInput, Item, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
-from vitrail.evaluation import in_use
+from vitrail.evaluation import eval_mode
 from vitrail.explanations.attention import attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.relevance import answering_token
@@ -132,7 +132,7 @@ class Explainer:
     def explain(self, item: Item, name: str = "the image") -> Explanation:
         """Explain one image; `name` is for messages."""
         seen, pixels = self._prepared(item, name)
-        with in_use(self.model):
+        with eval_mode(self.model):
             told = self._told(pixels)
             map = explain_pixels(self.model, pixels, self.request, told.target)[0]
         return self._explanation(map, seen, told)
@@ -141,7 +141,7 @@ class Explainer:
         """Explain one image for every head of the layer, or for every layer."""
         check_grid(self.request, each)
         seen, pixels = self._prepared(item, name)
-        with in_use(self.model):
+        with eval_mode(self.model):
             told = self._told(pixels)
             if each == "heads":
                 maps = list(attention_maps(self.model, pixels, self.request.layer, self.request.query)[0])
