@@ -242,7 +242,7 @@ def test_what_a_table_leaves_out_is_said(tmp_path: Path) -> None:
         ("reshape = [1, 17, 32]", "reshape = [-1, -1, 32]", "one of which may be -1"),
         ("scale = [2, 1, 1]", "scale = [2, 1]", "should be one number other than 0, or 3 of them"),
         ("scale = 0.5", "scale = 0", "should be one number other than 0"),
-        ("patch_size = 8", "patch_size = 'x'", "patch_size is 'x': it should be one whole number"),
+        ("patch_size = 8", "patch_size = 'x'", "patch_size is 'x': expected one integer"),
         ("mean = [0.1307]", "mean = [0.1, 0.2]", "for 1 channels|for 3 channels|give one for each"),
         ("mean = [0.1307]", "maen = [0.1307]", "no option 'maen'"),
     ],

@@ -192,7 +192,7 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
         (("--shots", "five"), "'five' should be integers, such as 1,5,10"),
         (("--shots", "0"), "shots is 0; it should be 1 or more"),
         (("--k", "500"), "k is 500; it should be from 1 to 11, the number of examples"),
-        (("--k", "-1"), "'-1' should be whole numbers"),
+        (("--k", "-1"), "'-1' should be integers"),
         (("--seeds", "0"), "--seeds"),
         (
             ("--only", "knn,fewshots"),

@@ -44,7 +44,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"resnet": ResNet()}, "resnet is set but stem is 'conv'"),
     ({"stem": "resnet", "patch_size": 8}, "patch_size 8×8 is not a multiple of the ResNet's total stride 16"),
     ({"stem": "conv_stem", "patch_size": 14}, "the default conv_stem needs a square patch of 2, 4, 8, 16"),
-    ({"stem": "conv_stem", "width": 36, "heads": 4}, "which is not a multiple of 8; give conv_stem a list"),
+    ({"stem": "conv_stem", "width": 36, "heads": 4}, "which is not a multiple of 8; set conv_stem to a list"),
     ({"stem": "conv_stem", "conv_stem": (ConvLayer(channels=8),)}, "multiply to 2, but patch_size is 16×16"),
     (
         {
@@ -59,8 +59,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"position": "learned_2d", "width": 9, "heads": 3}, "needs a width that is a multiple of 2, not 9"),
     ({"position": "rope_2d", "head_dim": 6}, "needs a head width that is a multiple of 4, not 6"),
     ({"class_token": "none"}, "pool='cls' needs a class token"),
-    ({"distillation_token": True, "pool": "mean"}, "a distillation token stands beside a class token"),
-    ({"pool_over": "all"}, "pool_over='all' means nothing with pool='cls'"),
+    ({"distillation_token": True, "pool": "mean"}, "a distillation token needs a class token"),
+    ({"pool_over": "all"}, "pool_over='all' has no effect with pool='cls'"),
     ({"classes": -1}, "classes is -1"),
 ]
 

@@ -9,7 +9,7 @@ from tests.peers import scramble
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import SCHEMES, role_of
-from vitrail.models.patches import cut, join
+from vitrail.models.patches import patchify, unpatchify
 from vitrail.models.resample import METHODS, resample_grid, resample_kernel, resample_offsets
 from vitrail.models.vit import ViT
 
@@ -155,8 +155,8 @@ small = st.integers(1, 6)
 def test_patches_cut_and_joined(rows: int, columns: int, h: int, w: int, channels: int, order: str) -> None:
     """Patch n lies in row n // columns, and holds the pixels that a slice of the image holds."""
     x = torch.randn(2, channels, rows * h, columns * w)
-    patches = cut(x, (h, w), order)
-    assert torch.equal(join(patches, (rows, columns), (h, w), channels, order), x)
+    patches = patchify(x, (h, w), order)
+    assert torch.equal(unpatchify(patches, (rows, columns), (h, w), channels, order), x)
     for n in range(rows * columns):
         r, c = divmod(n, columns)
         piece = x[:, :, r * h : (r + 1) * h, c * w : (c + 1) * w]

@@ -95,7 +95,7 @@ def _print_bench(result: "Bench", machine: dict[str, Any]) -> None:
         quick = min(result.cells, key=lambda cell: (cell.batch, cell.median))
         echo(
             f"\nMost images/s: {best.engine} in {best.precision}, batch {best.batch}. Lowest latency at batch "
-            f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and probabilities are relative to torch float32."
+            f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and probabilities: relative to torch float32."
         )
     if result.left_out:
         echo("\nNot measured", bold=True)
