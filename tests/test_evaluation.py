@@ -16,7 +16,15 @@ from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import split_of
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
-from vitrail.evaluation import Evaluation, Predictions, evaluate, evaluate_bundle, measure, percent, predict_all
+from vitrail.evaluation import (
+    Evaluation,
+    Predictions,
+    evaluate,
+    evaluate_bundle,
+    evaluate_predictions,
+    percent,
+    predict_all,
+)
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 

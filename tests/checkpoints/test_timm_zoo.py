@@ -8,7 +8,7 @@ import torch
 from tests.peers import import_peer, relative_error, scramble
 
 from vitrail.checkpoints.load import load
-from vitrail.checkpoints.timm_names import _NAMES, told_by_name
+from vitrail.checkpoints.timm_names import _NAMES, fields_from_name
 from vitrail.errors import CheckpointError
 
 MODULES = ("timm.models.vision_transformer", "timm.models.deit", "timm.models.vision_transformer_hybrid")
@@ -41,11 +41,11 @@ def test_every_name_tells_what_timm_builds(every: int) -> None:
             eva = timm.model_entrypoint(name).__module__ == WITH_ROPE
             assert eva or any(word in name for word in OTHER_ARCHITECTURES), name
             with pytest.raises(CheckpointError, match="another architecture than a plain ViT"):
-                told_by_name(name)
+                fields_from_name(name)
             continue
         with torch.device("meta"):
             peer = timm.create_model(name, depth=1)
-        block, told = peer.blocks[0], told_by_name(name)
+        block, told = peer.blocks[0], fields_from_name(name)
         found = (block.attn.num_heads, ACTIVATIONS[type(block.mlp.act).__name__], block.norm1.eps)
         assert (told["heads"], told["activation"], told["norm_eps"]) == found, name
         assert (told.get("pool_over") == "all") == bool(getattr(peer, "pool_include_prefix", False)), name
@@ -81,7 +81,7 @@ def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
         if relative_error(*answers(bundle.model, peer)) > tolerance(name):
             said = {assumption.field for assumption in bundle.assumptions}
             pool = {"token": "cls", "avg": "mean", "map": "map"}[peer.global_pool]
-            told = {field: value for field, value in {**told_by_name(name), "pool": pool}.items() if field in said}
+            told = {field: value for field, value in {**fields_from_name(name), "pool": pool}.items() if field in said}
             mended = load(tmp_path / "vit.pth", heads=heads, overrides=told)
             assert relative_error(*answers(mended.model, peer)) <= tolerance(name), name
 

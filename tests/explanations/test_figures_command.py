@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitrail.__main__ import main
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.cli.figures import _drawn
+from vitrail.cli.figures import _sample
 from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, InputError
@@ -170,13 +170,13 @@ def test_overwrite_replaces(run: Run) -> None:
 
 def test_of_many_images_some_are_drawn_evenly_and_always_the_same() -> None:
     items = [Item(b"%d" % number) for number in range(2000)]
-    chosen = [int(item.name) for item in _drawn(items, 128)]
-    assert chosen == [int(item.name) for item in _drawn(iter(items), 128)]
+    chosen = [int(item.name) for item in _sample(items, 128)]
+    assert chosen == [int(item.name) for item in _sample(iter(items), 128)]
     assert chosen == sorted(set(chosen))
     assert len(chosen) == 128
     # A folder lists class after class: every tenth of it has its share.
     assert min(np.histogram(chosen, bins=10, range=(0, 2000))[0]) >= 5
-    assert [int(item.name) for item in _drawn(items[:3], 128)] == [0, 1, 2]
+    assert [int(item.name) for item in _sample(items[:3], 128)] == [0, 1, 2]
 
 
 # ── examples ──

@@ -54,7 +54,7 @@ def convert(
         overrides=read_overrides(override),
         keys=None if own else keys,
         dtype=dtype,  # type: ignore[arg-type]
-        wanted_size=size,
+        target_size=size,
     )
     adapt(
         bundle,
