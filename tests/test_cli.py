@@ -124,7 +124,7 @@ def test_inspect(checkpoint: Path) -> None:
         "blocks.1.mlp.fc2.weight",
     ):
         assert words in done.stdout
-    assert "note: the names of the classes are not known" in done.stdout
+    assert "note: the class names are unknown" in done.stdout
     report = json.loads(run("inspect", str(checkpoint), *HEADS, "--json").stdout)
     assert report["config"]["width"] == 64
     assert len(report["tensors"]) == 32
@@ -136,7 +136,7 @@ def test_inspect_finds_what_is_broken(checkpoint: Path, tmp_path: Path) -> None:
     state["head.weight"].zero_()
     torch.save(state, tmp_path / "broken.pth")
     done = run("inspect", str(tmp_path / "broken.pth"), *HEADS)
-    assert "note: blocks.0.mlp.fc1.weight holds 3 numbers that are not finite" in done.stdout
+    assert "note: blocks.0.mlp.fc1.weight has 3 values that are not finite" in done.stdout
     assert "note: head.weight is all zero" in done.stdout
     refused = run("convert", str(tmp_path / "broken.pth"), str(tmp_path / "out"), *HEADS)
     assert refused.returncode == 2
@@ -161,7 +161,7 @@ def test_convert(checkpoint: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("--to", "onnx"), "no format is called 'onnx'"),
-        (("--to", "google"), "slightly other numbers: activation='gelu'"),
+        (("--to", "google"), "would differ slightly: activation='gelu'"),
         (("--image-size", "big"), "'big' is not a size; write 384"),
         (("--image-size", "33"), "not a multiple of patch"),
         (("--override", "heads=7"), "7 heads do not divide"),

@@ -326,7 +326,7 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
 def test_from_python_what_cannot_be_evaluated(bundle: Path, data: Path) -> None:
     with pytest.raises(vitrail.ConfigError, match="no split is called 'tset'"):
         vitrail.evaluate(bundle, data, split="tset")
-    with pytest.raises(vitrail.CheckpointError, match="a model of your own becomes a bundle"):
+    with pytest.raises(vitrail.CheckpointError, match=r"wrap your own model with vitrail\.Bundle"):
         vitrail.evaluate(vitrail.load(bundle).model, data)
     with pytest.raises(vitrail.DataError, match="nowhere"):
         vitrail.evaluate(bundle, data / "nowhere")

@@ -86,7 +86,7 @@ def test_every_command_opens_bf16_and_says_what_it_assumes(
 def test_every_command_refuses_what_it_would_have_to_guess(command: str, images: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, words(command, checkpoint(tmp_path, torch.float32), images, tmp_path))
     assert isinstance(done.exception, vitrail.CheckpointError)
-    assert "say it with --override heads=N" in str(done.exception)
+    assert "set it with --override heads=N" in str(done.exception)
 
 
 @pytest.mark.parametrize(

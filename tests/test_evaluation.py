@@ -183,7 +183,7 @@ def test_bad_images_are_listed_and_left_out(bundle: Bundle, workers: int) -> Non
 def test_nothing_that_can_be_read(bundle: Bundle) -> None:
     with pytest.raises(DataError, match=r"none of the 200 can be read; the first, digits/0.png: "):
         evaluate_bundle(bundle, Damaged(*range(200)), device="cpu", workers=0)
-    with pytest.raises(DataError, match="there are no images to measure"):
+    with pytest.raises(DataError, match="there are no images to evaluate"):
         evaluate(bundle.model, [], DIGITS, preprocess=PRE, device=CPU)
 
 
@@ -227,9 +227,9 @@ def test_the_mode_is_given_back_and_nothing_is_dropped(odd: Callable[..., Predic
 
 
 def test_an_answer_that_is_not_finite_names_the_image(odd: Callable[..., Predictions]) -> None:
-    with pytest.raises(Diverged, match="the model's answer to image 5 is not a finite number; its weights"):
+    with pytest.raises(Diverged, match="the model's output for image 5 is not finite; its weights"):
         odd(odd_source(5))
-    with pytest.raises(Diverged, match="image 2 is not a finite number; measure in float32"):
+    with pytest.raises(Diverged, match="image 2 is not finite; evaluate in float32"):
         odd(odd_source(2, 5), precision="bf16")
 
 
@@ -252,7 +252,7 @@ def source_of(count: int) -> Arrays:
 
 
 def test_the_summary() -> None:
-    found = measure(predictions(354, 6), source_of(360))
+    found = evaluate_predictions(predictions(354, 6), source_of(360))
     assert found.summary == (
         "98.3% on 360 held-out images, 95% interval 96.4–99.2; always 'cat' gives 98.3%, chance 50.0%; "
         "weakest class dog"
@@ -261,7 +261,7 @@ def test_the_summary() -> None:
     assert [text.split(":")[0] for text in found.as_dict()["warnings"]] == ["no better than guessing"]
     assert found.top5 is None
     assert found.ece == pytest.approx(354 / 360 - 0.8)
-    perfect = measure(predictions(1, 0), source_of(1), kind="images")
+    perfect = evaluate_predictions(predictions(1, 0), source_of(1), kind="images")
     assert perfect.summary == "100.0% on 1 image, 95% interval 20.7–100.0"
     assert (perfect.weakest, perfect.worst) == (None, ())
 

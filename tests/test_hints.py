@@ -165,7 +165,7 @@ def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], 
     [
         ({"num_classes": 10}, "load has no argument 'num_classes'; vitrail calls it classes: classes=10"),
         ({"num_heads": 3}, "vitrail calls it heads: heads=3"),
-        ({"global_pool": "mean"}, "goes into overrides: overrides={'pool': 'mean'}"),
+        ({"global_pool": "mean"}, "with overrides={'pool': 'mean'}"),
         ({"overides": {}}, "did you mean 'overrides'?"),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_classifier_says_what_an_image_may_be(odd: str) -> None:
 
 @pytest.mark.parametrize("source", [None, tiny().model, 3])
 def test_what_is_not_a_checkpoint(source: object) -> None:
-    with pytest.raises(CheckpointError, match="load opens a folder, a weight file or a name on a hub, but was given a"):
+    with pytest.raises(CheckpointError, match="load opens a folder, a weight file or a name on a hub, found a"):
         vitrail.load(source)
 
 

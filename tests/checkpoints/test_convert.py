@@ -80,7 +80,7 @@ def test_to_transformers_distilled(tmp_path: Path) -> None:
 def test_oblong_images_that_transformers_cannot_cover(tmp_path: Path) -> None:
     bundle = tiny(image_size=(32, 48))
     bundle.preprocess = bundle.preprocess.replace(size=(32, 48), resize="cover", resize_to=(36, 54))
-    words = r"preprocess\.resize='cover' to 36×54, cut to 32×48 \(no image processor of transformers does that"
+    words = r"preprocess\.resize='cover' to 36×54, crop to 32×48 \(no image processor of transformers supports it"
     with pytest.raises(CheckpointError, match=words):
         convert(bundle, tmp_path / "hf", to="transformers")
     done = convert(bundle, tmp_path / "hf", to="transformers", approximate=True)
@@ -126,12 +126,12 @@ def test_to_lucidrains(tmp_path: Path) -> None:
 
 
 def test_to_google_needs_its_gelu_or_leave_to_approximate(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"activation='gelu' \(it computes with 'gelu_tanh'\); allow it with"):
+    with pytest.raises(CheckpointError, match=r"activation='gelu' \(the target has 'gelu_tanh'\); allow it with"):
         convert(tiny(), tmp_path / "vit.npz", to="google")
     assert not (tmp_path / "vit.npz").exists()
     done = convert(tiny(), tmp_path / "vit.npz", to="google", approximate=True)
     assert 1e-6 < done.change < 1e-2
-    assert done.differences == ["activation='gelu' (it computes with 'gelu_tanh')"]
+    assert done.differences == ["activation='gelu' (the target has 'gelu_tanh')"]
     exact = convert(tiny(activation="gelu_tanh"), tmp_path / "exact.npz", to="google")
     assert exact.change <= 1e-6
 
@@ -173,11 +173,11 @@ def test_there_and_back_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "to", "words"),
     [
-        ({"norm_order": "post"}, "timm", r"timm cannot express norm_order='post' \(it has only 'pre'\)"),
+        ({"norm_order": "post"}, "timm", r"timm cannot express norm_order='post' \(supported: 'pre'\)"),
         ({"registers": 2}, "torchvision", "registers=2"),
         ({"position": "rope_2d"}, "google", "position='rope_2d'"),
         ({}, "lucidrains", "stem='conv'.*qkv_bias=True"),
-        ({"norm_eps": 1e-3}, "timm", "timm has no plain ViT|slightly other numbers"),
+        ({"norm_eps": 1e-3}, "timm", "timm has no plain ViT|would differ slightly"),
         ({}, "onnx", "no format is called 'onnx'; choose one of bundle, google"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_bundle_of_numbers_that_no_model_is_made_of(kind: torch.dtype, bundle:
     weights = {name: tensor.to(kind) for name, tensor in load_file(bundle / "model.safetensors").items()}
     save_file(weights, bundle / "model.safetensors")
     drop_digest(bundle)
-    with pytest.raises(CheckpointError, match=r"holds (float8_e4m3fn|int32) numbers in .*; save the model in float32"):
+    with pytest.raises(CheckpointError, match=r"has (float8_e4m3fn|int32) values in .*; save the model in float32"):
         vitrail.load(bundle)
 
 
@@ -93,7 +93,7 @@ def test_an_archive_with_a_damaged_directory(tmp_path: Path) -> None:
     at = content.rindex(b"PK\x01\x02")
     content[at : at + 4] = b"XXXX"
     (tmp_path / "m.npz").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"m\.npz is a zip file whose directory is damaged"):
+    with pytest.raises(CheckpointError, match=r"m\.npz is a zip file with a corrupt directory"):
         vitrail.load(tmp_path / "m.npz", heads=2)
 
 
@@ -101,7 +101,7 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("cls.npy", bytes(3_000_000))
         archive.infolist()[0].file_size = 3_200_000_000  # what the directory, written last, says
-    with pytest.raises(CheckpointError, match=r"would unpack from 0\.0 MB to 3\.2 GB, which weights never do"):
+    with pytest.raises(CheckpointError, match=r"would unpack from 0\.0 MB to 3\.2 GB, far more than weights compress"):
         vitrail.load(tmp_path / "m.npz", heads=2)
 
 
@@ -110,7 +110,7 @@ def test_a_torch_file_that_was_compressed(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.pth") as old, zipfile.ZipFile(tmp_path / "n.pth", "w", 8) as new:
         for member in old.infolist():
             new.writestr(member.filename, old.read(member))
-    with pytest.raises(CheckpointError, match=r"n\.pth is a PyTorch file that was compressed afterwards"):
+    with pytest.raises(CheckpointError, match=r"n\.pth is a recompressed PyTorch file"):
         vitrail.load(tmp_path / "n.pth", heads=2)
 
 

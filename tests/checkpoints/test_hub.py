@@ -103,7 +103,7 @@ def test_fetch_then_offline_then_unreachable(endpoint: str, tmp_path: Path) -> N
     missing = inspect("hf:org/other", "http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1")
     assert missing.returncode == 2
     assert "could not be reached for org/other" in missing.stderr
-    assert "in the cache there is org/vit" in missing.stderr
+    assert "the cache has org/vit" in missing.stderr
     assert "Traceback" not in missing.stderr
 
 
@@ -127,7 +127,7 @@ def test_without_a_connection_there_is_one_sentence(command: str, tmp_path: Path
         in done.stderr
     )
     assert "download config.json and model.safetensors from http://127.0.0.1:9/timm/vit_tiny" in done.stderr
-    assert "give the folder instead of the name" in done.stderr
+    assert "pass the folder instead of the name" in done.stderr
 
 
 def test_a_revision_and_timms_names(endpoint: str, tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_a_revision_and_timms_names(endpoint: str, tmp_path: Path) -> None:
     [
         ("hf:org/nothing", "the hub has no model org/nothing, or it is private"),
         ("hf:org/vit@v9", "but not its revision 'v9'"),
-        ("hf:org/empty", "org/empty has no weights we know"),
-        ("hf:just-a-name", "names no model on a hub; write hf:organisation/name"),
-        ("hf:org/../../etc", "names no model on a hub"),
+        ("hf:org/empty", "org/empty has no supported weights"),
+        ("hf:just-a-name", "is not the name of a model on a hub; write hf:organisation/name"),
+        ("hf:org/../../etc", "is not the name of a model on a hub"),
     ],
 )
 def test_names_the_hub_does_not_have(source: str, words: str, endpoint: str, tmp_path: Path) -> None:
@@ -160,5 +160,5 @@ def test_names() -> None:
     assert parse("timm:vit_base_patch16_224.augreg_in21k") == HubName("timm/vit_base_patch16_224.augreg_in21k", None)
     assert parse("runs/pets/best") is None
     assert parse("C:/models/vit.npz") is None
-    with pytest.raises(CheckpointError, match="names no model"):
+    with pytest.raises(CheckpointError, match="is not the name of a model"):
         parse("hf:a/b/c")

@@ -112,18 +112,18 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         return folder / name
 
     torch.save(state, folder / "whole.pth")
-    add("cut.pth", "copied whole").write_bytes((folder / "whole.pth").read_bytes()[:5000])
+    add("cut.pth", "copied completely").write_bytes((folder / "whole.pth").read_bytes()[:5000])
     add("empty.pth", "is empty").write_bytes(b"")
-    add("text.pth", "no weight file we know").write_text("these are not the weights you are looking for")
+    add("text.pth", "is not a supported weight file").write_text("these are not the weights you are looking for")
     with zipfile.ZipFile(add("photos.zip", "neither a PyTorch checkpoint nor a NumPy archive"), "w") as archive:
         archive.writestr("holiday.jpg", b"...")
     torch.save({"model": Evil()}, add("evil.pth", "opening it could run code"))
     add("evil.pkl", "opening it could run code").write_bytes(pickle.dumps(Evil(), protocol=2))
     header = json.dumps({"a": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
-    add("lying.safetensors", "damaged safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
-    add("huge.safetensors", "damaged safetensors").write_bytes((10**15).to_bytes(8, "little") + b"{}" * 20)
-    torch.save([1, 2, 3], add("list.pth", "holds no tensors by name"))
-    torch.save({"encoder.weight": torch.zeros(2)}, add("text-model.pth", "is no Vision Transformer we know"))
+    add("lying.safetensors", "corrupt safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
+    add("huge.safetensors", "corrupt safetensors").write_bytes((10**15).to_bytes(8, "little") + b"{}" * 20)
+    torch.save([1, 2, 3], add("list.pth", "has no named tensors"))
+    torch.save({"encoder.weight": torch.zeros(2)}, add("text-model.pth", "is not a supported Vision Transformer"))
     module = import_peer("torchvision.models.vision_transformer")
     other = module.VisionTransformer(32, 8, 1, 3, 48, 96).state_dict()
     torch.save({**state, **other}, add("mixed.pth", "several families"))
@@ -148,9 +148,9 @@ def test_bad_files_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_bad_folders_are_explained(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist; give a folder or a weight file"):
+    with pytest.raises(CheckpointError, match="does not exist; pass a folder or a weight file"):
         load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="holds no weight file"):
+    with pytest.raises(CheckpointError, match="has no weight file"):
         load(tmp_path)
     for name in ("a.pth", "b.pth"):
         torch.save(tiny().state_dict(), tmp_path / name)
@@ -183,7 +183,7 @@ def test_a_wrong_number_of_heads(tmp_path: Path) -> None:
     torch.save(tiny().state_dict(), tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match="5 heads do not divide the attention's width 48"):
         load(tmp_path / "a.pth", heads=5)
-    with pytest.raises(CheckpointError, match=r"no published ViT has this size .*; say it with --override heads=N"):
+    with pytest.raises(CheckpointError, match=r"no published ViT has this size .*; set it with --override heads=N"):
         load(tmp_path / "a.pth")
 
 
@@ -235,7 +235,7 @@ def test_the_load_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_the_wanted_size_explains_an_oblong_table(tmp_path: Path) -> None:
     config = tiny().config.replace(image_size=(2 * tiny().config.patch_size[0], 5 * tiny().config.patch_size[1]))
     torch.save(ViT(config).state_dict(), tmp_path / "oblong.pth")
-    with pytest.raises(CheckpointError, match="not a square grid; say the image's size with --override image_size="):
+    with pytest.raises(CheckpointError, match="not a square grid; set the image size with --override image_size="):
         load(tmp_path / "oblong.pth", heads=3)
     with pytest.raises(CheckpointError, match="do not fit an image of 32×32"):
         load(tmp_path / "oblong.pth", heads=3, image_size=32)

@@ -542,4 +542,4 @@ def test_a_run_among_its_own_images(tmp_path: Path) -> None:
 def test_a_run_is_no_model(straight: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         vitrail.load(straight)
-    assert str(caught.value) == f"{straight} is a run; its best model is {straight / 'best'}"
+    assert str(caught.value) == f"{straight} is a run folder; its best model is {straight / 'best'}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from vitrail.checkpoints.family import Hints
 from vitrail.checkpoints.files import read_json
-from vitrail.checkpoints.timm_folder import as_size, hints_from_timm, activation_name, preprocess_from_timm
+from vitrail.checkpoints.timm_folder import activation_name, as_size, hints_from_timm, preprocess_from_timm
 from vitrail.data.preprocess import Interpolation, Preprocess
 from vitrail.errors import CheckpointError, ConfigError
 

@@ -18,7 +18,7 @@ from vitrail.checkpoints.assumptions import (
 )
 from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle, is_bundle, read_bundle
 from vitrail.checkpoints.custom import read_key_table
-from vitrail.checkpoints.dtypes import Dtype, check_dtype, in_dtype, dtype_names
+from vitrail.checkpoints.dtypes import Dtype, check_dtype, dtype_names, in_dtype
 from vitrail.checkpoints.family import Family, Hints, Reading
 from vitrail.checkpoints.files import SUFFIXES, read_checkpoint, read_json
 from vitrail.checkpoints.folders import FolderInfo
