@@ -90,7 +90,7 @@ def test_without_numbers_a_chart_says_so(empty: Callable[[], str]) -> None:
 
 def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_room() -> None:
     axis = Axis(0.01, 1, log=True)
-    assert [axis.place(value) for value in (0.01, 0.1, 1)] == pytest.approx([0, 0.5, 1])
+    assert [axis.position(value) for value in (0.01, 0.1, 1)] == pytest.approx([0, 0.5, 1])
     assert axis.ticks() == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
     assert around([1e-8, 1], log=True).ticks() == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1])
     assert not around([0, 1], log=True).log, "0 has no logarithm"
@@ -109,7 +109,7 @@ def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_room() -> None:
     ],
 )
 def test_ticks_are_round(axis: Axis, said: list[str]) -> None:
-    assert [axis.said(tick) for tick in axis.ticks()] == said
+    assert [axis.format(tick) for tick in axis.ticks()] == said
 
 
 def test_numbers_are_written_as_people_do() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.metrics.baselines import FAR_APART, PRETRAINED, TOO_FEW, baselines, warning_about_gap, warnings_about
+from vitrail.metrics.baselines import GAP, PRETRAINED, TOO_FEW, baselines, warning_about_gap, warnings_about
 from vitrail.metrics.intervals import wilson_interval
 
 PIECES = ("Bishop", "King", "Knight", "Pawn", "Queen", "Rook")
@@ -33,7 +33,7 @@ def test_chess_pieces_that_are_guessed() -> None:
     said = warnings(matrix)
     assert len(said) == 1
     assert said[0].startswith("no better than guessing: the 95% interval ")
-    assert "reaches 19.3%, what always predicting 'Knight' gives (chance 16.7%); next: " in said[0]
+    assert "reaches 19.3%, the accuracy of always predicting 'Knight' (chance 16.7%); next: " in said[0]
     assert PRETRAINED in said[0]
 
 
@@ -53,7 +53,7 @@ def test_a_good_result_is_not_doubted() -> None:
 
 def test_few_images_are_called_few() -> None:
     (said,) = warnings(np.diag([2, 1]))
-    assert said.startswith("too few images to tell this from guessing")
+    assert said.startswith("too few images to distinguish this from guessing")
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
@@ -76,7 +76,7 @@ def test_training_and_validation_far_apart() -> None:
     assert warning_about_gap(0.4, 0.8, 1000) == []
     (said,) = warning_about_gap(0.982, 0.45, 40)
     assert said.startswith(
-        "overfitting: 98.2% on the training images, as augmented, and 45.0% on the 40 images of the validation split "
+        "overfitting: 98.2% on the augmented training images, 45.0% on the 40 images of the validation split "
         "(95% interval 30.7–60.2); next: "
     )
 
@@ -85,7 +85,7 @@ def test_training_and_validation_far_apart() -> None:
 def test_overfitting_is_said_only_beyond_the_interval(training: float, images: int, data: st.DataObject) -> None:
     right = data.draw(st.integers(0, images))
     said = warning_about_gap(training, right / images, images)
-    beyond = training > wilson_interval(right, images).high and training - right / images >= FAR_APART
+    beyond = training > wilson_interval(right, images).high and training - right / images >= GAP
     assert bool(said) == (beyond and images >= TOO_FEW)
 
 

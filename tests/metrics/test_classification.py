@@ -145,8 +145,8 @@ def test_the_most_frequent_confusions() -> None:
     ("probabilities", "labels", "message"),
     [
         (np.zeros((0, 3)), np.zeros(0, int), "no images"),
-        (np.ones((2, 3)) / 3, np.array([0]), "give"),
-        (np.ones((1, 3)) / 3, np.array([3]), "from 0 to 2"),
+        (np.ones((2, 3)) / 3, np.array([0]), "pass"),
+        (np.ones((1, 3)) / 3, np.array([3]), "must be 0 to 2"),
         (np.ones((1, 3)) / 3, np.array([-1]), "from -1"),
     ],
 )
