@@ -80,7 +80,7 @@ def test_every_entry_has_a_layer() -> None:
     assert {top(module) for module in modules()} <= set(LAYER)
 
 
-def test_the_model_imports_only_torch_and_what_lies_below() -> None:
+def test_models_import_only_torch_and_lower_layers() -> None:
     allowed = {"torch", "pydantic", "vitrail", *sys.stdlib_module_names}
     models = {name: tree for name, tree in modules().items() if top(name) == "models"}
     used = {name.partition(".")[0] for tree in models.values() for name in imports(tree)}
@@ -92,12 +92,12 @@ def test_peers_are_imported_by_tests_only() -> None:
     assert {n for tree in modules().values() for n in imports(tree)} & peers == set()
 
 
-def test_errors_a_user_can_cause_are_never_asserts() -> None:
+def test_user_errors_are_never_asserts() -> None:
     asserts = [name for name, tree in modules().items() if any(isinstance(n, ast.Assert) for n in ast.walk(tree))]
     assert asserts == []
 
 
-def test_every_public_name_can_be_had() -> None:
+def test_every_public_name_imports() -> None:
     assert vitrail.__all__ == sorted(vitrail.__all__)
     for name in vitrail.__all__:
         assert getattr(vitrail, name) is not None

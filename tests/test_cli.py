@@ -75,7 +75,7 @@ def test_one_model_in_detail() -> None:
         (("models", "--jsn"), "No such option: --jsn"),
     ],
 )
-def test_mistakes_get_one_sentence_and_exit_code_2(words: tuple[str, ...], message: str) -> None:
+def test_user_errors_print_one_sentence_and_exit_with_2(words: tuple[str, ...], message: str) -> None:
     done = run(*words)
     assert done.returncode == 2
     assert message in done.stderr
@@ -83,7 +83,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(words: tuple[str, ...], messa
     assert done.stdout == ""
 
 
-def test_a_reader_that_leaves_early_is_no_fault() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         f"'{sys.executable}' -m vitrail models Ti/16 --json | head -n 1",
         shell=True,
@@ -130,7 +130,7 @@ def test_inspect(checkpoint: Path) -> None:
     assert len(report["tensors"]) == 32
 
 
-def test_inspect_finds_what_is_broken(checkpoint: Path, tmp_path: Path) -> None:
+def test_inspect_finds_broken_tensors(checkpoint: Path, tmp_path: Path) -> None:
     state = torch.load(checkpoint, weights_only=True)
     state["blocks.0.mlp.fc1.weight"][0, :3] = float("nan")
     state["head.weight"].zero_()
@@ -168,7 +168,7 @@ def test_convert(checkpoint: Path, tmp_path: Path) -> None:
         (("--position", "cubic"), "no resampling method 'cubic'"),
     ],
 )
-def test_conversions_that_cannot_be(words: tuple[str, ...], message: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_impossible_conversions(words: tuple[str, ...], message: str, checkpoint: Path, tmp_path: Path) -> None:
     extra = ("--image-size", "64") if words[0] == "--position" else ()
     done = run("convert", str(checkpoint), str(tmp_path / "out.npz"), *HEADS, *words, *extra)
     assert (done.returncode, done.stdout) == (2, "")
@@ -216,7 +216,7 @@ def test_a_folder_without_permission(checkpoint: Path, tmp_path: Path) -> None:
     "form",
     ["bundle", *(pytest.param(form, marks=pytest.mark.slow) for form in ("google", "torchvision", "transformers"))],
 )
-def test_a_full_disk_leaves_the_target_as_it_was(form: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_target_unchanged(form: str, checkpoint: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands in for the end of the disk: writing stops with an error half-way."""
     target = tmp_path / {"google": "out.npz", "torchvision": "out.pth"}.get(form, "out")
     words = ("convert", str(checkpoint), str(target), "--to", form, "--approximate", "--overwrite", *HEADS)

@@ -69,7 +69,7 @@ def test_good_data(run: Run, data: Path) -> None:
     ]
 
 
-def test_findings_are_told_and_what_cannot_be_read_is_a_failure(run: Run, data: Path) -> None:
+def test_findings_are_listed_and_unreadable_images_fail(run: Run, data: Path) -> None:
     (data / "cat" / "text.jpg").write_text("no image")
     for number in range(7):
         (data / "cat" / f"empty{number}.jpg").write_bytes(b"")
@@ -83,7 +83,7 @@ def test_findings_are_told_and_what_cannot_be_read_is_a_failure(run: Run, data: 
     assert "Where the device waits for images, this helps: more cores, or " in done.out
 
 
-def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
+def test_json_output(run: Run, data: Path, tmp_path: Path) -> None:
     (data / "cat" / "text.jpg").write_text("no image")
     sheet = tmp_path / "sheet.png"
     done = run(data, "--json", "--workers", 0, "--images-per-second", 10, "--sheet", sheet, "--size", 64)
@@ -99,7 +99,7 @@ def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
         assert image.format == "PNG"
 
 
-def test_what_was_skipped_is_named(run: Run, data: Path) -> None:
+def test_skipped_files_are_listed(run: Run, data: Path) -> None:
     for number in range(7):
         (data / "cat" / f"notes{number}.txt").write_text("no image")
     shutil.copy(data / "cat" / "0.jpg", data / "dog" / "0.php")
@@ -110,7 +110,7 @@ def test_what_was_skipped_is_named(run: Run, data: Path) -> None:
     assert f"    {data}/dog/0.php: a JPEG; rename it to 0.jpg\n" in done.out
 
 
-def test_one_pass_lists_every_fault(run: Run, data: Path) -> None:
+def test_one_pass_lists_all_errors(run: Run, data: Path) -> None:
     (data / "cat" / "gone.jpg").symlink_to("nowhere.jpg")
     (data / "cat" / "round.jpg").symlink_to("round.jpg")
     (data / "dog" / "up").symlink_to(data)
@@ -138,7 +138,7 @@ def test_one_pass_lists_every_fault(run: Run, data: Path) -> None:
     assert len(found["faults"]) == 6
 
 
-def test_the_sheet_is_named(run: Run, data: Path, tmp_path: Path) -> None:
+def test_the_contact_sheet_path_is_printed(run: Run, data: Path, tmp_path: Path) -> None:
     done = run(data, "--workers", 0, "--sheet", tmp_path / "sheet.png")
     assert done.out.endswith(f"The contact sheet is {tmp_path / 'sheet.png'}.\n")
     assert (tmp_path / "sheet.png").exists()
@@ -170,7 +170,7 @@ def test_wrong_options(run: Run, data: Path, options: tuple[str, ...], message: 
     assert len(done.err.splitlines()) == 1
 
 
-def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "nowhere")
     assert (done.code, done.out) == (2, "")
     assert "vitrail: there is no " in done.err
@@ -183,7 +183,7 @@ def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
         assert f"class {label!r} has 1 image, too few for 3 splits" in done.out
 
 
-def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path) -> None:
+def test_unusable_data_lists_all_errors(run: Run, data: Path) -> None:
     rows = [f"cat/{number}.jpg,0.{number}" for number in range(10)] + [f"{number}.jpg,1" for number in range(20)]
     (data / "list.csv").write_text("\n".join(["path,label", *rows]))
     done = run(data / "list.csv")
@@ -194,7 +194,7 @@ def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path)
 
 
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])
-def test_no_image_that_can_be_read(run: Run, data: Path, option: str) -> None:
+def test_no_readable_image(run: Run, data: Path, option: str) -> None:
     for path in data.rglob("*.jpg"):
         path.write_text("no image")
     done = run(data, option)
@@ -236,7 +236,7 @@ def test_ctrl_c_leaves_no_traceback_and_no_process(data: Path, tmp_path: Path, w
         os.killpg(process.pid, 0)
 
 
-def test_every_fault_is_named_also_where_no_image_can_be_read(run: Run, data: Path) -> None:
+def test_all_errors_are_listed_without_a_readable_image(run: Run, data: Path) -> None:
     (data / "empty").mkdir()
     os.symlink("nowhere", data / "cat" / "link.jpg")
     for path in data.glob("*/[0-9].jpg"):

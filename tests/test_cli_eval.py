@@ -94,7 +94,7 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
     assert str(data) in done.out.split("The most confident mistakes")[1]
 
 
-def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
+def test_json_output(run: Run, bundle: Path, data: Path) -> None:
     (data / "cat" / "text.png").write_text("no image")
     done = run(bundle, data, "--json", "--batch", 3)
     assert done.code == 0
@@ -110,7 +110,7 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     assert "Images that could not be read" in text
 
 
-def test_the_images_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Path, data: Path) -> None:
+def test_the_splits_of_the_run_are_used(run: Run, bundle: Path, data: Path) -> None:
     splits = open_data(data, seed=3, val=0.2, test=0.3)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     by = "; compared with the images of its run by name only."
@@ -134,9 +134,7 @@ def test_the_images_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Pa
     assert "% on 20 images, " in run(bundle, data).out
 
 
-def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
-    run: Run, bundle: Path, data: Path
-) -> None:
+def test_without_a_test_split_the_summary_names_the_validation_split(run: Run, bundle: Path, data: Path) -> None:
     splits = open_data(data, seed=3, val=0.2, test=0.0)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     by = "; compared with the images of its run by name only"
@@ -182,7 +180,7 @@ def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bun
     assert line.endswith("; evaluated on all images; by content, none of these images was trained on.")
 
 
-def test_another_image_under_a_name_of_the_run_was_not_trained_on(run: Run, bundle: Path, data: Path) -> None:
+def test_another_image_under_the_same_name_was_not_trained_on(run: Run, bundle: Path, data: Path) -> None:
     recorded(bundle, data)
     for number, path in enumerate(sorted(data.glob("*/*.png"))):
         Image.fromarray(np.random.default_rng([7, number]).integers(0, 256, (8, 8), np.uint8)).save(path)
@@ -190,7 +188,7 @@ def test_another_image_under_a_name_of_the_run_was_not_trained_on(run: Run, bund
     assert (found["selected_on"], found["trained_on"]) == (0, 0)
 
 
-def test_a_bundle_that_was_copied_out_of_its_run_knows_its_images(run: Run, bundle: Path, data: Path) -> None:
+def test_a_bundle_copied_out_of_its_run_recognises_its_images(run: Run, bundle: Path, data: Path) -> None:
     recorded(bundle, data)
     carry_contents(bundle.parent, bundle)
     alone = Path(shutil.copytree(bundle, bundle.parent.parent / "copied" / "model"))
@@ -205,7 +203,7 @@ def test_a_bundle_that_was_copied_out_of_its_run_knows_its_images(run: Run, bund
     assert line.endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
 
 
-def test_digests_of_some_images_are_said_to_be_some(run: Run, bundle: Path, data: Path) -> None:
+def test_partial_digests_are_reported(run: Run, bundle: Path, data: Path) -> None:
     contents = recorded(bundle, data)
     contents._replace(train=contents.train[:3]).save(bundle.parent)
     line = run(bundle, data, "--split", "all").out.splitlines()[0]
@@ -217,7 +215,7 @@ def test_digests_of_some_images_are_said_to_be_some(run: Run, bundle: Path, data
     assert line.endswith(f"; selected on 4 of these images; trained on 3 of these images{by}")
 
 
-def test_a_new_image_is_not_called_trained_on(run: Run, bundle: Path, data: Path) -> None:
+def test_a_new_image_is_not_reported_as_trained_on(run: Run, bundle: Path, data: Path) -> None:
     (bundle.parent / "split.json").write_text(json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record))
     old = next((data / "cat").iterdir())
     (data / "cat" / f"new{old.suffix}").write_bytes(old.read_bytes())
@@ -225,9 +223,7 @@ def test_a_new_image_is_not_called_trained_on(run: Run, bundle: Path, data: Path
     assert (found["selected_on"], found["trained_on"]) == (4, 10)
 
 
-def test_without_its_split_a_model_is_not_evaluated_on_what_it_was_trained_on(
-    run: Run, bundle: Path, data: Path
-) -> None:
+def test_without_its_split_file_evaluation_fails(run: Run, bundle: Path, data: Path) -> None:
     split = json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record)
     (bundle.parent / "split.json").write_text(split[: len(split) // 2])
     done = run(bundle, data)
@@ -244,7 +240,7 @@ def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
     assert "The model has 15 more classes without images here." in done.out
 
 
-def test_the_weakest_twenty_classes_unless_all_are_asked_for(run: Run, tmp_path: Path) -> None:
+def test_the_weakest_twenty_classes_by_default(run: Run, tmp_path: Path) -> None:
     names = tuple(f"class {number:02d}" for number in range(22))
     for name in names:
         (tmp_path / "many" / name).mkdir(parents=True)
@@ -255,7 +251,7 @@ def test_the_weakest_twenty_classes_unless_all_are_asked_for(run: Run, tmp_path:
     assert "more; --all" not in run(model, tmp_path / "many", "--all").out
 
 
-def test_classes_the_model_does_not_have(run: Run, tmp_path: Path, data: Path) -> None:
+def test_unknown_classes(run: Run, tmp_path: Path, data: Path) -> None:
     done = run(saved(tmp_path / "named", ("cat", "cow")), data)
     assert (done.code, done.out) == (2, "")
     assert done.err == (
@@ -284,7 +280,7 @@ def test_wrong_options(run: Run, bundle: Path, data: Path, options: tuple[str, .
     assert len(done.err.splitlines()) == 1
 
 
-def test_what_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
     for words in ((tmp_path / "nowhere", data), (bundle, tmp_path / "nowhere")):
         done = run(*words)
         assert (done.code, done.out) == (2, "")
@@ -292,14 +288,14 @@ def test_what_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_path: Pat
         assert len(done.err.splitlines()) == 1
 
 
-def test_compact_json_is_the_same_json() -> None:
+def test_compact_json_is_equivalent() -> None:
     found = {"matrix": [[1, -2.5e-7], [3, 4]], "names": ["[\n1, 2\n]", "3"], "empty": [], "interval": [0.5, 1]}
     text = _compact_json(found)
     assert json.loads(text) == found
     assert "[1, -2.5e-07]" in text
 
 
-def test_from_python_it_is_what_the_command_writes(run: Run, bundle: Path, data: Path) -> None:
+def test_python_and_command_agree(run: Run, bundle: Path, data: Path) -> None:
     for split in (None, "val", "all"):
         found = vitrail.evaluate(bundle, data, split=split, workers=0)
         done = run(bundle, data, "--json", *(() if split is None else ("--split", split)))
@@ -312,7 +308,7 @@ def test_from_python_it_is_what_the_command_writes(run: Run, bundle: Path, data:
     assert opened.top1_interval.low <= opened.top1 <= opened.top1_interval.high
 
 
-def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> None:
+def test_python_uses_the_split_of_the_run(bundle: Path, data: Path) -> None:
     splits = open_data(data, seed=0, val=0.2, test=0.2)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     held_out = vitrail.evaluate(bundle, data, workers=0)
@@ -323,7 +319,7 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
     assert "; evaluated on the validation split; selected on these images" in selecting.summary
 
 
-def test_from_python_what_cannot_be_evaluated(bundle: Path, data: Path) -> None:
+def test_python_errors(bundle: Path, data: Path) -> None:
     with pytest.raises(vitrail.ConfigError, match="no split is called 'tset'"):
         vitrail.evaluate(bundle, data, split="tset")
     with pytest.raises(vitrail.CheckpointError, match=r"wrap your own model with vitrail\.Bundle"):

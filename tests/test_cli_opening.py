@@ -71,7 +71,7 @@ def words(command: str, file: Path, images: Path, out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_opens_bf16_and_says_what_it_assumes(
+def test_every_command_opens_bf16_and_logs_its_assumptions(
     command: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = checkpoint(tmp_path, torch.bfloat16)
@@ -83,7 +83,7 @@ def test_every_command_opens_bf16_and_says_what_it_assumes(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_what_it_would_have_to_guess(command: str, images: Path, tmp_path: Path) -> None:
+def test_every_command_fails_on_ambiguous_fields(command: str, images: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, words(command, checkpoint(tmp_path, torch.float32), images, tmp_path))
     assert isinstance(done.exception, vitrail.CheckpointError)
     assert "set it with --override heads=N" in str(done.exception)
@@ -106,7 +106,7 @@ def test_every_command_refuses_what_it_would_have_to_guess(command: str, images:
         ("train", ("--set", "bacth=3"), "bacth"),
     ],
 )
-def test_a_refusal_stands_alone(
+def test_an_error_is_not_preceded_by_warnings(
     command: str,
     more: tuple[str, ...],
     refusal: str,
@@ -126,7 +126,7 @@ def test_a_refusal_stands_alone(
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
-def test_from_python_a_refusal_stands_alone_and_what_is_used_is_announced_once(
+def test_python_logs_assumptions_once_and_only_after_success(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = checkpoint(tmp_path, torch.float32)
@@ -142,7 +142,7 @@ def test_from_python_a_refusal_stands_alone_and_what_is_used_is_announced_once(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_predict_from_any_numbers_in_any_precision(
+def test_predict_from_any_dtype_in_any_precision(
     dtype: torch.dtype, precision: str, images: Path, tmp_path: Path
 ) -> None:
     line = [*words("predict", checkpoint(tmp_path, dtype), images, tmp_path), *HEADS, "--precision", precision]
@@ -187,7 +187,7 @@ def test_overrides_on_the_command_line(override: str, message: str | None, tmp_p
         assert isinstance(done.exception, vitrail.ConfigError | SystemExit)
 
 
-def test_train_from_other_heads_is_another_run(images: Path, tmp_path: Path) -> None:
+def test_fine_tuning_with_other_heads_is_another_run(images: Path, tmp_path: Path) -> None:
     """The weights are the same, the model is not: it is not resumed."""
     line = words("train", checkpoint(tmp_path, torch.float32), images, tmp_path)
     assert CliRunner().invoke(app, [*line, *HEADS]).exit_code == 0
@@ -197,7 +197,7 @@ def test_train_from_other_heads_is_another_run(images: Path, tmp_path: Path) -> 
     assert "name one with --from" in str(plain.exception)
 
 
-def test_a_service_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_server_takes_overrides_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from vitrail.serving.counters import Counters
     from vitrail.serving.served_model import ServedModel
     from vitrail.serving.settings import Settings, name_models
@@ -216,7 +216,7 @@ def test_a_service_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("command", ["predict", "inspect", "train"])
-def test_a_key_table_opens_a_home_made_vit_in_commands(
+def test_a_key_table_opens_a_custom_vit_in_commands(
     command: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = scramble(vitrail.create(CONFIG)).state_dict()

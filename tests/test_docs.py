@@ -136,7 +136,7 @@ def test_the_onnx_example_predicts_what_the_command_predicts(tmp_path: Path) -> 
     assert min(abs(share - float(probabilities[best])) for share in shares) < 1e-3
 
 
-def test_every_page_that_teaches_has_code() -> None:
+def test_every_guide_has_code() -> None:
     with_code = {name_of(page) for page in PAGES if python_blocks(page)}
     taught = {"README.md", "docs/index.md", "docs/how-a-vit-sees.md"}
     assert taught | {name_of(page) for page in (DOCS / "howto").glob("*.md")} <= with_code
@@ -165,7 +165,7 @@ def test_the_example_runs(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     text = _FENCE.sub("", page.read_text(encoding="utf-8"))
     links = [link for link in _LINK.findall(text) if not re.match(r"[a-z]+:", link) and not link.startswith("#")]
     assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
@@ -229,7 +229,7 @@ def load_drawing_program() -> ModuleType:
 
 
 @pytest.mark.parametrize("path", DRAWINGS, ids=name_of)
-def test_a_drawing_stands_alone(path: Path) -> None:
+def test_drawings_are_self_contained(path: Path) -> None:
     """It is small, follows dark mode, is large enough to read, and asks nobody for a file."""
     text = path.read_text(encoding="utf-8")
     assert len(text.encode()) < LARGEST_DRAWING

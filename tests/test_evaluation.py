@@ -80,7 +80,7 @@ def same(one: Evaluation, other: Evaluation) -> bool:
     return one.as_dict() == other.as_dict()
 
 
-def test_every_number_agrees_with_the_model_itself(bundle: Bundle) -> None:
+def test_metrics_agree_with_the_model(bundle: Bundle) -> None:
     found = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
     images = np.stack([DIGITS.read(index) for index in range(len(DIGITS))])
     bundle.model.eval()
@@ -110,7 +110,7 @@ def test_every_number_agrees_with_the_model_itself(bundle: Bundle) -> None:
     assert [row.confidence for row in found.worst] == sorted((row.confidence for row in found.worst), reverse=True)
 
 
-def test_who_reads_and_how_many_at_a_time_does_not_matter(bundle: Bundle) -> None:
+def test_workers_and_batch_size_do_not_matter(bundle: Bundle) -> None:
     one, two = (evaluate_bundle(bundle, DIGITS, device="cpu", workers=workers) for workers in (0, 2))
     assert same(one, two)
     other = evaluate_bundle(bundle, DIGITS, device="cpu", batch=7, workers=0)
@@ -118,7 +118,7 @@ def test_who_reads_and_how_many_at_a_time_does_not_matter(bundle: Bundle) -> Non
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
 
 
-def test_progress_is_told(bundle: Bundle) -> None:
+def test_progress_is_reported(bundle: Bundle) -> None:
     told: list[tuple[int, int]] = []
     evaluate_bundle(bundle, Damaged(3), device="cpu", workers=0, on_progress=lambda *done: told.append(done))
     assert told == [(64, 200), (128, 200), (192, 200), (200, 200)]
@@ -141,7 +141,7 @@ def test_classes_in_another_order_are_renumbered(bundle: Bundle) -> None:
     assert wrong.top1 < 0.5
 
 
-def test_some_of_the_classes_are_enough(bundle: Bundle) -> None:
+def test_a_subset_of_the_classes(bundle: Bundle) -> None:
     some = np.isin(ALL_DIGITS.labels, (3, 8))
     source = Arrays(ALL_DIGITS.images[some], (ALL_DIGITS.labels[some] == 8).astype(np.int64), ("3", "8"))
     found = evaluate_bundle(bundle, source, device="cpu", workers=0)
@@ -171,7 +171,7 @@ def test_classes_that_do_not_match(bundle: Bundle) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_images_are_listed_and_left_out(bundle: Bundle, workers: int) -> None:
+def test_bad_images_are_listed_and_skipped(bundle: Bundle, workers: int) -> None:
     damaged = (0, *range(64, 128), 199)  # the second batch has none that can be read
     found = evaluate_bundle(bundle, Damaged(*damaged), device="cpu", workers=workers)
     assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in damaged]
@@ -180,7 +180,7 @@ def test_bad_images_are_listed_and_left_out(bundle: Bundle, workers: int) -> Non
     assert not {mistake.index for mistake in found.worst} & set(damaged)
 
 
-def test_nothing_that_can_be_read(bundle: Bundle) -> None:
+def test_no_readable_images(bundle: Bundle) -> None:
     with pytest.raises(DataError, match=r"none of the 200 can be read; the first, digits/0.png: "):
         evaluate_bundle(bundle, Damaged(*range(200)), device="cpu", workers=0)
     with pytest.raises(DataError, match="there are no images to evaluate"):
@@ -219,21 +219,21 @@ def odd() -> Iterator[Callable[..., Predictions]]:
     assert [module.training for module in model.modules()] == [True, False, True]
 
 
-def test_the_mode_is_given_back_and_nothing_is_dropped(odd: Callable[..., Predictions]) -> None:
+def test_modes_are_restored_and_dropout_is_off(odd: Callable[..., Predictions]) -> None:
     found = odd(odd_source())
     assert found.indices.tolist() == list(range(6))
     assert found.probabilities.dtype == np.float32
     assert found.probabilities.tolist() == [pytest.approx([0.1] * 10)] * 6
 
 
-def test_an_answer_that_is_not_finite_names_the_image(odd: Callable[..., Predictions]) -> None:
+def test_outputs_that_are_not_finite_name_the_image(odd: Callable[..., Predictions]) -> None:
     with pytest.raises(Diverged, match="the model's output for image 5 is not finite; its weights"):
         odd(odd_source(5))
     with pytest.raises(Diverged, match="image 2 is not finite; evaluate in float32"):
         odd(odd_source(2, 5), precision="bf16")
 
 
-def test_a_low_precision_gives_nearly_the_same(bundle: Bundle) -> None:
+def test_low_precision_is_close(bundle: Bundle) -> None:
     exact, low = (evaluate_bundle(bundle, DIGITS, device="cpu", workers=0, precision=p) for p in ("float32", "bf16"))
     assert low.loss == pytest.approx(exact.loss, abs=0.03)
     assert low.loss != exact.loss
@@ -266,5 +266,5 @@ def test_the_summary() -> None:
     assert (perfect.weakest, perfect.worst) == (None, ())
 
 
-def test_only_all_is_a_hundred_percent() -> None:
+def test_only_one_is_a_hundred_percent() -> None:
     assert [percent(share) for share in (1, 0.99999, 0.9994, 0.5, 0)] == ["100.0", "99.9", "99.9", "50.0", "0.0"]

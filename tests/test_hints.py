@@ -31,7 +31,7 @@ from vitrail.training.recipe import ALSO_CALLED, full_name, option_names, read_r
         ("balance=true", "data.balance=true"),
     ],
 )
-def test_a_short_name_is_answered_with_the_full_one(change: str, full: str) -> None:
+def test_short_names_suggest_the_full_name(change: str, full: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_recipe("scratch-small", [change])
     assert str(error.value).endswith(f"; did you mean --set {full}?")
@@ -40,7 +40,7 @@ def test_a_short_name_is_answered_with_the_full_one(change: str, full: str) -> N
         read_recipe("scratch-small", values={path: value})
 
 
-def test_what_is_advised_exists() -> None:
+def test_suggested_names_exist() -> None:
     names = option_names()
     assert set(ALSO_CALLED.values()) <= set(names)
     assert len(names) == len(set(names))
@@ -62,7 +62,7 @@ def test_what_is_advised_exists() -> None:
         (["--colour", "red"], "(see vitrail train --help)"),
     ],
 )
-def test_an_option_of_the_recipe_is_set_in_the_recipe(
+def test_recipe_fields_as_options_suggest_set(
     words: list[str], hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["vitrail", "train", "digits", *words])
@@ -82,7 +82,7 @@ def test_a_gpu_is_called_cuda() -> None:
         choose_device("gpu:1")
 
 
-def test_the_papers_model_of_any_size() -> None:
+def test_the_paper_model_at_any_size() -> None:
     facts = DataFacts(1_000, ("cat", "dog"), 64, grey=False)
     model = resolve_defaults(read_recipe("scratch-small", ["model.paper=true"]), facts, None).model
     assert {name: getattr(model, name) for name in PAPER} == PAPER
@@ -120,12 +120,12 @@ def test_changes_are_a_list(changes: object) -> None:
         ({"colour": "red"}, "create has no argument 'colour'"),
     ],
 )
-def test_arguments_of_create_by_the_names_of_timm(arguments: dict[str, Any], said: str) -> None:
+def test_create_with_timm_argument_names(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         vitrail.create("Ti/16", **arguments)
 
 
-def test_what_the_hints_advise_can_be_called() -> None:
+def test_suggested_calls_work() -> None:
     assert vitrail.create("Ti/16", classes=10).config.classes == 10
     assert vitrail.create(variant_config("Ti/16").replace(pool="mean")).config.pool == "mean"
     assert set(CALLED_ELSEWHERE.values()) <= set(ViTConfig.model_fields)
@@ -135,7 +135,7 @@ def test_what_the_hints_advise_can_be_called() -> None:
 @pytest.mark.parametrize(
     ("name", "ours"), [("embed_dim", "width"), ("global_pool", "pool"), ("num_classes", "classes")]
 )
-def test_fields_of_a_config_by_the_names_of_timm(name: str, ours: str) -> None:
+def test_config_fields_with_timm_names(name: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf"^ViTConfig has no option '{name}'; did you mean '{ours}'\?$"):
         ViTConfig(**{name: 1})
 
@@ -169,6 +169,6 @@ def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], 
         ({"overides": {}}, "did you mean 'overrides'?"),
     ],
 )
-def test_arguments_of_load_by_the_names_of_timm(arguments: dict[str, Any], said: str) -> None:
+def test_load_with_timm_argument_names(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         vitrail.load("anything.safetensors", **arguments)

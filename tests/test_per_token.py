@@ -40,7 +40,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["predict", "eval", "train"])
-def test_a_command_says_what_to_set(
+def test_commands_say_what_to_set(
     command: str, bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -70,7 +70,7 @@ def test_in_python_too(bundle: Path, data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_advised_works(bundle: Path, data: Path, tmp_path: Path) -> None:
+def test_the_suggested_override_works(bundle: Path, data: Path, tmp_path: Path) -> None:
     changes = ["steps=1", "batch=4", "model.pool=cls"]
     run = train(data, pretrained=bundle, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert run.bundle.model.config.pool == "cls"
@@ -81,6 +81,6 @@ def test_what_is_advised_works(bundle: Path, data: Path, tmp_path: Path) -> None
     assert load(bundle).model.config.pool == "cls"
 
 
-def test_features_without_a_head_are_no_classifier_anyway() -> None:
+def test_models_without_a_head_are_not_affected() -> None:
     assert per_token(TINY.replace(classes=0)) == ""
     assert per_token(TINY.replace(pool="mean")) == ""

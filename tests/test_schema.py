@@ -18,14 +18,14 @@ class Outer(Frozen):
     count: Count = 0
 
 
-def test_faults_inside_a_config_are_named_by_their_path() -> None:
+def test_errors_in_nested_configs_have_their_path() -> None:
     with pytest.raises(ConfigError) as caught:
         Outer.model_validate({"name": "x", "inner": {"size": 0}, "many": ({"size": 1}, {"siz": 2})})
     assert "inner.size is 0: input should be greater than 0" in str(caught.value)
     assert "no option 'many.1.siz'; did you mean 'size'?" in str(caught.value)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_fields_are_named() -> None:
     with pytest.raises(ConfigError, match="Outer needs name"):
         Outer.model_validate({})
 

@@ -25,7 +25,7 @@ CLI = Path(vitrail.__file__).parent / "cli"
 
 @settings(deadline=None)
 @given(TEXT)
-def test_printable_text_has_nothing_that_commands(text: str) -> None:
+def test_printable_escapes_control_characters(text: str) -> None:
     made = printable(text)
     assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 or "\u202a" <= c <= "\u202e" for c in made)
     assert printable(made) == made
@@ -36,7 +36,7 @@ def test_printable_text_has_nothing_that_commands(text: str) -> None:
 
 @settings(deadline=None)
 @given(TEXT)
-def test_json_stays_what_it_is(text: str) -> None:
+def test_json_stays_valid(text: str) -> None:
     assert json.loads(printable(json.dumps([text], ensure_ascii=False))) == [text]
 
 

@@ -42,7 +42,7 @@ def strength(rgb: Colour, scheme: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_number_in_every_cell_can_be_read(scheme: str) -> None:
+def test_every_cell_is_readable(scheme: str) -> None:
     """A matrix with every share, hits and errors: what is written in a cell has a contrast of 4.5 and more."""
     shares = np.arange(1, 21).reshape(20, 1) / 20 * np.ones((1, 20))
     names = [f"c{i}" for i in range(20)]
@@ -59,7 +59,7 @@ def test_every_number_in_every_cell_can_be_read(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_colour_is_as_strong_as_its_share_right_or_wrong(scheme: str) -> None:
+def test_colour_strength_matches_the_fraction(scheme: str) -> None:
     colours = fills(scheme)
     hits, misses = ([strength(colours[f"{kind}{step}"], scheme) for step in range(LEVELS)] for kind in HUES)
     for each in (hits, misses):
@@ -73,7 +73,7 @@ def test_the_stylesheet_has_the_colours_of_the_scale() -> None:
         assert fills(scheme)["miss3"] == colour(scheme, "miss", 3)
 
 
-def test_the_words_of_the_legend_are_inside_the_drawing() -> None:
+def test_the_legend_is_inside_the_drawing() -> None:
     drawn = heat_map([[1.0, 0.0], [0.5, 0.5]], title="t", rows=["0", "1"], columns=["0", "1"])
     (right,) = re.findall(r'<text[^>]* x="([\d.]+)"[^>]*>wrong<', drawn)
     assert float(right) > 5 * 6.6  # five letters end there

@@ -70,7 +70,7 @@ def test_mean_pooling_of_vit_pytorch_takes_all_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["timm", "torchvision", "transformers", "lucidrains"])
-def test_heads_of_a_size_that_nobody_published_are_refused(family: str, tmp_path: Path) -> None:
+def test_heads_of_an_unpublished_size_must_be_set(family: str, tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False} if family == "lucidrains" else {}
     bundle = tiny(width=96, heads=3, norm_eps=1e-5 if family == "lucidrains" else 1e-6, **fields)
     if family == "transformers":
@@ -85,7 +85,7 @@ def test_heads_of_a_size_that_nobody_published_are_refused(family: str, tmp_path
     assert_same_logits(told, bundle.model)
 
 
-def test_heads_of_a_published_size_are_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_of_a_published_size_are_assumed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = ViT(ViTConfig(image_size=32, patch_size=16, width=192, depth=12, heads=3, classes=3))
     bundle = load(saved(model, tmp_path))
     assert (bundle.model.config.heads, assumed(bundle)["heads"]) == (3, 3)
@@ -106,7 +106,7 @@ def test_a_bundle_assumes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("position", ["none", "sincos_2d", "rope_2d"])
-def test_positions_without_a_table_are_refused_until_they_are_said(position: str, tmp_path: Path) -> None:
+def test_positions_without_a_table_must_be_set(position: str, tmp_path: Path) -> None:
     model = scramble(tiny(position=position).model)
     file = saved(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"no position table.*set it with --override position=sincos_2d"):
@@ -139,7 +139,7 @@ def test_a_file_without_a_table_of_positions_is_noted_by_convert(tmp_path: Path)
     ],
     ids=str,
 )
-def test_what_timms_bare_files_leave_open(
+def test_assumptions_about_bare_timm_files(
     options: dict[str, Any], field: str, right: str | None, tmp_path: Path
 ) -> None:
     """Each is said where it is assumed; where we have it, saying it gives timm's own numbers."""
@@ -162,7 +162,7 @@ def test_what_timms_bare_files_leave_open(
         ("vit_base_patch16_rpn_224", "--override norm_order=pre"),
     ],
 )
-def test_bare_files_that_no_guess_can_open(name: str, words: str, tmp_path: Path) -> None:
+def test_ambiguous_bare_files(name: str, words: str, tmp_path: Path) -> None:
     peer = scramble(import_peer("timm").create_model(name, depth=1, num_classes=3))
     heads = peer.blocks[0].attn.num_heads
     with pytest.raises(CheckpointError, match=words):
@@ -172,7 +172,7 @@ def test_bare_files_that_no_guess_can_open(name: str, words: str, tmp_path: Path
             load(tmp_path / "vit.pth", heads=heads, overrides={"activation": "gelu"})
 
 
-def test_preprocessing_is_assumed_aloud_and_can_be_said(tmp_path: Path) -> None:
+def test_preprocessing_assumptions_are_logged_and_can_be_overridden(tmp_path: Path) -> None:
     file = saved(tiny().model, tmp_path)
     bundle = load(file, heads=2)
     assert assumed(bundle)["preprocess.mean"] == (0.5, 0.5, 0.5)
@@ -202,7 +202,7 @@ def test_preprocessing_is_assumed_aloud_and_can_be_said(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_every_argument_of_a_timm_config_is_followed_or_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_every_argument_of_a_timm_config_is_used_or_an_error(arguments: dict[str, Any], tmp_path: Path) -> None:
     timm = import_peer("timm")
     peer = timm.create_model("vit_base_patch16_224", **SMALL)
     timm.models.save_for_hf(peer, tmp_path, model_args={**SMALL, **arguments})
@@ -211,7 +211,7 @@ def test_every_argument_of_a_timm_config_is_followed_or_refused(arguments: dict[
         load(tmp_path)
 
 
-def test_every_argument_that_timm_has_is_known() -> None:
+def test_every_argument_of_timm_is_handled() -> None:
     """A version of timm with another argument fails here, and somebody decides what it means."""
     import inspect
 
@@ -223,7 +223,7 @@ def test_every_argument_that_timm_has_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit_pe_core_tiny_patch16_384", "vit_pe_spatial_tiny_patch16_512", "vit_of_tomorrow"])
-def test_names_of_timm_that_may_hide_something_are_refused(name: str, tmp_path: Path) -> None:
+def test_unsupported_timm_names(name: str, tmp_path: Path) -> None:
     timm = import_peer("timm")
     known = name != "vit_of_tomorrow"
     peer = timm.create_model(name if known else "vit_tiny_patch16_224", depth=1)
@@ -243,7 +243,7 @@ def early(module: Any, strides: tuple[int, ...], channels: tuple[int, ...], size
     return scramble(module.VisionTransformer(size, 8, 2, 2, 128, 96, num_classes=7, conv_stem_configs=layers))
 
 
-def test_strides_of_early_convolutions_are_asked_for(tmp_path: Path) -> None:
+def test_strides_of_a_conv_stem_must_be_set(tmp_path: Path) -> None:
     module = import_peer("torchvision.models.vision_transformer")
     peer = early(module, (2, 2, 1, 2), (8, 16, 16, 32))
     file = saved(peer, tmp_path)
@@ -271,7 +271,9 @@ def test_strides_of_early_convolutions_are_asked_for(tmp_path: Path) -> None:
     [({"hidden_act": "quick_gelu"}, {"activation": "quick_gelu"}), ({"layer_norm_eps": 1e-3}, {"norm_eps": 1e-3})],
     ids=str,
 )
-def test_what_transformers_bare_files_leave_open(options: dict[str, Any], said: dict[str, Any], tmp_path: Path) -> None:
+def test_assumptions_about_bare_transformers_files(
+    options: dict[str, Any], said: dict[str, Any], tmp_path: Path
+) -> None:
     module = import_peer("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     config = module.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3, **options)
@@ -315,13 +317,13 @@ def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_overrides_that_cannot_be(said: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_invalid_overrides(said: dict[str, Any], words: str, tmp_path: Path) -> None:
     file = saved(tiny().model, tmp_path)
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(file, overrides={"heads": 2, **said})
 
 
-def test_overrides_that_a_bundle_says_too(tmp_path: Path) -> None:
+def test_overrides_of_a_bundle(tmp_path: Path) -> None:
     grey = tiny(channels=1)
     with pytest.raises(CheckpointError, match=r"prepares images of 32×32 pixels in 3 channels .* before you save it"):
         grey.save(tmp_path / "b")  # it could not be opened again
@@ -334,7 +336,7 @@ def test_overrides_that_a_bundle_says_too(tmp_path: Path) -> None:
         load(tmp_path / "b", overrides={"preprocess.mean": 0.4})
 
 
-def test_one_number_is_a_square_patch(tmp_path: Path) -> None:
+def test_one_integer_is_a_square_patch(tmp_path: Path) -> None:
     peer = scramble(
         import_peer("vit_pytorch").ViT(
             image_size=32, patch_size=8, num_classes=7, dim=48, depth=2, heads=3, dim_head=16, mlp_dim=96, channels=1
@@ -351,7 +353,7 @@ def test_one_number_is_a_square_patch(tmp_path: Path) -> None:
 # ── numbers ──
 
 
-def test_a_float8_bundle_is_one_sentence(tmp_path: Path) -> None:
+def test_a_float8_bundle_is_an_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tiny().save(tmp_path / "b")
@@ -368,7 +370,7 @@ def test_a_float8_bundle_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float64"])
-def test_convert_writes_the_numbers_that_are_asked_for(dtype: Any, tmp_path: Path) -> None:
+def test_convert_writes_the_requested_dtype(dtype: Any, tmp_path: Path) -> None:
     bundle = tiny()
     convert(bundle, tmp_path / "other", dtype=dtype)
     assert bundle.model.head.weight.dtype == torch.float32
@@ -382,7 +384,7 @@ def test_convert_writes_the_numbers_that_are_asked_for(dtype: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float64"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_a_bundle_in_other_numbers_computes(dtype: Any, precision: Any, tmp_path: Path) -> None:
+def test_bundles_of_any_dtype_compute(dtype: Any, precision: Any, tmp_path: Path) -> None:
     tiny().save(tmp_path / "b")
     bundle = load(tmp_path / "b", dtype=dtype)
     image = np.zeros((32, 32, 3), np.uint8)
@@ -395,7 +397,7 @@ def test_a_bundle_in_other_numbers_computes(dtype: Any, precision: Any, tmp_path
 # ── norms that mean the same ──
 
 
-def test_a_norm_after_the_class_token_was_read_is_one_before(tmp_path: Path) -> None:
+def test_a_norm_after_class_token_pooling_moves_before_it(tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False, "norm_eps": 1e-5}
     bundle = tiny(final_norm="after_pool", **fields)
     done = convert(bundle, tmp_path / "vit.pt", to="lucidrains")

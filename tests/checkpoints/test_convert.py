@@ -109,7 +109,7 @@ def test_to_dinov2_in_transformers(activation: Any, registers: int, hidden: int,
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_an_mlp_that_no_dinov2_has(activation: Any, tmp_path: Path) -> None:
+def test_mlp_widths_that_dinov2_cannot_express(activation: Any, tmp_path: Path) -> None:
     bundle = tiny(classes=0, layer_scale=1e-5, activation=activation, mlp_width=100)
     with pytest.raises(CheckpointError, match="cannot express mlp_width=100 with width=128"):
         convert(bundle, tmp_path / "dino", to="dinov2-transformers")
@@ -125,7 +125,7 @@ def test_to_lucidrains(tmp_path: Path) -> None:
     same(bundle, peer)
 
 
-def test_to_google_needs_its_gelu_or_leave_to_approximate(tmp_path: Path) -> None:
+def test_to_google_needs_its_gelu_or_approximate(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"activation='gelu' \(the target has 'gelu_tanh'\); allow it with"):
         convert(tiny(), tmp_path / "vit.npz", to="google")
     assert not (tmp_path / "vit.npz").exists()
@@ -157,7 +157,7 @@ def test_dinov2_backbones(activation: Any, registers: int, tmp_path: Path) -> No
     assert torch.equal(again.model(x), model(x))
 
 
-def test_there_and_back_again(tmp_path: Path) -> None:
+def test_round_trip_through_all_formats(tmp_path: Path) -> None:
     """bundle -> timm -> transformers -> torchvision -> bundle: the weights are the same to the bit."""
     bundle = tiny()
     first = {name: tensor.clone() for name, tensor in bundle.model.state_dict().items()}

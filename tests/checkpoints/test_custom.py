@@ -74,7 +74,7 @@ def their_file(model: PostNormTransformer, path: Path) -> dict[str, torch.Tensor
     return state
 
 
-def test_a_home_made_vit_both_ways(tmp_path: Path) -> None:
+def test_a_custom_vit_both_ways(tmp_path: Path) -> None:
     peer = PostNormTransformer()
     scramble(peer)
     state = their_file(peer, tmp_path / "mine.pth")
@@ -197,7 +197,7 @@ scale = [2, 1, 1]
     return text
 
 
-def test_a_table_reshapes_scales_and_says_the_preprocessing(tmp_path: Path) -> None:
+def test_a_key_table_with_reshape_scale_and_preprocess(tmp_path: Path) -> None:
     peer = HomeMade()
     scramble(peer)
     torch.save(peer.state_dict(), tmp_path / "mnist.pth")
@@ -216,7 +216,7 @@ def test_a_table_reshapes_scales_and_says_the_preprocessing(tmp_path: Path) -> N
         convert(bundle, tmp_path / "no.pth", to="own", keys=tmp_path / "map.toml")
 
 
-def test_a_head_that_is_not_ours_is_said(tmp_path: Path) -> None:
+def test_an_unsupported_head_activation_is_reported(tmp_path: Path) -> None:
     """GELU in the head cannot be expressed: mapped onto our layer with tanh, it is opened and said."""
     torch.save(scramble(HomeMade(hidden=True)).state_dict(), tmp_path / "mnist.pth")
     (tmp_path / "map.toml").write_text(home_made_table(hidden=True))
@@ -225,7 +225,7 @@ def test_a_head_that_is_not_ours_is_said(tmp_path: Path) -> None:
     assert "a layer with another activation cannot be opened" in str(bundle.assumptions[0])
 
 
-def test_what_a_table_leaves_out_is_said(tmp_path: Path) -> None:
+def test_fields_missing_in_a_key_table_are_reported(tmp_path: Path) -> None:
     torch.save(scramble(HomeMade()).state_dict(), tmp_path / "mnist.pth")
     lines = home_made_table().splitlines()
     left_out = ("norm_eps", "activation", "pool", "norm_order", "class_token", "mean", "std", "resize")

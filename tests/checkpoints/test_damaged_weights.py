@@ -53,7 +53,7 @@ def edit(bundle: Path, change: Callable[[dict[str, object]], object]) -> None:
     (bundle / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def test_one_wrong_bit_is_noticed(bundle: Path) -> None:
+def test_one_flipped_bit_is_detected(bundle: Path) -> None:
     weights = bundle / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-100] ^= 1
@@ -69,7 +69,7 @@ def test_the_digest_is_that_of_sha256sum(bundle: Path) -> None:
     assert config["vitrail"]["weights_sha256"] == file_digest(bundle / "model.safetensors")
 
 
-def test_a_bundle_without_the_line_of_its_digest_opens(bundle: Path) -> None:
+def test_a_bundle_without_a_digest_opens(bundle: Path) -> None:
     """What is left when somebody removes the line, as the message says, is JSON."""
     config = bundle / "config.json"
     kept = [line for line in config.read_text(encoding="utf-8").splitlines() if "weights_sha256" not in line]
@@ -79,7 +79,7 @@ def test_a_bundle_without_the_line_of_its_digest_opens(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int32])
-def test_a_bundle_of_numbers_that_no_model_is_made_of(kind: torch.dtype, bundle: Path) -> None:
+def test_a_bundle_with_an_unsupported_dtype(kind: torch.dtype, bundle: Path) -> None:
     weights = {name: tensor.to(kind) for name, tensor in load_file(bundle / "model.safetensors").items()}
     save_file(weights, bundle / "model.safetensors")
     drop_digest(bundle)
@@ -87,7 +87,7 @@ def test_a_bundle_of_numbers_that_no_model_is_made_of(kind: torch.dtype, bundle:
         vitrail.load(bundle)
 
 
-def test_an_archive_with_a_damaged_directory(tmp_path: Path) -> None:
+def test_an_archive_with_a_corrupt_directory(tmp_path: Path) -> None:
     vitrail.convert(tiny_bundle(), tmp_path / "m.npz", to="google", approximate=True)
     content = bytearray((tmp_path / "m.npz").read_bytes())
     at = content.rindex(b"PK\x01\x02")
@@ -124,14 +124,14 @@ def test_a_torch_file_that_was_compressed(tmp_path: Path) -> None:
         ('{"vitrail": {"format_version": ' + "9" * 4_000 + "}}", "is a bundle of format 99"),
     ],
 )
-def test_a_config_that_nobody_would_write(text: str, words: str, bundle: Path) -> None:
+def test_absurd_configs(text: str, words: str, bundle: Path) -> None:
     (bundle / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=words) as found:
         vitrail.load(bundle)
     assert len(str(found.value)) < 600
 
 
-def test_a_key_table_that_nobody_would_write(tmp_path: Path) -> None:
+def test_absurd_key_tables(tmp_path: Path) -> None:
     for text in ("a = " + "[" * 200_000, "a = " + "9" * 5_000, "a = \xff"):
         (tmp_path / "keys.toml").write_text(text, encoding="latin-1")
         with pytest.raises(CheckpointError, match=r"keys\.toml (is not|is nested)"):
@@ -157,7 +157,7 @@ def test_an_endless_device_is_not_read(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("device", [True, False])
-def test_a_bundle_of_something_else_than_files(file: str, device: bool, bundle: Path) -> None:
+def test_a_bundle_of_devices_and_pipes(file: str, device: bool, bundle: Path) -> None:
     (bundle / file).unlink()
     (bundle / file).symlink_to("/dev/zero") if device else os.mkfifo(bundle / file)
     with at_once(), pytest.raises(CheckpointError):
@@ -167,7 +167,7 @@ def test_a_bundle_of_something_else_than_files(file: str, device: bool, bundle: 
 @pytest.mark.parametrize(
     "name", ["all.csv", "all.jsonl", "all.parquet", "all.tar", "a/1.png", "recipe.toml", "keys.toml"]
 )
-def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_a_pipe_does_not_block(name: str, tmp_path: Path) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
     opened: dict[str, Callable[[Path], object]] = {
@@ -180,7 +180,7 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "to"), [("m.npz", "google"), ("m.pth", "torchvision"), ("m.safetensors", "timm")])
-def test_what_is_written_follows_the_umask(name: str, to: str, tmp_path: Path) -> None:
+def test_written_files_follow_the_umask(name: str, to: str, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         vitrail.convert(tiny_bundle(), tmp_path / name, to=to, approximate=True)

@@ -56,7 +56,7 @@ def timm_folder(folder: Path, name: str = "vit_base_patch16_224", **options: Any
     ],
     ids=str,
 )
-def test_what_timm_says_is_followed(options: dict[str, Any], tmp_path: Path) -> None:
+def test_timm_configs_are_used(options: dict[str, Any], tmp_path: Path) -> None:
     peer = timm_folder(tmp_path, **options)
     bundle = load(tmp_path)
     assert_same_logits(bundle, peer)
@@ -74,14 +74,14 @@ def test_what_timm_says_is_followed(options: dict[str, Any], tmp_path: Path) -> 
         ("vit_base_patch16_rpn_224", {"depth": 1}, "is not a plain ViT"),
     ],
 )
-def test_what_timm_has_and_we_do_not_is_refused(name: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_timm_options(name: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
     timm_folder(tmp_path, name, **options)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["vit_base_patch16_clip_quickgelu_224", "vit_huge_patch14_224", "test_vit3"])
-def test_what_only_the_architectures_name_says(name: str, tmp_path: Path) -> None:
+def test_fields_implied_by_the_architecture_name(name: str, tmp_path: Path) -> None:
     peer = timm_folder(tmp_path, name, depth=1, num_classes=5)
     assert_same_logits(load(tmp_path), peer)
 
@@ -109,7 +109,7 @@ def test_relu_both_ways(tmp_path: Path) -> None:
         ("ViTModel", {"pooler_act": "gelu"}, "pooler_act 'gelu'; only tanh is supported"),
     ],
 )
-def test_what_transformers_has_and_we_do_not(kind: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_transformers_options(kind: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
     transformers_folder(tmp_path, kind, **options)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
@@ -121,7 +121,7 @@ def test_deit_with_one_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ViTModel", "DeiTModel"])
-def test_bare_models_with_their_pooler(kind: str, tmp_path: Path) -> None:
+def test_headless_models_with_a_pooler(kind: str, tmp_path: Path) -> None:
     peer = transformers_folder(tmp_path, kind)
     bundle = load(tmp_path)
     x = torch.randn(2, 3, 32, 32)
@@ -142,7 +142,7 @@ def test_a_pooler_before_a_head_is_not_transformers(tmp_path: Path) -> None:
         convert(tiny(representation=40), tmp_path / "x", to="transformers")
 
 
-def test_a_mask_token_makes_no_dinov2(tmp_path: Path) -> None:
+def test_a_mask_token_alone_is_not_dinov2(tmp_path: Path) -> None:
     module = import_peer("transformers")
     peer = scramble(module.ViTModel(module.ViTConfig(**HF), use_mask_token=True)).eval()
     peer.save_pretrained(tmp_path)
@@ -162,7 +162,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_trainers_folder(tmp_path: Path) -> None:
+def test_a_trainer_folder(tmp_path: Path) -> None:
     peer = transformers_folder(tmp_path)
     torch.save({"lr": 1}, tmp_path / "training_args.bin")
     torch.save({"state": {}}, tmp_path / "optimizer.pt")
@@ -195,7 +195,7 @@ CROP = {"do_center_crop": True, "crop_size": {"height": 32, "width": 32}}
     ],
     ids=str,
 )
-def test_what_a_processor_says_is_followed(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_image_processor_configs_are_used(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
     processor = getattr(import_peer("transformers"), kind)(**options)
     processor.save_pretrained(tmp_path)
@@ -225,7 +225,7 @@ def test_preprocessing_is_fitted_to_the_model(said: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("said", [{"do_resize": False}, {"size": {"longest_edge": 3}}, {"crop_pct": 0.9}])
-def test_what_is_not_followed_is_said(said: dict[str, Any], tmp_path: Path) -> None:
+def test_ignored_options_are_noted(said: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
     content = {"size": {"height": 32, "width": 32}, **said}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
@@ -243,7 +243,7 @@ def test_what_is_not_followed_is_said(said: dict[str, Any], tmp_path: Path) -> N
         ("preprocessor_config.json", {"size": 32, "crop_size": {"height": 3}, "do_center_crop": True}),
     ],
 )
-def test_configs_of_nonsense(file: str, said: dict[str, Any], tmp_path: Path) -> None:
+def test_nonsense_configs(file: str, said: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
     old = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
     (tmp_path / file).write_text(json.dumps({**old, **said}))
@@ -251,7 +251,7 @@ def test_configs_of_nonsense(file: str, said: dict[str, Any], tmp_path: Path) ->
         load(tmp_path)
 
 
-def test_names_that_are_no_names(tmp_path: Path) -> None:
+def test_class_names_that_are_not_strings(tmp_path: Path) -> None:
     transformers_folder(tmp_path, num_labels=3)
     config = json.loads((tmp_path / "config.json").read_text())
     for labels in ({"0": "a", "2": "b", "5": "c"}, {"0": 1, "1": 2, "2": 3}):
@@ -262,7 +262,7 @@ def test_names_that_are_no_names(tmp_path: Path) -> None:
 # ── what is known otherwise ──
 
 
-def test_what_a_file_does_not_tell_can_be_said(tmp_path: Path) -> None:
+def test_fields_missing_in_a_file_can_be_overridden(tmp_path: Path) -> None:
     bundle = tiny(image_size=(16, 64), pool="mean", activation="gelu_tanh")
     bundle.preprocess = Preprocess(size=(16, 64))
     done = convert(bundle, tmp_path / "vit.pth", to="timm")
@@ -282,7 +282,7 @@ def test_what_a_file_does_not_tell_can_be_said(tmp_path: Path) -> None:
         load(tmp_path / "vit.pth", overrides={"pol": "mean"})
 
 
-def test_a_bundle_says_everything_itself(tmp_path: Path) -> None:
+def test_a_bundle_records_everything(tmp_path: Path) -> None:
     tiny().save(tmp_path / "b")
     assert load(tmp_path / "b", heads=2).model.config.heads == 2
     with pytest.raises(CheckpointError, match="is a bundle, which records heads=2; open it without heads="):
@@ -291,7 +291,7 @@ def test_a_bundle_says_everything_itself(tmp_path: Path) -> None:
         load(tmp_path / "b", keys=tmp_path / "nowhere.toml")
 
 
-def test_shapes_that_tell_the_heads_are_believed(tmp_path: Path) -> None:
+def test_heads_inferred_from_shapes_win(tmp_path: Path) -> None:
     convert(tiny(activation="gelu_tanh"), tmp_path / "vit.npz", to="google")
     with pytest.raises(CheckpointError, match="has 2 heads, by its shapes; open it without heads=4"):
         load(tmp_path / "vit.npz", heads=4)
@@ -299,7 +299,7 @@ def test_shapes_that_tell_the_heads_are_believed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model.", "backbone."])
 @pytest.mark.parametrize("family", ["timm", "torchvision", "lucidrains"])
-def test_wrappers_are_taken_off(family: Any, prefix: str, tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_stripped(family: Any, prefix: str, tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False, "norm_eps": 1e-5} if family == "lucidrains" else {}
     bundle = tiny(**fields)
     convert(bundle, tmp_path / "plain.pth", to=family)
@@ -312,7 +312,7 @@ def test_wrappers_are_taken_off(family: Any, prefix: str, tmp_path: Path) -> Non
     assert torch.equal(again.model(x), bundle.model(x))
 
 
-def test_averaged_weights_come_first_and_are_said(tmp_path: Path) -> None:
+def test_averaged_weights_come_first_and_are_noted(tmp_path: Path) -> None:
     one, other = tiny().model, tiny().model
     with torch.no_grad():
         other.get_parameter("head.bias").add_(1)
@@ -323,7 +323,7 @@ def test_averaged_weights_come_first_and_are_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_numbers_and_mixed_ones(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_other_and_mixed_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     """A model is opened in float32 whatever its file has, and in what is asked for."""
     state = {name: tensor.to(dtype) for name, tensor in tiny().model.state_dict().items()}
     torch.save(state, tmp_path / "other.pth")
@@ -340,7 +340,7 @@ def test_other_numbers_and_mixed_ones(dtype: torch.dtype, tmp_path: Path) -> Non
     assert any("all were converted to float32" in note for note in mixed.provenance["notes"])
 
 
-def test_a_bundle_keeps_the_numbers_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_bundle_keeps_the_requested_dtype(tmp_path: Path) -> None:
     model = ViT(tiny().model.config.replace(position="sincos_2d")).to(torch.bfloat16)
     Bundle(model.eval(), Preprocess(size=(32, 32))).save(tmp_path / "b")
     assert load(tmp_path / "b").model(torch.randn(1, 3, 32, 32)).dtype == torch.float32
@@ -351,7 +351,7 @@ def test_a_bundle_keeps_the_numbers_that_were_asked_for(tmp_path: Path) -> None:
         load(tmp_path / "b", dtype="float23")
 
 
-def test_tied_tensors_are_written_apart(tmp_path: Path) -> None:
+def test_tied_tensors_are_written_separately(tmp_path: Path) -> None:
     bundle = tiny()
     blocks: Any = bundle.model.blocks
     blocks[1].norm1.weight = blocks[0].norm1.weight
@@ -360,7 +360,7 @@ def test_tied_tensors_are_written_apart(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "b").model(x), bundle.model(x))
 
 
-def test_names_for_a_head_that_had_none(tmp_path: Path) -> None:
+def test_naming_the_classes_of_a_head(tmp_path: Path) -> None:
     torch.save(tiny().model.state_dict(), tmp_path / "a.pth")
     before = load(tmp_path / "a.pth", heads=2)
     named = load(tmp_path / "a.pth", heads=2, classes=("a", "b", "c"))

@@ -107,7 +107,7 @@ def test_timm_rope(prefix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["vit_small_patch16_rope_mixed_224", "vit_small_patch16_rope_ape_224", "vit_small_patch16_dinov3"]
 )
-def test_other_rotations_of_timm_are_refused(name: str, tmp_path: Path) -> None:
+def test_other_timm_rope_models_are_an_error(name: str, tmp_path: Path) -> None:
     torch.save(import_peer("timm").create_model(name, depth=1).state_dict(), tmp_path / "other.pth")
     with pytest.raises(CheckpointError, match=r"looks like timm, but \d of its \d+ tensors do not belong to it: "):
         load(tmp_path / "other.pth")
@@ -231,7 +231,7 @@ def test_lucidrains(pool: str, heads: int, head_dim: int, tmp_path: Path) -> Non
         assert_writes_back(bundle, lucidrains.FAMILY, peer, strict=False)
 
 
-def test_lucidrains_older_forms(tmp_path: Path) -> None:
+def test_older_versions_of_lucidrains(tmp_path: Path) -> None:
     """Names with `fn` and position tables with a batch axis, as older versions wrote them."""
     peer = scramble(
         import_peer("vit_pytorch").ViT(

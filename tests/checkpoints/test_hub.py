@@ -109,7 +109,7 @@ def test_fetch_then_offline_then_unreachable(endpoint: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "train"])
-def test_without_a_connection_there_is_one_sentence(command: str, tmp_path: Path) -> None:
+def test_without_a_connection_there_is_one_error_line(command: str, tmp_path: Path) -> None:
     """Nobody listens there: the client's own lines about its retries, half a minute of them, are kept away."""
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     name = "timm:vit_tiny_patch16_224.augreg_in21k"
@@ -147,7 +147,7 @@ def test_a_revision_and_timms_names(endpoint: str, tmp_path: Path) -> None:
         ("hf:org/../../etc", "is not the name of a model on a hub"),
     ],
 )
-def test_names_the_hub_does_not_have(source: str, words: str, endpoint: str, tmp_path: Path) -> None:
+def test_unknown_hub_names(source: str, words: str, endpoint: str, tmp_path: Path) -> None:
     done = inspect(source, endpoint, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr

@@ -51,7 +51,7 @@ def test_a_thousand_outputs_are_assumed_to_be_imagenet(tmp_path: Path) -> None:
     assert load(tmp_path / "b.pth", heads=3).classes is None
 
 
-def test_a_zero_head_is_said(tmp_path: Path) -> None:
+def test_a_zero_head_is_noted(tmp_path: Path) -> None:
     model = tiny(activation="gelu_tanh")
     with torch.no_grad():
         model.head.weight.zero_()
@@ -69,7 +69,7 @@ def test_coverage_and_preprocessing_are_the_familys(tmp_path: Path) -> None:
     assert not bundle.model.training
 
 
-def test_every_kind_of_file_gives_the_same(tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_weights(tmp_path: Path) -> None:
     model = tiny()
     state = model.state_dict()
     torch.save(state, tmp_path / "a.pth")
@@ -137,7 +137,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     return files
 
 
-def test_bad_files_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, (path, words) in bad_files(tmp_path).items():
         with pytest.raises(CheckpointError) as caught:
@@ -147,7 +147,7 @@ def test_bad_files_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "should-not-exist").exists()
 
 
-def test_bad_folders_are_explained(tmp_path: Path) -> None:
+def test_bad_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist; pass a folder or a weight file"):
         load(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="has no weight file"):
@@ -198,7 +198,7 @@ def test_fresh_names_may_be_missing() -> None:
     assert torch.equal(model.head.weight, before)
 
 
-def test_fresh_names_start_fresh_and_are_said(tmp_path: Path) -> None:
+def test_fresh_names_are_initialised_and_reported(tmp_path: Path) -> None:
     state = tiny().state_dict()
     del state["blocks.1.norm1.bias"]
     torch.save(state, tmp_path / "less.pth")
@@ -217,7 +217,7 @@ def test_fresh_names_start_fresh_and_are_said(tmp_path: Path) -> None:
     assert load(tmp_path / "bundle", fresh=("blocks.*",)).provenance["fresh"] == ["blocks.1.norm1.bias"]
 
 
-def test_the_load_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save(tiny().state_dict(), tmp_path / "a.pth")
     with caplog.at_level("INFO", logger="vitrail"):
         bundle = load(tmp_path / "a.pth", heads=3, classes=5, image_size=48, position_method="google")
@@ -232,7 +232,7 @@ def test_the_load_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert assumed == [f"assumed: {assumption}" for assumption in bundle.assumptions]
 
 
-def test_the_wanted_size_explains_an_oblong_table(tmp_path: Path) -> None:
+def test_the_target_size_explains_a_non_square_table(tmp_path: Path) -> None:
     config = tiny().config.replace(image_size=(2 * tiny().config.patch_size[0], 5 * tiny().config.patch_size[1]))
     torch.save(ViT(config).state_dict(), tmp_path / "oblong.pth")
     with pytest.raises(CheckpointError, match="not a square grid; set the image size with --override image_size="):
@@ -247,7 +247,7 @@ def test_the_wanted_size_explains_an_oblong_table(tmp_path: Path) -> None:
 # ── whole or not at all ──
 
 
-def test_a_bundle_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_bundle_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, target = Bundle(tiny(), Preprocess(size=(32, 32))), tmp_path / "b"
     bundle.save(target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}

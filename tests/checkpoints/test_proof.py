@@ -23,7 +23,7 @@ from vitrail.errors import CheckpointError
 
 @pytest.mark.parametrize("damage", [1.001, float("nan"), float("inf")])
 @pytest.mark.parametrize("approximate", [False, True])
-def test_a_writer_that_is_wrong_is_caught(
+def test_a_wrong_writer_is_caught(
     damage: float, approximate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Family.write
@@ -84,7 +84,7 @@ def test_the_source_is_not_its_own_target(tmp_path: Path) -> None:
         convert(tmp_path / "models" / "vit", "hf:org/x")
 
 
-def test_folders_made_for_nothing_are_taken_away(tmp_path: Path) -> None:
+def test_unused_parent_folders_are_removed(tmp_path: Path) -> None:
     bundle = tiny()
     with torch.no_grad():
         bundle.model.get_parameter("norm.bias").fill_(float("nan"))
@@ -102,7 +102,7 @@ def test_folders_made_for_nothing_are_taken_away(tmp_path: Path) -> None:
         ("bundle", "x.safetensors", "bundle is written as a folder"),
     ],
 )
-def test_names_that_do_not_fit(to: Any, name: str, words: str, tmp_path: Path) -> None:
+def test_unsuitable_target_names(to: Any, name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         convert(tiny(activation="gelu_tanh", norm_eps=1e-6), tmp_path / name, to=to)
 
@@ -116,7 +116,7 @@ def test_permissions_are_those_of_other_files(tmp_path: Path) -> None:
         assert file.stat().st_mode == (tmp_path / "other" / "file").stat().st_mode
 
 
-def test_eps_of_transformers_comes_near_enough_to_timm(tmp_path: Path) -> None:
+def test_the_eps_of_transformers_is_close_enough_for_timm(tmp_path: Path) -> None:
     bundle = tiny(norm_eps=1e-12)
     with pytest.raises(CheckpointError, match=r"norm_eps=1e-12 \(the target has 1e-06\); allow it"):
         convert(bundle, tmp_path / "timm", to="timm")
@@ -147,13 +147,13 @@ def test_eps_of_transformers_comes_near_enough_to_timm(tmp_path: Path) -> None:
         ({"norm.bias": torch.zeros(128, device="meta")}, r"holds no numbers in norm\.bias|damaged"),
     ],
 )
-def test_shapes_and_numbers_of_nonsense(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_nonsense_shapes_and_values(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     torch.save({**tiny().model.state_dict(), **change}, tmp_path / "odd.pth")
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path / "odd.pth", heads=2)
 
 
-def test_archives_of_nonsense(tmp_path: Path) -> None:
+def test_nonsense_archives(tmp_path: Path) -> None:
     np.savez(tmp_path / "words.npz", a=np.array(["x"]))
     with pytest.raises(CheckpointError, match="is a NumPy archive that is corrupt or contains something other"):
         load(tmp_path / "words.npz")
@@ -187,14 +187,14 @@ def test_unexpected_weights_and_long_lists() -> None:
         load_weights(model, {})
 
 
-def test_reading_empties_what_it_read() -> None:
+def test_reading_empties_the_weights() -> None:
     model = tiny().model
     weights = dict(model.state_dict())
     timm.FAMILY.read(weights, {})
     assert weights == {}
 
 
-def test_a_table_refuses_names_it_does_not_know() -> None:
+def test_a_key_map_rejects_unknown_names() -> None:
     with pytest.raises(CheckpointError, match=r"cannot store norm\.bias"):
         KeyMap([rule("a", "norm.weight")]).write({"norm.bias": torch.zeros(2)}, tiny().model.config)
     with pytest.raises(CheckpointError, match=r"a has 1 axes, .*, expected 2"):
@@ -215,7 +215,7 @@ def test_a_table_refuses_names_it_does_not_know() -> None:
         ("a", "norm.weight", "transpose = []", r"transpose = \[\] of norm\.weight is not a permutation of axes"),
     ],
 )
-def test_key_tables_of_nonsense(theirs: str, ours: str, extra: str, words: str, tmp_path: Path) -> None:
+def test_nonsense_key_tables(theirs: str, ours: str, extra: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(f'[[keys]]\ntheirs = "{theirs}"\nours = "{ours}"\n{extra}\n')
     with pytest.raises(CheckpointError, match=words):
         read_key_table(tmp_path / "t.toml")

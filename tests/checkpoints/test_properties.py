@@ -68,7 +68,7 @@ def expressible(draw: st.DrawFn, /, family: Family) -> ViTConfig:
     max_examples=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-def test_written_and_read_again(family: Family, data: st.DataObject) -> None:
+def test_round_trip(family: Family, data: st.DataObject) -> None:
     config = data.draw(expressible(family))
     model = ViT(config)
     scramble(model)

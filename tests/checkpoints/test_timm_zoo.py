@@ -33,7 +33,7 @@ def test_all_names_are_timms() -> None:
 
 
 @pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_name_tells_what_timm_builds(every: int) -> None:
+def test_every_name_matches_the_timm_model(every: int) -> None:
     """Built without weights: the heads, activation, eps and pooled tokens of every name that is opened."""
     timm = import_peer("timm")
     for name in zoo()[::every]:

@@ -22,7 +22,7 @@ def guessed(images: list[int], predicted: int) -> np.ndarray:
     return matrix
 
 
-def test_chess_pieces_that_are_guessed() -> None:
+def test_guessed_chess_pieces() -> None:
     """Photographs of chess pieces from scratch gave 20.2% where always Pawn gives 19.3%."""
     images = [17, 15, 21, 21, 16, 19]
     right = [3, 3, 5, 5, 3, 3]
@@ -45,13 +45,13 @@ def test_one_class_takes_nearly_all_predictions() -> None:
     assert [text.split()[0] for text in warnings(guessed([90, 5, 5], 0))] == ["no", "nearly"]
 
 
-def test_a_good_result_is_not_doubted() -> None:
+def test_a_good_result_has_no_warnings() -> None:
     assert warnings(np.diag([40, 40, 40])) == []
     assert warnings(np.array([[95, 1], [1, 23]])) == []
     assert warnings(np.diag([0, 20])) == [], "images of one class cannot be guessed wrongly"
 
 
-def test_few_images_are_called_few() -> None:
+def test_too_few_images() -> None:
     (said,) = warnings(np.diag([2, 1]))
     assert said.startswith("too few images to distinguish this from guessing")
 
@@ -82,7 +82,7 @@ def test_training_and_validation_far_apart() -> None:
 
 
 @given(st.floats(0, 1), st.integers(1, 500), st.data())
-def test_overfitting_is_said_only_beyond_the_interval(training: float, images: int, data: st.DataObject) -> None:
+def test_overfitting_is_reported_only_beyond_the_interval(training: float, images: int, data: st.DataObject) -> None:
     right = data.draw(st.integers(0, images))
     said = warning_about_gap(training, right / images, images)
     beyond = training > wilson_interval(right, images).high and training - right / images >= GAP

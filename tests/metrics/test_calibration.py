@@ -61,7 +61,7 @@ def test_values_worked_out_by_hand() -> None:
     assert expected_calibration_error(table) == pytest.approx(0.5 * 0.4 + 0.5 * 0.25)
 
 
-def test_sure_and_right_is_calibrated_sure_and_wrong_is_not() -> None:
+def test_confident_and_right_is_calibrated_confident_and_wrong_is_not() -> None:
     sure = np.eye(3, dtype=np.float32)
     assert expected_calibration_error(reliability(sure, np.array([0, 1, 2]))) == 0
     assert expected_calibration_error(reliability(sure, np.array([1, 2, 0]))) == 1

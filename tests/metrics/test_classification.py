@@ -98,7 +98,7 @@ def test_values_worked_out_by_hand() -> None:
     assert balanced_accuracy(HAND) == pytest.approx(3 / 4)
 
 
-def test_a_class_without_images_is_left_out_of_the_means() -> None:
+def test_classes_without_images_are_not_averaged() -> None:
     matrix = np.array([[2, 0, 0], [0, 1, 1], [0, 0, 0]])
     scores = per_class(matrix)
     assert math.isnan(scores.recall[2])
@@ -116,7 +116,7 @@ def test_log_loss_by_its_definition(case: tuple[int, int, int, bool]) -> None:
     assert log_loss(probabilities, labels) == pytest.approx(sum(naive) / len(naive))
 
 
-def test_an_impossible_answer_costs_much_and_is_finite() -> None:
+def test_the_log_loss_of_probability_zero_is_finite() -> None:
     assert 87 < log_loss(np.array([[1, 0]], np.float32), np.array([1])) < 88
 
 
@@ -150,6 +150,6 @@ def test_the_most_frequent_confusions() -> None:
         (np.ones((1, 3)) / 3, np.array([-1]), "from -1"),
     ],
 )
-def test_what_does_not_fit(probabilities: np.ndarray, labels: np.ndarray, message: str) -> None:
+def test_invalid_arguments(probabilities: np.ndarray, labels: np.ndarray, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_labels(probabilities, labels)

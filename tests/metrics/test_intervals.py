@@ -32,7 +32,7 @@ def test_wilson_at_the_ends() -> None:
 
 @PROPERTY
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.integers(0, 99))
-def test_the_mean_lies_in_its_interval(values: list[float], seed: int) -> None:
+def test_the_interval_contains_the_mean(values: list[float], seed: int) -> None:
     found = bootstrap_mean(np.array(values), seed=seed, resamples=200)
     assert found.low <= np.mean(values) <= found.high
     assert found == bootstrap_mean(np.array(values), seed=seed, resamples=200)
@@ -55,7 +55,7 @@ def test_drawing_in_chunks_changes_nothing_but_memory(monkeypatch: pytest.Monkey
     assert (bootstrap_mean(values, resamples=99), bootstrap_scores(matrix, resamples=99)) == whole
 
 
-def test_scores_are_those_of_images_drawn_again() -> None:
+def test_bootstrap_scores_match_resampled_images() -> None:
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 4, 600)
     predicted = np.where(rng.random(600) < 0.8, labels, rng.integers(0, 4, 600))
@@ -72,7 +72,7 @@ def test_scores_are_those_of_images_drawn_again() -> None:
 
 @PROPERTY
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=6).filter(any), st.sampled_from([0.8, 0.95, 0.99]))
-def test_where_all_are_right_or_none_no_interval_is_narrower_than_wilsons(images: list[int], level: float) -> None:
+def test_perfect_results_are_at_least_as_wide_as_wilson(images: list[int], level: float) -> None:
     """120 images, all right: the plain bootstrap said 100.0–100.0, and Wilson says 96.9–100.0 of the accuracy."""
     total = sum(images)
     all_right, none_right = np.diag(images), np.roll(np.diag(images), 1, axis=1)
@@ -99,7 +99,7 @@ def test_intervals_cover_the_truth(right: float, classes: int) -> None:
     assert (covered / runs > (0.92 if classes == 4 else 0.88)).all()
 
 
-def test_one_class_that_cannot_be_mistaken() -> None:
+def test_a_single_class() -> None:
     assert set(bootstrap_scores(np.array([[120]]))) == {wilson_interval(120, 120)}
 
 
@@ -123,7 +123,7 @@ def test_macro_f1_of_each_resample(seed: int, images: int, classes: int) -> None
     assert found == bootstrap_scores(matrix, seed=seed, resamples=100)
 
 
-def test_what_does_not_fit() -> None:
+def test_invalid_arguments() -> None:
     for wrong in (
         lambda: wilson_interval(1, 0),
         lambda: wilson_interval(3, 2),

@@ -53,7 +53,7 @@ def test_one_graph(kind: str, training: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "rope", "relative", "resnet"])
-def test_inductor_gives_the_same_numbers(kind: str) -> None:
+def test_inductor_gives_the_same_outputs(kind: str) -> None:
     torch.compiler.reset()
     model = build(kind)
     x = torch.randn(2, 3, 16, 32)

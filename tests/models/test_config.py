@@ -72,7 +72,7 @@ def test_bad_settings_are_explained(fields: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_every_fault_is_named_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"width is 0.*heads is 'x'.*no option 'foo'"):
         ViTConfig.model_validate({"width": 0, "heads": "x", "foo": 1})
 
@@ -95,7 +95,7 @@ def test_a_config_cannot_change() -> None:
         config.replace(depht=3)
 
 
-def test_numbers_stand_for_pairs_and_lists_for_tuples() -> None:
+def test_integers_become_pairs_and_lists_become_tuples() -> None:
     config = ViTConfig.model_validate({"image_size": 96, "patch_size": [8, 16]})
     assert (config.image_size, config.patch_size, config.grid) == ((96, 96), (8, 16), (12, 6))
     numpy = ViTConfig(width=np.int64(48), heads=np.int32(3), image_size=np.int64(32))
@@ -103,7 +103,7 @@ def test_numbers_stand_for_pairs_and_lists_for_tuples() -> None:
     assert type(numpy.width) is int
 
 
-def test_text_that_is_no_config() -> None:
+def test_invalid_json() -> None:
     with pytest.raises(ConfigError, match="ViTConfig: Invalid JSON"):
         ViTConfig.from_json("{")
     with pytest.raises(ConfigError, match=r"ViTConfig is \[\]"):

@@ -29,7 +29,7 @@ def _exact_float32() -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("_exact_float32")
-def test_the_same_numbers_as_on_the_processor(kind: str) -> None:
+def test_the_same_outputs_as_on_the_cpu(kind: str) -> None:
     model, x = scramble(ViT(ViTConfig(**{**TINY, **KINDS[kind]}))), torch.randn(4, 3, 16, 32)
     with torch.no_grad():
         expected = model(x)

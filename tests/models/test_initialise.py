@@ -124,14 +124,14 @@ def test_paper() -> None:
 
 
 @pytest.mark.parametrize("init", ["paper", "timm", "torchvision", "lucidrains"])
-def test_the_bias_of_a_head_can_be_chosen(init: Any) -> None:
+def test_head_bias(init: Any) -> None:
     model = ViT(ViTConfig(**SIZE, init=init, head_bias=-10.0, distillation_token=True))
     model.reset_head(7)
     assert model.head.bias.tolist() == model.head_dist.bias.tolist() == [-10.0] * 7
     assert not (parameters(model)["blocks.0.mlp.fc1.bias"] == -10).any()
 
 
-def test_paper_draws_each_half_of_swiglu_as_one_layer() -> None:
+def test_paper_initialises_each_half_of_swiglu_as_one_layer() -> None:
     model = parameters(ViT(ViTConfig(**SIZE, activation="swiglu")))
     bound = math.sqrt(6 / (192 + 768))
     assert 0.98 * bound < model["blocks.0.mlp.fc1.weight"].abs().max() <= bound

@@ -272,7 +272,7 @@ def test_transformers() -> None:
     assert_same(ViTConfig(**SMALL, mlp_width=96, norm_eps=1e-12), Logits(), state)
 
 
-def test_the_two_numerics_of_the_hybrid_differ_but_little() -> None:
+def test_the_two_numerics_of_the_hybrid_differ_slightly() -> None:
     """Google's and timm's small constants give nearly, but not exactly, the same image of the world."""
 
     def build(numerics: Any) -> ViTConfig:

@@ -24,7 +24,7 @@ def test_sincos_2d_is_the_plain_baselines() -> None:
         assert torch.allclose(table[0, n], torch.tensor(expected), atol=1e-6)
 
 
-def test_learned_2d_is_x_beside_y() -> None:
+def test_learned_2d_concatenates_x_and_y() -> None:
     row, column = torch.randn(3, 4), torch.randn(5, 4)
     table = outer(row, column)
     assert table.shape == (1, 15, 8)
@@ -84,7 +84,7 @@ def test_relative_attention_is_the_papers() -> None:
 @pytest.mark.parametrize("position", ["learned_1d", "learned_2d", "sincos_2d"])
 @pytest.mark.parametrize("token", ["first", "last", "none"])
 @pytest.mark.parametrize("covers", ["patches", "class", "all"])
-def test_rows_of_the_table_meet_their_tokens(position: Any, token: Any, covers: Any) -> None:
+def test_table_rows_match_their_tokens(position: Any, token: Any, covers: Any) -> None:
     """Whatever is covered, the row of a patch is added to that patch, and uncovered tokens get nothing."""
     fields = {**TINY, "position": position, "class_token": token, "registers": 2, "pool": "mean"}
     if position == "learned_1d":
@@ -105,7 +105,7 @@ def test_rows_of_the_table_meet_their_tokens(position: Any, token: Any, covers: 
 
 
 @pytest.mark.parametrize("position", ["learned_1d", "learned_2d", "sincos_2d"])
-def test_the_three_places_of_table_8(position: Any) -> None:
+def test_position_at_as_in_table_8(position: Any) -> None:
     """Stem: once. Shared: one table before every block. Every block: a table of its own for each."""
     x = torch.randn(2, 3, 12, 20)
     shared = ViT(ViTConfig(**TINY, position=position, position_at="shared"))

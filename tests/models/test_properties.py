@@ -24,14 +24,14 @@ def image(config: ViTConfig, batch: int = 3) -> torch.Tensor:
 
 @quick
 @given(configs())
-def test_builds_runs_and_learns(config: ViTConfig) -> None:
+def test_builds_runs_and_trains(config: ViTConfig) -> None:
     assert_learns(config)
 
 
 @pytest.mark.slow
 @far
 @given(configs())
-def test_builds_runs_and_learns_further(config: ViTConfig) -> None:
+def test_builds_runs_and_trains_slow(config: ViTConfig) -> None:
     assert_learns(config)
 
 
@@ -58,14 +58,14 @@ connected = st.sampled_from(["gelu", "gelu_tanh", "quick_gelu", "swiglu"]).flatm
 
 @quick
 @given(connected)
-def test_every_parameter_matters(config: ViTConfig) -> None:
+def test_every_parameter_gets_a_gradient(config: ViTConfig) -> None:
     assert_every_parameter_matters(config)
 
 
 @pytest.mark.slow
 @far
 @given(connected)
-def test_every_parameter_matters_further(config: ViTConfig) -> None:
+def test_every_parameter_gets_a_gradient_slow(config: ViTConfig) -> None:
     assert_every_parameter_matters(config)
 
 
@@ -104,7 +104,7 @@ def excused(name: str, config: ViTConfig) -> bool:
 
 @quick
 @given(configs())
-def test_config_survives_json(config: ViTConfig) -> None:
+def test_config_json_round_trip(config: ViTConfig) -> None:
     assert ViTConfig.from_json(config.to_json()) == config
 
 
@@ -126,7 +126,7 @@ def test_tracing_changes_nothing(config: ViTConfig, data: st.DataObject) -> None
 
 @quick
 @given(configs(stem="conv"), st.data())
-def test_resizing_there_keeps_the_model_whole(config: ViTConfig, data: st.DataObject) -> None:
+def test_resized_models_work(config: ViTConfig, data: st.DataObject) -> None:
     model = scramble(ViT(config))
     grid, patch = (data.draw(st.tuples(st.integers(1, 5), st.integers(1, 5))) for _ in range(2))
     size = (grid[0] * patch[0], grid[1] * patch[1])
@@ -152,7 +152,7 @@ small = st.integers(1, 6)
 
 
 @given(small, small, small, small, st.integers(1, 4), st.sampled_from(["chw", "hwc"]))
-def test_patches_cut_and_joined(rows: int, columns: int, h: int, w: int, channels: int, order: str) -> None:
+def test_patchify_and_unpatchify(rows: int, columns: int, h: int, w: int, channels: int, order: str) -> None:
     """Patch n lies in row n // columns, and holds the pixels that a slice of the image holds."""
     x = torch.randn(2, channels, rows * h, columns * w)
     patches = patchify(x, (h, w), order)

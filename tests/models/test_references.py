@@ -141,7 +141,7 @@ class FirstLucidrains(nn.Module):
         return y
 
 
-def test_first_form_of_lucidrains() -> None:
+def test_first_version_of_lucidrains() -> None:
     reference = FirstLucidrains()
     scramble(reference)
     config = ViTConfig(

@@ -92,7 +92,7 @@ def test_patch_kernels_as_in_timm(size: tuple[int, int]) -> None:
     assert torch.allclose(resample_kernel(kernel, size), expected, atol=1e-4)
 
 
-def test_lines_are_grids_of_one_column() -> None:
+def test_resample_line_is_a_grid_of_one_column() -> None:
     line = torch.linspace(0, 1, 5)[:, None]
     assert torch.allclose(resample_line(line, 9, "google"), torch.linspace(0, 1, 9)[:, None], atol=1e-6)
 

@@ -92,7 +92,7 @@ def test_unknown_name(name: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("thing", [None, 3, {}, ["Ti/16"], b"Ti/16", ViTConfig])
-def test_what_is_no_name(thing: Any) -> None:
+def test_names_that_are_not_strings(thing: Any) -> None:
     for function in (vitrail.create, vitrail.describe):
         with pytest.raises(ConfigError, match="expected a model name such as 'B/16', or a ViTConfig"):
             function(thing)
@@ -123,7 +123,7 @@ def test_a_config_knows_its_name(variant: Any) -> None:
     assert variant_name(config.replace(depth=config.depth + 1)) is None
 
 
-def test_names_of_sizes_without_a_row() -> None:
+def test_variant_names_for_unlisted_patch_sizes() -> None:
     small = variant_config("S/16").replace(patch_size=14)
     assert variant_name(small) == "S/14"
     assert variant_name(small.replace(patch_size=(14, 16))) is None

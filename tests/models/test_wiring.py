@@ -31,7 +31,7 @@ def images() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("token", ["first", "last", "none"])
-def test_tokens_stand_where_the_layout_says(token: Any) -> None:
+def test_tokens_follow_the_layout(token: Any) -> None:
     pool, distillation = ("mean", False) if token == "none" else ("cls", True)
     model = tiny(class_token=token, distillation_token=distillation, registers=2, position="none", pool=pool)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_each_head_reads_its_own_token(token: Any) -> None:
 
 @pytest.mark.parametrize("token", ["first", "last", "none"])
 @pytest.mark.parametrize("over", ["patches", "all"])
-def test_mean_is_over_what_it_says(token: Any, over: Any) -> None:
+def test_mean_pooling_follows_pool_over(token: Any, over: Any) -> None:
     model = tiny(class_token=token, registers=2, pool="mean", pool_over=over)
     found = model.features(images())
     chosen = found.tokens[:, model.config.layout.patches] if over == "patches" else found.tokens
@@ -69,7 +69,7 @@ def test_mean_is_over_what_it_says(token: Any, over: Any) -> None:
 
 
 @pytest.mark.parametrize("over", ["patches", "all"])
-def test_the_query_of_map_can_be_watched(over: Any) -> None:
+def test_map_pooling_can_be_traced(over: Any) -> None:
     model = tiny(class_token="last", registers=2, pool="map", pool_over=over)
     found = model.trace(images())
     assert found.pooling is not None
@@ -101,7 +101,7 @@ def test_resize_carries_patches_and_keeps_the_rest(token: Any, covers: Any, meth
 
 
 @pytest.mark.parametrize("rate", ["embed_dropout", "attention_dropout", "proj_dropout", "mlp_dropout"])
-def test_each_dropout_drops_in_its_place(rate: str) -> None:
+def test_each_dropout_acts_where_it_should(rate: str) -> None:
     """Alone, each rate changes the answer in training, none in evaluation; and dropping nearly all stops its signal."""
     model, x = tiny(**{rate: 0.5}), images()
     assert torch.equal(model(x), model(x))
@@ -145,7 +145,7 @@ def test_every_layer_norm_has_the_eps_of_the_config(stem: Any) -> None:
         assert {norm.eps for norm in norms} == {0.125}
 
 
-def test_gradient_checkpointing_forgets_activations() -> None:
+def test_gradient_checkpointing_recomputes_blocks() -> None:
     """With the switch on, the backward pass runs every block again."""
     model, x = tiny().train(), images()
     calls = 0
@@ -163,7 +163,7 @@ def test_gradient_checkpointing_forgets_activations() -> None:
     assert calls == 2 + 4
 
 
-def test_a_fresh_head_is_drawn_by_the_scheme() -> None:
+def test_a_new_head_follows_the_init_scheme() -> None:
     model = tiny(init="paper")
     model.reset_head(7)
     assert not model.head.weight.any()
@@ -184,7 +184,7 @@ def test_cost_of_every_kind(position: Any, stem: Any) -> None:
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_emptied_and_filled_again(position: Any) -> None:
+def test_to_empty_recomputes_buffers(position: Any) -> None:
     """Built without memory, given some, filled with weights: what follows from the config is there again."""
     model, x = tiny(position=position), images()
     with torch.device("meta"):
