@@ -1,4 +1,4 @@
-"""A real Chromium for tests of pages; `scripts/install-chromium` puts one on a machine."""
+"""A real Chromium for page tests; `scripts/install-chromium` installs one."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Start the browser of this machine. Only where there is none is a test left out, and in CI that is a failure."""
+    """Start the installed browser. Without one, skip the test; in CI, fail."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         missing = "there is no Chromium on this machine; run scripts/install-chromium"

@@ -1,4 +1,4 @@
-"""The shape of the house: which layer may import which, what is public, and what an import costs."""
+"""The architecture: which layer may import which, what is public, and what an import costs."""
 
 import ast
 import subprocess
@@ -40,7 +40,7 @@ LAYER = {
 
 
 def modules() -> dict[str, ast.Module]:
-    """Return every module of the package by its dotted name, parsed."""
+    """Return the parsed modules of the package by dotted name."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -49,7 +49,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module) -> list[str]:
-    """Return what a module imports, at the top or inside a function."""
+    """Return the imports of a module, at the top or inside functions."""
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -107,7 +107,7 @@ def test_every_public_name_imports() -> None:
 
 @pytest.mark.parametrize("code", ["import vitrail", "import vitrail.cli.app", "import vitrail.models.config"])
 def test_light_imports_stay_light(code: str) -> None:
-    """What `--help` and reading a config need must not import torch, which takes seconds."""
+    """`--help` and reading a config must not import torch, which takes seconds."""
     check = f"import sys; {code}; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'PIL')))"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 

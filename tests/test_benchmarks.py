@@ -1,4 +1,4 @@
-"""The benchmark against other libraries says in one sentence what it cannot do."""
+"""The benchmark against other libraries gives one-line errors."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_invalid_sizes() -> None:
 
 @pytest.fixture
 def _recompile_limit() -> Iterator[None]:
-    """Keep what the program raises as it was for other tests. monkeypatch cannot: torch hides what it puts back."""
+    """Restore torch's global settings for other tests; monkeypatch cannot, because torch hides the originals."""
     limit = torch._dynamo.config.recompile_limit
     with torch._dynamo.config.patch(recompile_limit=limit):
         yield

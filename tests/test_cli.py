@@ -1,4 +1,4 @@
-"""The command line, run as a person runs it."""
+"""The command line, end to end."""
 
 import json
 import os
@@ -173,15 +173,15 @@ def test_impossible_conversions(words: tuple[str, ...], message: str, checkpoint
     done = run("convert", str(checkpoint), str(tmp_path / "out.npz"), *HEADS, *words, *extra)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1, "nothing but the refusal"
+    assert len(done.stderr.splitlines()) == 1, "only the error"
     assert list(tmp_path.iterdir()) == []
 
 
-# ── what the disk refuses ──
+# ── disk errors ──
 
 
 def run_limited(setup: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process that first gives something up. All is imported before, as it may not be readable."""
+    """Run a command in a process that first drops privileges or sets limits. Imports come first."""
     code = f"import sys, vitrail.api, vitrail.checkpoints.inspect, vitrail.__main__ as m\n{setup}\nm.main()"
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=120
@@ -217,7 +217,7 @@ def test_a_folder_without_permission(checkpoint: Path, tmp_path: Path) -> None:
     ["bundle", *(pytest.param(form, marks=pytest.mark.slow) for form in ("google", "torchvision", "transformers"))],
 )
 def test_a_full_disk_leaves_the_target_unchanged(form: str, checkpoint: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the end of the disk: writing stops with an error half-way."""
+    """A file size limit simulates a full disk: writing fails half-way."""
     target = tmp_path / {"google": "out.npz", "torchvision": "out.pth"}.get(form, "out")
     words = ("convert", str(checkpoint), str(target), "--to", form, "--approximate", "--overwrite", *HEADS)
     assert run(*words).returncode == 0

@@ -1,4 +1,4 @@
-"""`vitrail check`, run as a person runs it."""
+"""`vitrail check`, end to end."""
 
 import json
 import os
@@ -28,7 +28,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process: importing everything anew would take most of the time."""
+    """Run the command in this process, because imports would take most of the time."""
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
 
     def command(*words: object) -> Done:
@@ -206,7 +206,7 @@ def test_no_readable_image(run: Run, data: Path, option: str) -> None:
 SLOW = """
 import os, time
 import vitrail.data.checking.survey as survey
-def slow(*given):
+def slow(*args):
     os.write(2, b"looking\\n")
     time.sleep(60)
 survey._look_at = slow
@@ -228,7 +228,7 @@ def test_ctrl_c_leaves_no_traceback_and_no_process(data: Path, tmp_path: Path, w
     )
     assert process.stderr is not None
     assert process.stderr.readline() == "looking\n"
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (130, "")
     assert err.replace("looking\n", "") == ""

@@ -1,4 +1,4 @@
-"""`vitrail eval`, run as a person runs it."""
+"""`vitrail eval`, end to end."""
 
 import json
 import re
@@ -37,7 +37,7 @@ PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process: importing everything anew would take most of the time."""
+    """Run the command in this process, because imports would take most of the time."""
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
 
     def command(*words: object) -> Done:
@@ -79,7 +79,7 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
     assert "% on 20 images, 95% interval " in lines[0]
     assert "; always 'cat' gives 50.0%, chance 50.0%; " in lines[0]
     assert lines[0].endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
-    assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be told apart"
+    assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be classified"
     assert "; weakest class " in lines[0]
     for words in (
         "top-1",
@@ -140,7 +140,7 @@ def test_without_a_test_split_the_summary_names_the_validation_split(run: Run, b
     by = "; compared with the images of its run by name only"
     caveat = f"; evaluated on the validation split; selected on these images{by}."
     assert run(bundle, data).out.splitlines()[0].endswith(caveat)
-    # Another run's data knows nothing of these images.
+    # Renamed images are unknown to the run.
     for path in (data / "cat").iterdir():
         path.rename(path.with_name(f"other-{path.name}"))
     for path in (data / "dog").iterdir():
@@ -150,7 +150,7 @@ def test_without_a_test_split_the_summary_names_the_validation_split(run: Run, b
 
 
 def recorded(bundle: Path, data: Path) -> Contents:
-    """Leave in the run folder what training leaves there."""
+    """Write the files that training leaves in the run folder."""
     splits = open_data(data, seed=3, val=0.2, test=0.3)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     contents = quick_check(splits).contents
@@ -175,7 +175,7 @@ def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bun
     found = json.loads(run(bundle, moved, "--json").out)
     assert (found["selected_on"] + found["trained_on"] - 14 in (0, 1), found["compared_by"]) == (True, "content")
     for path in [*moved.glob("*/*.png")]:
-        Image.open(path).save(path, compress_level=0)  # another file, so that nobody can know
+        Image.open(path).save(path, compress_level=0)  # another file, which cannot be recognised
     line = run(bundle, moved).out.splitlines()[0]
     assert line.endswith("; evaluated on all images; by content, none of these images was trained on.")
 
@@ -198,7 +198,7 @@ def test_a_bundle_copied_out_of_its_run_recognises_its_images(run: Run, bundle: 
         assert (len(seen.train), len(seen.val), seen.complete) == (10, 4, True)
     line = run(alone, data).out.splitlines()[0]
     assert line.endswith("; evaluated on all images; selected on 4 of these images; trained on 10 of these images.")
-    (alone / "contents.index").write_bytes((alone / "contents.index").read_bytes()[:100])  # damaged
+    (alone / "contents.index").write_bytes((alone / "contents.index").read_bytes()[:100])  # corrupt
     line = run(alone, data).out.splitlines()[0]
     assert line.endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
 

@@ -1,4 +1,4 @@
-"""Every command that opens a model: any numbers, --override and --keys, and what it assumes is said."""
+"""Every command that opens a model: any dtype, --override and --keys, and logged assumptions."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def checkpoint(folder: Path, dtype: torch.dtype) -> Path:
 
 
 def words(command: str, file: Path, images: Path, out: Path) -> list[str]:
-    """Return the words that run a command quickly on a model."""
+    """Return arguments that run a command quickly on a model."""
     first = str(next(images.rglob("*.png")))
     changes = ("steps=1", "batch=8", "evaluations=1")
     match command:
@@ -90,7 +90,7 @@ def test_every_command_fails_on_ambiguous_fields(command: str, images: Path, tmp
 
 
 @pytest.mark.parametrize(
-    ("command", "more", "refusal"),
+    ("command", "more", "message"),
     [
         ("predict", ("no head",), "the model has no head"),
         ("predict", ("--engine", "onxx"), "'onxx'"),
@@ -109,12 +109,12 @@ def test_every_command_fails_on_ambiguous_fields(command: str, images: Path, tmp
 def test_an_error_is_not_preceded_by_warnings(
     command: str,
     more: tuple[str, ...],
-    refusal: str,
+    message: str,
     images: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What was assumed of a file does not matter where the file, or what is asked of it, is refused."""
+    """Assumptions about a file do not matter if opening or using it fails."""
     file = checkpoint(tmp_path, torch.float32)
     if more == ("no head",):
         config = CONFIG.replace(classes=0)
@@ -122,7 +122,7 @@ def test_an_error_is_not_preceded_by_warnings(
         more = ()
     done = CliRunner().invoke(app, [*words(command, file, images, tmp_path), *HEADS, *more])
     assert isinstance(done.exception, vitrail.VitrailError), done.output
-    assert refusal in str(done.exception)
+    assert message in str(done.exception)
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
@@ -151,7 +151,7 @@ def test_predict_from_any_dtype_in_any_precision(
 
 
 def test_assumptions_go_to_stderr(tmp_path: Path) -> None:
-    """In a process of its own, where no test's handler catches the log."""
+    """In a separate process, where no test handler captures the log."""
     line = [sys.executable, "-m", "vitrail", "inspect", str(checkpoint(tmp_path, torch.float32)), *HEADS]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -188,7 +188,7 @@ def test_overrides_on_the_command_line(override: str, message: str | None, tmp_p
 
 
 def test_fine_tuning_with_other_heads_is_another_run(images: Path, tmp_path: Path) -> None:
-    """The weights are the same, the model is not: it is not resumed."""
+    """The weights are the same but the model is not, so the run is not resumed."""
     line = words("train", checkpoint(tmp_path, torch.float32), images, tmp_path)
     assert CliRunner().invoke(app, [*line, *HEADS]).exit_code == 0
     done = CliRunner().invoke(app, [*line, "--override", "heads=1"])
@@ -212,7 +212,7 @@ def test_the_server_takes_overrides_too(tmp_path: Path, caplog: pytest.LogCaptur
     assert served.engine is not None
     said = [record.__dict__["fields"] for record in caplog.records if record.name == "vitrail.serving"]
     assert [line["what"].partition("=")[0] for line in said if line["model"] == "vit" and "what" in line] == ASSUMED
-    assert "vitrail" not in {record.name for record in caplog.records}  # whose lines are not those of the log
+    assert "vitrail" not in {record.name for record in caplog.records}  # whose lines are not part of the server's log
 
 
 @pytest.mark.parametrize("command", ["predict", "inspect", "train"])

@@ -1,4 +1,4 @@
-"""Whatever is truncated or flipped opens, or is refused in one sentence; never does another exception come out."""
+"""A truncated or bit-flipped file opens, or gives a one-line error; it never raises another exception."""
 
 from pathlib import Path
 

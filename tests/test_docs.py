@@ -1,4 +1,4 @@
-"""The documentation tells the truth: its code runs, its links lead somewhere, its drawings show the real shapes."""
+"""The documentation is correct: its code runs, its links resolve, its drawings show the real shapes."""
 
 import contextlib
 import doctest
@@ -48,14 +48,14 @@ def name_of(path: Path) -> str:
 
 
 def python_blocks(page: Path) -> list[tuple[int, str]]:
-    """Return the line and the code of every python block."""
+    """Return the line number and the code of every Python block."""
     text = page.read_text(encoding="utf-8")
     return [(text.count("\n", 0, match.start(2)), match[2]) for match in _FENCE.finditer(text) if match[1] == "python"]
 
 
 @contextlib.contextmanager
 def namespace(page: Path) -> Iterator[dict[str, object]]:
-    """Give a page a module of its own that is not `__main__`, the way its reader's file would be imported."""
+    """Run a page as a separate module that is not `__main__`, like an imported file."""
     module = ModuleType("page_" + re.sub(r"\W", "_", name_of(page)))
     sys.modules[module.__name__] = module
     try:
@@ -72,12 +72,12 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     with namespace(page) as names, contextlib.redirect_stdout(io.StringIO()):
         for line, code in python_blocks(page):
-            # Empty lines before the code, so that a traceback names the line of the page.
+            # Pad with empty lines, so that a traceback shows the line number of the page.
             exec(compile("\n" * line + code, str(page), "exec"), names)
 
 
 def page_functions(page: Path, folder: Path) -> dict[str, Any]:
-    """Run a page's code in a folder and return what it defines."""
+    """Run a page's code in a folder and return its namespace."""
     with namespace(page) as names, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         for line, code in python_blocks(page):
             exec(compile("\n" * line + code, str(page), "exec"), names)
@@ -85,10 +85,10 @@ def page_functions(page: Path, folder: Path) -> dict[str, Any]:
 
 
 def test_the_onnx_example_prepares_an_image_as_predict_does(tmp_path: Path) -> None:
-    """Whatever the image and the preprocessing: pixel by pixel what the bundle makes of it."""
+    """For any image and preprocessing, the pixels are identical to the bundle's."""
     blocks = [code for _, code in python_blocks(DOCS / "howto" / "export.md") if "def prepared" in code]
     names: dict[str, Any] = {}
-    exec(blocks[0].partition("\n# A photo")[0], names)  # the function alone: the page as a whole is run elsewhere
+    exec(blocks[0].partition("\n# A photo")[0], names)  # only the function; another test runs the whole page
     prepared = names["prepared"]
     generator = np.random.default_rng(0)
     for number, (mode, size, turn) in enumerate(
@@ -143,7 +143,7 @@ def test_every_guide_has_code() -> None:
 
 
 def run_example(path: Path, folder: Path) -> str:
-    """Run an example the way a person would, with warnings as errors, and return what it prints."""
+    """Run an example with warnings as errors, and return its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
@@ -177,7 +177,7 @@ def test_every_option_of_a_model_is_explained() -> None:
 
 
 def recipe_fields(config: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Give the dotted name of every setting of a recipe."""
+    """Yield the dotted name of every setting of a recipe."""
     for name, field in config.model_fields.items():
         kinds = (field.annotation, *get_args(field.annotation))
         inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
@@ -214,7 +214,7 @@ def test_the_make_targets_in_the_text_exist() -> None:
 
 
 def words(drawing: Path) -> list[str]:
-    """Return every text written in a drawing."""
+    """Return all texts in a drawing."""
     tree = ElementTree.parse(drawing)
     return ["".join(element.itertext()) for element in tree.iter("{http://www.w3.org/2000/svg}text")]
 
@@ -230,7 +230,7 @@ def load_drawing_program() -> ModuleType:
 
 @pytest.mark.parametrize("path", DRAWINGS, ids=name_of)
 def test_drawings_are_self_contained(path: Path) -> None:
-    """It is small, follows dark mode, is large enough to read, and asks nobody for a file."""
+    """It is small, supports dark mode, is readable, and loads no other file."""
     text = path.read_text(encoding="utf-8")
     assert len(text.encode()) < LARGEST_DRAWING
     assert "prefers-color-scheme:dark" in text
@@ -240,7 +240,7 @@ def test_drawings_are_self_contained(path: Path) -> None:
 
 
 def test_the_drawing_shows_the_shapes_of_the_model() -> None:
-    # It cuts the image and flattens the patches, as the paper writes; a convolution does both at once.
+    # It splits the image and flattens the patches, as in the paper; a convolution does both at once.
     config = variant_config("B/16").replace(stem="linear")
     with torch.device("meta"):  # shapes only
         found = stages(ViT(config).eval(), sample_image(config.channels, config.image_size))
@@ -252,7 +252,7 @@ def test_the_drawing_shows_the_shapes_of_the_model() -> None:
 
 
 def test_the_drawings_are_up_to_date(tmp_path: Path) -> None:
-    """`make drawings` would write the same words. Pixels are not compared: they may differ between machines."""
+    """`make drawings` would write the same text. Pixels are not compared: they may differ between machines."""
     program = load_drawing_program()
     with torch.no_grad():
         program.draw_how_a_vit_sees(tmp_path)
@@ -273,7 +273,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     html = [path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")]
     assert len(html) >= len(PAGES) - 1
-    # Nothing is fetched from elsewhere when a page is opened.
+    # Opening a page loads nothing from other hosts.
     fetched = re.compile(
         r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//|<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(?:https?:)?//'
     )

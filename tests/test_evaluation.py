@@ -1,4 +1,4 @@
-"""Measuring a model: every image once, by the names of the classes, whoever reads the images."""
+"""Evaluating a model: every image once, with classes matched by name."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import Evaluation as EveryImage
+from vitrail.data.batches import Evaluation as EvaluationData
 from vitrail.data.batches import evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.builtin import digits
@@ -36,7 +36,7 @@ DIGITS = split_of(ALL_DIGITS, np.arange(0, 1797, 9))
 
 @pytest.fixture(scope="module")
 def bundle() -> Bundle:
-    """A small model that has learned the digits a little, so that it is right and wrong."""
+    """A small model trained briefly on digits, so that some predictions are right and some wrong."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = ViT(
@@ -54,14 +54,14 @@ def bundle() -> Bundle:
     return Bundle(model, PRE, ALL_DIGITS.classes)
 
 
-class Damaged:
-    """Digits of which some cannot be read."""
+class Corrupt:
+    """Digits with some unreadable images."""
 
     classes = DIGITS.classes
     labels = DIGITS.labels
 
-    def __init__(self, *damaged: int) -> None:
-        self.damaged = damaged
+    def __init__(self, *corrupt: int) -> None:
+        self.corrupt = corrupt
 
     def __len__(self) -> int:
         return len(DIGITS)
@@ -70,7 +70,7 @@ class Damaged:
         return f"digits/{index}.png"
 
     def read(self, index: int) -> bytes | np.ndarray:
-        return b"" if index in self.damaged else DIGITS.read(index)
+        return b"" if index in self.corrupt else DIGITS.read(index)
 
     def stamp(self, index: int) -> tuple[int, int]:
         return index, 0
@@ -86,8 +86,8 @@ def test_metrics_agree_with_the_model(bundle: Bundle) -> None:
     bundle.model.eval()
     with torch.no_grad():
         outputs = bundle.model(PRE.normalise(torch.from_numpy(images)[:, None]))
-    labels, answers = torch.from_numpy(DIGITS.labels), outputs.argmax(1)
-    right = answers == labels
+    labels, predicted = torch.from_numpy(DIGITS.labels), outputs.argmax(1)
+    right = predicted == labels
     assert found.images == len(DIGITS) == 200
     assert 0.5 < found.top1 < 1
     assert found.top1 == pytest.approx(right.float().mean().item())
@@ -102,11 +102,11 @@ def test_metrics_agree_with_the_model(bundle: Bundle) -> None:
     assert found.weakest is not None
     assert found.weakest.recall == pytest.approx(min(recalls))
     assert found.macro_f1_interval.low <= found.macro_f1 <= found.macro_f1_interval.high
-    sure = outputs.softmax(1).max(1).values
-    most = int(torch.where(right, 0, sure).argmax())
+    confidence = outputs.softmax(1).max(1).values
+    most = int(torch.where(right, 0, confidence).argmax())
     assert (found.worst[0].index, found.worst[0].name) == (most, DIGITS.name(most))
-    assert (found.worst[0].true, found.worst[0].predicted) == (str(int(labels[most])), str(int(answers[most])))
-    assert found.worst[0].confidence == pytest.approx(sure[most].item(), rel=1e-5)
+    assert (found.worst[0].true, found.worst[0].predicted) == (str(int(labels[most])), str(int(predicted[most])))
+    assert found.worst[0].confidence == pytest.approx(confidence[most].item(), rel=1e-5)
     assert [row.confidence for row in found.worst] == sorted((row.confidence for row in found.worst), reverse=True)
 
 
@@ -120,12 +120,12 @@ def test_workers_and_batch_size_do_not_matter(bundle: Bundle) -> None:
 
 def test_progress_is_reported(bundle: Bundle) -> None:
     told: list[tuple[int, int]] = []
-    evaluate_bundle(bundle, Damaged(3), device="cpu", workers=0, on_progress=lambda *done: told.append(done))
+    evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0, on_progress=lambda *done: told.append(done))
     assert told == [(64, 200), (128, 200), (192, 200), (200, 200)]
 
 
 def test_as_dict_is_json(bundle: Bundle) -> None:
-    found = evaluate_bundle(bundle, Damaged(3), device="cpu", workers=0)
+    found = evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0)
     again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert again == found.as_dict()
     assert np.array(again["confusion"]).sum() == again["images"] == 199
@@ -165,30 +165,30 @@ def test_classes_that_do_not_match(bundle: Bundle) -> None:
     headless = Bundle(ViT(bundle.model.config.replace(classes=0)), PRE)
     with pytest.raises(CheckpointError, match="no head"):
         evaluate_bundle(headless, DIGITS, device="cpu", workers=0)
-    batches = evaluation_batches(EveryImage(other, PRE, 2), workers=0)
+    batches = evaluation_batches(EvaluationData(other, PRE, 2), workers=0)
     with pytest.raises(DataError, match="the model has 10 classes and the data 2"):
         evaluate(bundle.model, batches, other, preprocess=PRE, device=CPU)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_images_are_listed_and_skipped(bundle: Bundle, workers: int) -> None:
-    damaged = (0, *range(64, 128), 199)  # the second batch has none that can be read
-    found = evaluate_bundle(bundle, Damaged(*damaged), device="cpu", workers=workers)
-    assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in damaged]
-    assert found.images == 200 - len(damaged)
+    corrupt = (0, *range(64, 128), 199)  # the second batch has none that can be read
+    found = evaluate_bundle(bundle, Corrupt(*corrupt), device="cpu", workers=workers)
+    assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in corrupt]
+    assert found.images == 200 - len(corrupt)
     assert found.summary.endswith("; 66 more could not be read")
-    assert not {mistake.index for mistake in found.worst} & set(damaged)
+    assert not {mistake.index for mistake in found.worst} & set(corrupt)
 
 
 def test_no_readable_images(bundle: Bundle) -> None:
     with pytest.raises(DataError, match=r"none of the 200 can be read; the first, digits/0.png: "):
-        evaluate_bundle(bundle, Damaged(*range(200)), device="cpu", workers=0)
+        evaluate_bundle(bundle, Corrupt(*range(200)), device="cpu", workers=0)
     with pytest.raises(DataError, match="there are no images to evaluate"):
         evaluate(bundle.model, [], DIGITS, preprocess=PRE, device=CPU)
 
 
 class Odd(nn.Module):
-    """Answers with what is not a number where an image begins with a bright row."""
+    """Returns NaN for images that start with a bright row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,12 +210,12 @@ def odd_source(*bright: int) -> Arrays:
 def odd() -> Iterator[Callable[..., Predictions]]:
     model = Odd()
 
-    def ask(source: Arrays, **options: str) -> Predictions:
-        batches = evaluation_batches(EveryImage(source, PRE, 4), workers=0)
+    def predict(source: Arrays, **options: str) -> Predictions:
+        batches = evaluation_batches(EvaluationData(source, PRE, 4), workers=0)
         return predict_all(model, batches, PRE, CPU, name=source.name, **options)
 
-    yield ask
-    # Whatever happened, each part is again in the mode in which it was.
+    yield predict
+    # In any case, every submodule has its previous mode again.
     assert [module.training for module in model.modules()] == [True, False, True]
 
 
@@ -267,4 +267,4 @@ def test_the_summary() -> None:
 
 
 def test_only_one_is_a_hundred_percent() -> None:
-    assert [percent(share) for share in (1, 0.99999, 0.9994, 0.5, 0)] == ["100.0", "99.9", "99.9", "50.0", "0.0"]
+    assert [percent(fraction) for fraction in (1, 0.99999, 0.9994, 0.5, 0)] == ["100.0", "99.9", "99.9", "50.0", "0.0"]

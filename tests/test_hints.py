@@ -1,4 +1,4 @@
-"""What a person types who comes from another library, and what they are told."""
+"""Hints for people who use another library's names."""
 
 import re
 import sys
@@ -88,7 +88,7 @@ def test_the_paper_model_at_any_size() -> None:
     assert {name: getattr(model, name) for name in PAPER} == PAPER
     size = {name: getattr(model, name) for name in ("image_size", "patch_size", "width", "depth", "heads")}
     assert model == ViTConfig(**size, classes=2)
-    # The plain stem alone is not the paper's model: it has no class token.
+    # The plain stem alone does not give the paper's model: there is no class token.
     assert resolve_defaults(read_recipe("scratch-small", ["model.stem=conv"]), facts, None).model != model
     mean = resolve_defaults(read_recipe("scratch-small", ["model.paper=true", "model.pool=mean"]), facts, None).model
     assert mean == model.replace(pool="mean")
@@ -108,7 +108,7 @@ def test_changes_are_a_list(changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"num_classes": 10}, "create has no argument 'num_classes'; vitrail calls it classes: classes=10"),
         ({"img_size": 384}, "vitrail calls it image_size: image_size=384"),
@@ -120,8 +120,8 @@ def test_changes_are_a_list(changes: object) -> None:
         ({"colour": "red"}, "create has no argument 'colour'"),
     ],
 )
-def test_create_with_timm_argument_names(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_create_with_timm_argument_names(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         vitrail.create("Ti/16", **arguments)
 
 
@@ -141,7 +141,7 @@ def test_config_fields_with_timm_names(name: str, ours: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"epochs": 3}, "has no argument 'epochs'; settings go into the recipe: changes=['epochs=3'] (--set epochs=3)"),
         ({"lr": 0.1}, "changes=['optimizer.lr=0.1'] (--set optimizer.lr=0.1)"),
@@ -152,16 +152,16 @@ def test_config_fields_with_timm_names(name: str, ours: str) -> None:
         ({"foldr": "runs"}, "did you mean 'folder'?"),
     ],
 )
-def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^train .*{re.escape(said)}"):
+def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^train .*{re.escape(message)}"):
         vitrail.train("digits", folder=tmp_path / "run", **arguments)
-    with pytest.raises(ConfigError, match=f"^sweep .*{re.escape(said)}"):
+    with pytest.raises(ConfigError, match=f"^sweep .*{re.escape(message)}"):
         vitrail.sweep("digits", over={"seed": [0]}, folder=tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"num_classes": 10}, "load has no argument 'num_classes'; vitrail calls it classes: classes=10"),
         ({"num_heads": 3}, "vitrail calls it heads: heads=3"),
@@ -169,6 +169,6 @@ def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], 
         ({"overides": {}}, "did you mean 'overrides'?"),
     ],
 )
-def test_load_with_timm_argument_names(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_load_with_timm_argument_names(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         vitrail.load("anything.safetensors", **arguments)

@@ -1,4 +1,4 @@
-"""What is given as data and is not a path: one sentence that says what is supported, in every function."""
+"""Data that is not a path: every function says in one sentence what is supported."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A model with logits for every token is no classifier of images: every command says so, and what to set."""
+"""A model with per-token logits cannot classify images: every command says so, and what to set."""
 
 import json
 import sys

@@ -59,7 +59,7 @@ def test_derived_seeds_are_pure_and_distinct(seed: int, one: list[int | str], ot
 
 
 def test_derived_seeds_never_change() -> None:
-    """A new value here would change every training run of every user."""
+    """Changing a value here would change every user's training runs."""
     assert derive_seed(0, "dropout", 7) == 662708177384516509
 
 
@@ -86,7 +86,7 @@ def torchrun(code: str, processes: int) -> subprocess.CompletedProcess[str]:
 
 
 def test_destroyed_groups_are_kept_alive() -> None:
-    """Whatever else holds it, as the model in a traceback does, is not the last to let go, which could hang."""
+    """Another reference, such as the model in a traceback, is never the last one, whose release could hang."""
     code = (
         "import weakref, torch, torch.distributed as d\n"
         "from vitrail.runtime import process_group\n"

@@ -1,4 +1,4 @@
-"""The base of every config."""
+"""The base class of every config."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_missing_fields_are_named() -> None:
 
 
 def test_a_failed_check_leaves_no_trace() -> None:
-    """After an error inside, the next config is checked from the outside again."""
+    """After an error in a nested config, validation starts at the outer level again."""
     for _ in range(2):
         with pytest.raises(ConfigError, match="count is -1"):
             Outer(name="x", count=-1)

@@ -1,4 +1,4 @@
-"""No text from a file commands the terminal: class names, file names, messages."""
+"""Text from files cannot control the terminal: class names, file names, messages."""
 
 import ast
 import json
@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *words: object) -> str:
-    """Run a command whose output goes to a terminal, and return what the terminal gets."""
+    """Run a command with its output on a terminal, and return that output."""
     master, slave = pty.openpty()
     read: list[bytes] = []
 

@@ -1,4 +1,4 @@
-"""Charts: what they say is in them, they are valid XML whatever they are given, and text stays text."""
+"""Charts: they show their values, are valid XML for any input, and escape text."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -34,7 +34,7 @@ def charts(name: str) -> list[str]:
 
 def test_text_is_escaped() -> None:
     for svg in charts(EVIL):
-        root = ET.fromstring(svg)  # valid XML in spite of signs that XML forbids
+        root = ET.fromstring(svg)  # valid XML despite forbidden characters
         assert not list(root.iter(f"{SVG}script"))
         assert any("<script>alert('1')</script>" in text for text in [*texts(svg), *texts(svg, "title")])
 
@@ -56,7 +56,7 @@ def test_charts_have_accessible_names() -> None:
 
 
 def test_points_are_at_their_values() -> None:
-    """Marks of a line from (0, 0) to (4, 1) lie on a straight line, the middle one in the middle."""
+    """The marks of a line from (0, 0) to (4, 1) are on a straight line, the middle one in the middle."""
     svg = line_chart([Series("a", [0, 2, 4], [0, 0.5, 1], marks=True)], title="t", y_low=0, y_high=1)
     marks = [(float(c.get("cx", "")), float(c.get("cy", ""))) for c in ET.fromstring(svg).iter(f"{SVG}circle")]
     (x0, y0), (x1, y1), (x2, y2) = marks
@@ -93,14 +93,14 @@ def test_log_axes_space_powers_of_ten_evenly() -> None:
     assert [axis.position(value) for value in (0.01, 0.1, 1)] == pytest.approx([0, 0.5, 1])
     assert axis.ticks() == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
     assert around([1e-8, 1], log=True).ticks() == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1])
-    assert not around([0, 1], log=True).log, "0 has no logarithm"
+    assert not around([0, 1], log=True).log, "log(0) is undefined"
     short_stretch = around([2.39, 2.43], log=True).ticks()
     assert len(short_stretch) > 2, "an axis without numbers says nothing"
     assert all(2.15 <= tick <= 2.68 for tick in short_stretch)
 
 
 @pytest.mark.parametrize(
-    ("axis", "said"),
+    ("axis", "labels"),
     [
         (Axis(0, 1, unit="percent"), ["0%", "20%", "40%", "60%", "80%", "100%"]),
         (Axis(0, 4000, unit="whole"), ["0", "1,000", "2,000", "3,000", "4,000"]),
@@ -108,8 +108,8 @@ def test_log_axes_space_powers_of_ten_evenly() -> None:
         (Axis(0, 4e-4), ["0", "1e-4", "2e-4", "3e-4", "4e-4"]),
     ],
 )
-def test_ticks_are_round(axis: Axis, said: list[str]) -> None:
-    assert [axis.format(tick) for tick in axis.ticks()] == said
+def test_ticks_are_round(axis: Axis, labels: list[str]) -> None:
+    assert [axis.format(tick) for tick in axis.ticks()] == labels
 
 
 def test_short_numbers() -> None:
@@ -158,7 +158,7 @@ def test_reliability_bars_show_the_accuracy() -> None:
     }
     assert high["fill1"][0] / high["fill1"][1] == pytest.approx(0.5, abs=0.01)
     assert high["fill2 pale"][0] / high["fill1"][1] == pytest.approx(0.35, abs=0.01)
-    assert high["fill1 pale"][0] / high["fill1 pale"][1] == pytest.approx(0.5, abs=0.05), "half as many answers"
+    assert high["fill1 pale"][0] / high["fill1 pale"][1] == pytest.approx(0.5, abs=0.05), "half as many predictions"
 
 
 def test_the_gap_of_an_overconfident_bin_is_drawn() -> None:

@@ -1,4 +1,4 @@
-"""The colours of a heat map: readable over every cell, and as strong as the share, whichever hue."""
+"""The colours of a heat map: readable in every cell, and as strong as the fraction in both hues."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -23,7 +23,7 @@ def as_rgb(code: str) -> Colour:
 
 
 def fills(scheme: str) -> dict[str, Colour]:
-    """Read from the stylesheet how each class is filled; what stands for dark comes last and wins."""
+    """Parse the fill colour of each class from the stylesheet; the dark scheme comes last and wins."""
     plain, _, dark = STYLE.partition("@media screen and (prefers-color-scheme:dark)")
     found: dict[str, Colour] = {}
     for part in (plain, dark) if scheme == "dark" else (plain,):
@@ -32,7 +32,7 @@ def fills(scheme: str) -> dict[str, Colour]:
 
 
 def strength(rgb: Colour, scheme: str) -> float:
-    """Return how far the lightness of a colour (CIE L*) is from that of the page."""
+    """Return the difference in lightness (CIE L*) between a colour and the page."""
 
     def lightness(one: Colour) -> float:
         y = (contrast(one, (0, 0, 0)) * 0.05) - 0.05
@@ -43,7 +43,7 @@ def strength(rgb: Colour, scheme: str) -> float:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_cell_is_readable(scheme: str) -> None:
-    """A matrix with every share, hits and errors: what is written in a cell has a contrast of 4.5 and more."""
+    """A matrix with every fraction, hits and errors: the text of every cell has a contrast of at least 4.5."""
     shares = np.arange(1, 21).reshape(20, 1) / 20 * np.ones((1, 20))
     names = [f"c{i}" for i in range(20)]
     svg = heat_map(

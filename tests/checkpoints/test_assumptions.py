@@ -1,4 +1,4 @@
-"""What a file does not say: opened right, said, or refused; never guessed in silence."""
+"""Fields that a file does not record: inferred, logged as assumptions, or an error; never guessed silently."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def saved(peer: nn.Module, folder: Path) -> Path:
 
 
 class MeanOfAll(nn.Module):
-    """What vit-pytorch computed with pool='mean' while it still kept the class token there."""
+    """vit-pytorch's pool='mean' from when it still had a class token."""
 
     def __init__(self, peer: Any) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_a_file_without_a_table_of_positions_is_noted_by_convert(tmp_path: Path)
 def test_assumptions_about_bare_timm_files(
     options: dict[str, Any], field: str, right: str | None, tmp_path: Path
 ) -> None:
-    """Each is said where it is assumed; where we have it, saying it gives timm's own numbers."""
+    """Each assumption is logged; overriding it, where supported, gives timm's outputs."""
     peer = scramble(import_peer("timm").create_model("vit_base_patch16_224", **SMALL, **options)).eval()
     file = saved(peer, tmp_path)
     bundle = load(file, heads=2)
@@ -167,7 +167,7 @@ def test_ambiguous_bare_files(name: str, words: str, tmp_path: Path) -> None:
     heads = peer.blocks[0].attn.num_heads
     with pytest.raises(CheckpointError, match=words):
         load(saved(peer, tmp_path), heads=heads)
-    if "pe_" in name:  # also where somebody has said which GELU
+    if "pe_" in name:  # also with the GELU set
         with pytest.raises(CheckpointError, match=words):
             load(tmp_path / "vit.pth", heads=heads, overrides={"activation": "gelu"})
 
@@ -185,7 +185,7 @@ def test_preprocessing_assumptions_are_logged_and_can_be_overridden(tmp_path: Pa
         load(file, heads=2, overrides={"preprocess.maen": 0.5})
 
 
-# ── what a timm config says ──
+# ── timm configs ──
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_every_argument_of_a_timm_config_is_used_or_an_error(arguments: dict[str
 
 
 def test_every_argument_of_timm_is_handled() -> None:
-    """A version of timm with another argument fails here, and somebody decides what it means."""
+    """A new argument in timm fails here, so that someone decides how to handle it."""
     import inspect
 
     from vitrail.checkpoints.timm_folder import _FOLLOWED, _IN_SHAPES, _IN_TRAINING, _ONLY
@@ -291,7 +291,7 @@ def test_a_transformers_folder_assumes_only_what_it_leaves_out(tmp_path: Path) -
     peer = module.ViTForImageClassification(module.ViTConfig(**sizes, image_size=32, patch_size=8))
     peer.save_pretrained(tmp_path)
     assert {field.partition(".")[0] for field in assumed(load(tmp_path))} == {"preprocess"}
-    module.ViTModel(peer.config).save_pretrained(tmp_path)  # its config tells which activation the pooler has
+    module.ViTModel(peer.config).save_pretrained(tmp_path)  # its config records the pooler's activation
     assert {field.partition(".")[0] for field in assumed(load(tmp_path))} == {"preprocess"}
 
 
@@ -326,7 +326,7 @@ def test_invalid_overrides(said: dict[str, Any], words: str, tmp_path: Path) -> 
 def test_overrides_of_a_bundle(tmp_path: Path) -> None:
     grey = tiny(channels=1)
     with pytest.raises(CheckpointError, match=r"prepares images of 32×32 pixels in 3 channels .* before you save it"):
-        grey.save(tmp_path / "b")  # it could not be opened again
+        grey.save(tmp_path / "b")  # it could not be loaded again
     grey.preprocess = grey.preprocess.with_channels(1)
     grey.save(tmp_path / "b")
     (mean,) = grey.preprocess.mean
@@ -350,7 +350,7 @@ def test_one_integer_is_a_square_patch(tmp_path: Path) -> None:
     assert load(timm, heads=2, overrides={"patch_size": 8}).model.config.patch_size == (8, 8)
 
 
-# ── numbers ──
+# ── dtypes ──
 
 
 def test_a_float8_bundle_is_an_error(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_float8_bundle_is_an_error(tmp_path: Path) -> None:
     state["norm.weight"] = state["norm.weight"].to(torch.float8_e4m3fn)
     save_file(state, tmp_path / "b" / "model.safetensors")
     config = json.loads((tmp_path / "b" / "config.json").read_text())
-    config["vitrail"].pop("weights_sha256", None)  # of a bundle that somebody has changed on purpose
+    config["vitrail"].pop("weights_sha256", None)  # as in a bundle that was edited on purpose
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         CheckpointError, match=r"holds float8_e4m3fn numbers in norm\.weight; save the model in float32"
@@ -394,7 +394,7 @@ def test_bundles_of_any_dtype_compute(dtype: Any, precision: Any, tmp_path: Path
     assert bundle.model.head.weight.dtype != torch.float32
 
 
-# ── norms that mean the same ──
+# ── equivalent norms ──
 
 
 def test_a_norm_after_class_token_pooling_moves_before_it(tmp_path: Path) -> None:

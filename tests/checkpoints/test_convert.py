@@ -1,4 +1,4 @@
-"""Any format to any other: written by us, opened by the real peer, with the same answers."""
+"""Conversion between all formats: written by us, opened by the real peer, with the same outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def test_to_google_needs_its_gelu_or_approximate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("registers", [0, 4])
 def test_dinov2_backbones(activation: Any, registers: int, tmp_path: Path) -> None:
-    """facebook's own code is not on PyPI; its names are checked, and that the file is read as it was written."""
+    """Meta's code is not on PyPI; the names and a round trip are checked."""
     covers = "class" if registers else None
     fields = {"classes": 0, "registers": registers, "position_covers": covers, "layer_scale": 1e-5, "mlp_width": 96}
     config = ViTConfig(**{**TINY, **fields, "activation": activation})
@@ -158,7 +158,7 @@ def test_dinov2_backbones(activation: Any, registers: int, tmp_path: Path) -> No
 
 
 def test_round_trip_through_all_formats(tmp_path: Path) -> None:
-    """bundle -> timm -> transformers -> torchvision -> bundle: the weights are the same to the bit."""
+    """bundle -> timm -> transformers -> torchvision -> bundle: the weights are bit-identical."""
     bundle = tiny()
     first = {name: tensor.clone() for name, tensor in bundle.model.state_dict().items()}
     convert(bundle, tmp_path / "a", to="bundle")

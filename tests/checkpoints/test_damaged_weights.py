@@ -1,4 +1,4 @@
-"""Weights and configs that are damaged, endless or too large: one sentence that names the file, at once."""
+"""Corrupt, endless or oversized weights and configs: an immediate one-line error that names the file."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def bundle(tmp_path: Path) -> Path:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """End what hangs."""
+    """Fail if the block hangs."""
 
     def hangs(_: int, __: FrameType | None) -> None:
         raise TimeoutError("it hangs")
@@ -70,7 +70,7 @@ def test_the_digest_is_that_of_sha256sum(bundle: Path) -> None:
 
 
 def test_a_bundle_without_a_digest_opens(bundle: Path) -> None:
-    """What is left when somebody removes the line, as the message says, is JSON."""
+    """Removing the line, as the message suggests, leaves valid JSON."""
     config = bundle / "config.json"
     kept = [line for line in config.read_text(encoding="utf-8").splitlines() if "weights_sha256" not in line]
     config.write_text("\n".join(kept), encoding="utf-8")
@@ -100,7 +100,7 @@ def test_an_archive_with_a_corrupt_directory(tmp_path: Path) -> None:
 def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("cls.npy", bytes(3_000_000))
-        archive.infolist()[0].file_size = 3_200_000_000  # what the directory, written last, says
+        archive.infolist()[0].file_size = 3_200_000_000  # claimed by the directory, which is written last
     with pytest.raises(CheckpointError, match=r"would unpack from 0\.0 MB to 3\.2 GB, far more than weights compress"):
         vitrail.load(tmp_path / "m.npz", heads=2)
 

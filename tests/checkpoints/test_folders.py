@@ -1,4 +1,4 @@
-"""Folders as the peers write them: what their configs say is followed, and what we do not have is refused."""
+"""Folders written by the peers: their configs are used, and unsupported options are errors."""
 
 import json
 from pathlib import Path
@@ -30,11 +30,11 @@ HF: dict[str, Any] = {
 
 
 def timm_folder(folder: Path, name: str = "vit_base_patch16_224", **options: Any) -> Any:
-    """Save a model as timm itself prepares it for the hub; its arguments are said as people say them there."""
+    """Save a model as timm prepares it for the hub, with its arguments."""
     timm = import_peer("timm")
-    given = {**SMALL, **options} if name == "vit_base_patch16_224" else options
-    peer = scramble(timm.create_model(name, **given)).eval()
-    timm.models.save_for_hf(peer, folder, model_args=given)
+    arguments = {**SMALL, **options} if name == "vit_base_patch16_224" else options
+    peer = scramble(timm.create_model(name, **arguments)).eval()
+    timm.models.save_for_hf(peer, folder, model_args=arguments)
     return peer
 
 
@@ -259,7 +259,7 @@ def test_class_names_that_are_not_strings(tmp_path: Path) -> None:
         assert load(tmp_path).classes is None
 
 
-# ── what is known otherwise ──
+# ── overrides ──
 
 
 def test_fields_missing_in_a_file_can_be_overridden(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_averaged_weights_come_first_and_are_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_and_mixed_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A model is opened in float32 whatever its file has, and in what is asked for."""
+    """A model is opened in float32 by default, and in the requested dtype."""
     state = {name: tensor.to(dtype) for name, tensor in tiny().model.state_dict().items()}
     torch.save(state, tmp_path / "other.pth")
     assert load(tmp_path / "other.pth", heads=2).model(torch.randn(1, 3, 32, 32)).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Each family, both ways: what the real peer wrote is read with the same logits, what we write the peer opens."""
+"""Each family, both ways: we read the peer's files with the same logits, and the peer opens ours."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def assert_same_logits(bundle: Bundle, peer: nn.Module) -> None:
 
 
 def assert_writes_back(bundle: Bundle, family: Any, peer: nn.Module, strict: bool = True) -> None:
-    """Our weights in the family's form are the peer's own tensors, to the bit."""
+    """Our weights in the family's format are bit-identical to the peer's tensors."""
     written = family.write(bundle.model.state_dict(), bundle.model.config)
     theirs = {name: tensor for name, tensor in peer.state_dict().items() if tensor.numel()}
     assert set(written) == set(theirs)
@@ -150,7 +150,7 @@ HF: dict[str, Any] = {
 
 
 def legacy(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Spell the names as before version 5."""
+    """Use the names from before version 5."""
     table = {
         ".layers.": ".encoder.layer.",
         "attention.q_proj": "attention.attention.query",
@@ -270,7 +270,7 @@ def test_dinov2_in_transformers(swiglu: bool, kind: str, old_names: bool, tmp_pa
             .replace("mlp.down_proj", "mlp.weights_out"): tensor
             for name, tensor in peer.state_dict().items()
         }
-        for gate in [name for name in state if "gate_proj" in name]:  # one tensor in the older files
+        for gate in [name for name in state if "gate_proj" in name]:  # one tensor in older files
             joined = torch.cat([state.pop(gate), state.pop(gate.replace("gate_proj", "up_proj"))])
             state[gate.replace("gate_proj", "weights_in")] = joined
         torch.save(state, tmp_path / "pytorch_model.bin")

@@ -1,4 +1,4 @@
-"""Models on a hub: a small one is served on loopback, and huggingface_hub talks to it."""
+"""Models on a hub: a small hub on loopback, used through huggingface_hub."""
 
 import hashlib
 import os
@@ -83,7 +83,7 @@ def endpoint(repositories: Path) -> Iterator[str]:
 
 
 def inspect(source: str, endpoint: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run in a process of its own, because huggingface_hub reads its settings when it is imported."""
+    """Run in a separate process, because huggingface_hub reads its settings on import."""
     environment = {
         **os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_COLOR": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more,
@@ -110,7 +110,7 @@ def test_fetch_then_offline_then_unreachable(endpoint: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "train"])
 def test_without_a_connection_there_is_one_error_line(command: str, tmp_path: Path) -> None:
-    """Nobody listens there: the client's own lines about its retries, half a minute of them, are kept away."""
+    """Nothing listens on that port; the client's log of retries is silenced."""
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     name = "timm:vit_tiny_patch16_224.augreg_in21k"
     words = [

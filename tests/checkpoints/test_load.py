@@ -1,4 +1,4 @@
-"""Opening files: what is assumed is said, and what cannot be opened is explained in one sentence."""
+"""Opening files: assumptions are logged, and errors are one sentence."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_every_file_format_gives_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_bfloat16_arrays(tmp_path: Path) -> None:
-    """JAX writes bfloat16 as raw pairs of bytes; the numbers come back as they were."""
+    """JAX writes bfloat16 as raw pairs of bytes; the values are restored exactly."""
     arrays = google_arrays(tiny(activation="gelu_tanh"))
     halves = {
         name: torch.from_numpy(array.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.dtype("V2"))
@@ -95,7 +95,7 @@ def test_bfloat16_arrays(tmp_path: Path) -> None:
     assert torch.equal(model.head.weight, expected)
 
 
-# ── what cannot be opened ──
+# ── files that cannot be opened ──
 
 
 class Evil:
@@ -244,7 +244,7 @@ def test_the_target_size_explains_a_non_square_table(tmp_path: Path) -> None:
     assert "position" not in bundle.coverage
 
 
-# ── whole or not at all ──
+# ── atomic writes ──
 
 
 def test_saving_a_bundle_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The checks themselves: a writer that is wrong is caught, what is somebody's is not overwritten, tables are tables."""
+"""The checks themselves: a wrong writer is caught, user files are not overwritten, key tables are validated."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def test_a_wrong_writer_is_caught(
     monkeypatch.setattr(Family, "write", wrong)
     bundle = tiny()
     with torch.no_grad():
-        bundle.model.get_parameter("head.weight").zero_()  # the logits alone would prove nothing
+        bundle.model.get_parameter("head.weight").zero_()  # the logits alone prove nothing
     to, name = ("google", "x.npz") if approximate else ("torchvision", "x.pth")
     with pytest.raises(CheckpointError, match=r"the logits of the converted .* differ by"):
         convert(bundle, tmp_path / name, to=to, approximate=approximate)
@@ -53,7 +53,7 @@ def test_the_callers_model_keeps_its_mode(tmp_path: Path) -> None:
 def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
-    convert(tiny(), full)  # an empty folder is nobody's
+    convert(tiny(), full)  # an empty folder may be used
     convert(tiny(), full, overwrite=True)
     (full / "precious.txt").write_text("mine")
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_the_eps_of_transformers_is_close_enough_for_timm(tmp_path: Path) -> Non
     assert convert(bundle, tmp_path / "timm.pth", to="timm").change == 0
 
 
-# ── files of nonsense ──
+# ── nonsense files ──
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Any model a family can express, written and read again, is the same to the bit."""
+"""Any model that a family can express survives a round trip bit-identically."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every Vision Transformer that timm has a name for: opened with the same logits, or refused."""
+"""Every Vision Transformer in timm: opened with the same logits, or an error."""
 
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ OTHER_ARCHITECTURES = (
     *("aimv2", "beit3", "18x2", "_rpn_", "_xp_", "vit_dlittle", "vit_dpwee", "vit_dwee", "vit_pwee", "test_vit4"),
     *("_resnet", "_mci_"),
 )
-"""RMSNorm, parallel or differential blocks, sub-norms, other stems: what our model does not have."""
+"""Unsupported: RMSNorm, parallel or differential blocks, sub-norms, other stems."""
 ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "SiLU": "gelu"}
-"""Ours by the names of timm's classes; a gated MLP is seen from the shapes, whatever is told."""
+"""Our activations by timm's class names; a gated MLP is inferred from shapes."""
 
 
 def zoo() -> list[str]:
@@ -34,7 +34,7 @@ def test_all_names_are_timms() -> None:
 
 @pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_name_matches_the_timm_model(every: int) -> None:
-    """Built without weights: the heads, activation, eps and pooled tokens of every name that is opened."""
+    """Built on the meta device: heads, activation, eps and pooled tokens of every supported name."""
     timm = import_peer("timm")
     for name in zoo()[::every]:
         if name not in _NAMES:
@@ -56,7 +56,7 @@ def test_every_name_matches_the_timm_model(every: int) -> None:
 def test_every_architecture_of_timm(share: int, tmp_path: Path) -> None:
     timm = import_peer("timm")
     for name in sorted(_NAMES)[share::4]:
-        # The largest of a family stand for the smaller: what differs between them is the width.
+        # Skip the largest models: they differ from the smaller ones only in size.
         peer = scramble(timm.create_model(name, depth=1, num_classes=3)).eval()
         timm.models.save_for_hf(peer, tmp_path / name)
         model = load(tmp_path / name).model
@@ -68,7 +68,7 @@ def test_every_architecture_of_timm(share: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(4))
 def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
-    """Without the config, heads given: the same logits, or refused, or what differs is among the assumptions."""
+    """Without the config, with heads set: the same logits, an error, or a difference among the assumptions."""
     for name in zoo()[share::4]:
         peer = scramble(one_block(name)).eval()
         torch.save(peer.state_dict(), tmp_path / "vit.pth")
@@ -87,7 +87,7 @@ def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
 
 
 def tolerance(name: str) -> float:
-    """Return how far logits may be apart: dozens of convolutions, summed in another order, differ by a little more."""
+    """Return the tolerance of the logits; dozens of convolutions in another summation order differ a little more."""
     return 1e-4 if any(part.startswith("r") and part[1:].isdigit() for part in name.split("_")) else 1e-5
 
 
@@ -95,7 +95,7 @@ def one_block(name: str) -> Any:
     timm = import_peer("timm")
     try:
         return timm.create_model(name, depth=1, num_classes=3)
-    except AssertionError:  # a list with an entry for every block
+    except AssertionError:  # a list with one entry per block
         return timm.create_model(name, depth=1, num_classes=3, num_kv_heads=1)
 
 
@@ -103,6 +103,6 @@ def one_block(name: str) -> Any:
 def answers(model: Any, peer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(1, model.config.channels, *model.config.image_size)
     size = getattr(peer.patch_embed, "img_size", None) or x.shape[2:]
-    # timm lets an image hold a part of a patch, which it ignores.
+    # timm allows partial patches at the border, and ignores them.
     height, width = (there - here for there, here in zip(size, x.shape[2:], strict=True))
     return model(x), peer(torch.nn.functional.pad(x, (0, width, 0, height)))

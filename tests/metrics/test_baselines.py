@@ -1,4 +1,4 @@
-"""What guessing gives, and when a result is said to be worth little."""
+"""Baselines, and warnings about untrustworthy results."""
 
 import numpy as np
 import pytest
@@ -30,17 +30,17 @@ def test_guessed_chess_pieces() -> None:
     assert round(100 * np.trace(matrix) / matrix.sum(), 1) == 20.2
     found = baselines(matrix)
     assert (PIECES[found.majority_class], found.majority, found.chance) == ("Knight", 21 / 109, 1 / 6)
-    said = warnings(matrix)
-    assert len(said) == 1
-    assert said[0].startswith("no better than guessing: the 95% interval ")
-    assert "reaches 19.3%, the accuracy of always predicting 'Knight' (chance 16.7%); next: " in said[0]
-    assert PRETRAINED in said[0]
+    warning = warnings(matrix)
+    assert len(warning) == 1
+    assert warning[0].startswith("no better than guessing: the 95% interval ")
+    assert "reaches 19.3%, the accuracy of always predicting 'Knight' (chance 16.7%); next: " in warning[0]
+    assert PRETRAINED in warning[0]
 
 
 def test_one_class_takes_nearly_all_predictions() -> None:
-    said = warnings(guessed([40, 40, 40], 1))
-    assert said[0].startswith("no better than guessing")
-    assert said[1].startswith("nearly all predictions (100.0%) are 'King', the class of 33.3% of the images")
+    warning = warnings(guessed([40, 40, 40], 1))
+    assert warning[0].startswith("no better than guessing")
+    assert warning[1].startswith("nearly all predictions (100.0%) are 'King', the class of 33.3% of the images")
     # Rare classes that are never predicted: the accuracy of 90% is that of the largest class.
     assert [text.split()[0] for text in warnings(guessed([90, 5, 5], 0))] == ["no", "nearly"]
 
@@ -52,8 +52,8 @@ def test_a_good_result_has_no_warnings() -> None:
 
 
 def test_too_few_images() -> None:
-    (said,) = warnings(np.diag([2, 1]))
-    assert said.startswith("too few images to distinguish this from guessing")
+    (warning,) = warnings(np.diag([2, 1]))
+    assert warning.startswith("too few images to distinguish this from guessing")
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
@@ -74,8 +74,8 @@ def test_baselines_are_what_such_classifiers_reach(rows: list[list[int]]) -> Non
 def test_training_and_validation_far_apart() -> None:
     assert warning_about_gap(0.9, 0.8, 1000) == []
     assert warning_about_gap(0.4, 0.8, 1000) == []
-    (said,) = warning_about_gap(0.982, 0.45, 40)
-    assert said.startswith(
+    (warning,) = warning_about_gap(0.982, 0.45, 40)
+    assert warning.startswith(
         "overfitting: 98.2% on the augmented training images, 45.0% on the 40 images of the validation split "
         "(95% interval 30.7–60.2); next: "
     )
@@ -84,9 +84,9 @@ def test_training_and_validation_far_apart() -> None:
 @given(st.floats(0, 1), st.integers(1, 500), st.data())
 def test_overfitting_is_reported_only_beyond_the_interval(training: float, images: int, data: st.DataObject) -> None:
     right = data.draw(st.integers(0, images))
-    said = warning_about_gap(training, right / images, images)
+    warning = warning_about_gap(training, right / images, images)
     beyond = training > wilson_interval(right, images).high and training - right / images >= GAP
-    assert bool(said) == (beyond and images >= TOO_FEW)
+    assert bool(warning) == (beyond and images >= TOO_FEW)
 
 
 def test_four_images_do_not_show_that_one_class_takes_all() -> None:

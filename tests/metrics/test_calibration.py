@@ -1,4 +1,4 @@
-"""Calibration, against a loop over the bins and values worked out by hand."""
+"""Calibration, against a loop over the bins and values computed by hand."""
 
 import numpy as np
 import pytest

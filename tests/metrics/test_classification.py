@@ -1,4 +1,4 @@
-"""Accuracy, F1 and their like, against loops that follow the definitions and values worked out by hand."""
+"""Classification metrics, against loops that follow the definitions and values computed by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Two classifiers on the same images, against scipy's binomial test and by hand."""
+"""Paired comparison, against SciPy's binomial test and by hand."""
 
 import numpy as np
 import pytest

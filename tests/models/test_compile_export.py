@@ -1,4 +1,4 @@
-"""No graph breaks, a dynamic batch in torch.export, and the same numbers."""
+"""No graph breaks, a dynamic batch in torch.export, and the same outputs."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def build(kind: str) -> nn.Module:
     return scramble(ViT(ViTConfig(**{**TINY, **KINDS[kind]})))
 
 
-QUICK = ("plain", "relative")  # the usual model, and the one whose graph is the oddest
+QUICK = ("plain", "relative")  # the usual model, and the one with the most unusual graph
 SLOW = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 
 

@@ -1,4 +1,4 @@
-"""ViTConfig refuses what cannot work, in words that name the values and the remedy."""
+"""ViTConfig rejects invalid values, with errors that name the values and the fix."""
 
 from typing import Any
 

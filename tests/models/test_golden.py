@@ -1,4 +1,4 @@
-"""What must not change unnoticed: parameter names, config fields, the numbers of a known model (`make golden`)."""
+"""Golden values: parameter names, config fields and logits must not change unnoticed (`make golden`)."""
 
 import json
 

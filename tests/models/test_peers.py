@@ -1,4 +1,4 @@
-"""Same weights, same logits: our model beside timm's, torchvision's, vit-pytorch's and transformers'."""
+"""Same weights, same logits: our model against timm, torchvision, vit-pytorch and transformers."""
 
 from typing import Any
 
@@ -273,7 +273,7 @@ def test_transformers() -> None:
 
 
 def test_the_two_numerics_of_the_hybrid_differ_slightly() -> None:
-    """Google's and timm's small constants give nearly, but not exactly, the same image of the world."""
+    """Google's and timm's epsilons give nearly, but not exactly, the same outputs."""
 
     def build(numerics: Any) -> ViTConfig:
         stem = ResNet(depths=(1, 1), numerics=numerics)

@@ -1,4 +1,4 @@
-"""The stems: shared weights, and what the hybrid's pieces compute."""
+"""The stems: shared weights, and the layers of the hybrid."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_shape_of_the_feature_map(depths: tuple[int, ...], factor: float, channe
 
 
 def test_hybrids_split_the_feature_map_into_patches() -> None:
-    """R+Ti/16: a feature map of stride 4, patches of 8×8 cells, 32 pixels a token."""
+    """R+Ti/16: a feature map of stride 4, patches of 8×8 cells, 32 pixels per token."""
     model = ViT(
         ViTConfig(image_size=64, patch_size=32, stem="resnet", resnet={"depths": ()}, width=24, heads=2, depth=1)
     )
@@ -102,7 +102,7 @@ def test_hybrids_split_the_feature_map_into_patches() -> None:
     ids=lambda value: value.get("stem", "") if isinstance(value, dict) else None,
 )
 def test_stages_list_the_tensors_of_the_stem(options: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> None:
-    """Only what the model computes is listed, each with its real shape."""
+    """Only tensors that the model computes are listed, with their real shapes."""
     config = ViTConfig(image_size=(32, 64), patch_size=8, width=48, depth=1, heads=3, classes=2, **options)
     model = ViT(config).eval()
     found = stages(model, torch.zeros(1, 3, 32, 64))

@@ -38,7 +38,7 @@ def test_every_variant_has_a_known_size() -> None:
 
 @pytest.mark.parametrize("paper", PARAMETERS)
 def test_parameter_counts(paper: str) -> None:
-    """Counted on the whole model, not by the shortcut that `cost` takes; both must agree."""
+    """Counted on the full model, not extrapolated as in `cost`; both must agree."""
     config = variant_config(paper)
     with torch.device("meta"):
         model = ViT(config)

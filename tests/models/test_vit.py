@@ -1,4 +1,4 @@
-"""The methods of ViT, and what it says to a tensor that does not fit."""
+"""The methods of ViT, and its errors for invalid inputs."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_features_are_the_input_of_the_head() -> None:
 
 
 def test_features_as_grid() -> None:
-    """Cell (r, c) of the grid is the token of the patch in row r, column c, wherever special tokens stand."""
+    """Cell (r, c) of the grid is the token of the patch in row r, column c, wherever the special tokens are."""
     for fields in (
         {},
         {"class_token": "last", "registers": 2},
@@ -191,7 +191,7 @@ def test_resize_and_back_runs_in_between() -> None:
 
 
 def test_equal_token_counts_are_still_resampled() -> None:
-    """14×14 -> 7×28 keeps 196 patches; a table that is copied would be wrong in every row (timm copies it)."""
+    """14×14 -> 7×28 keeps 196 patches; a copied table would be wrong in every row (timm copies it)."""
     model = ViT(ViTConfig(image_size=(56, 56), patch_size=4, width=24, depth=1, heads=3, classes=5))
     old = model.pos_embed.detach().clone()
     model.resize((28, 112))
@@ -203,7 +203,7 @@ def test_equal_token_counts_are_still_resampled() -> None:
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
 def test_enlarged_images_with_enlarged_patches_give_the_same_logits(stem: str) -> None:
-    """Enlarge image patch by patch, and the resized model gives the same logits: FlexiViT's rule end to end."""
+    """With the image enlarged patch by patch, the resized model gives the same logits: FlexiViT end to end."""
     model, x = tiny(stem=stem), torch.randn(2, 3, 12, 20)
     before = model(x)
     cells = x.unfold(2, 4, 4).unfold(3, 4, 4).reshape(-1, 1, 4, 4)
@@ -218,7 +218,7 @@ def test_stems_bound_to_their_patch(stem: str) -> None:
     model = ViT(ViTConfig(image_size=64, patch_size=16, stem=stem, width=48, heads=3, depth=1))
     with pytest.raises(ConfigError, match=f"the stem '{stem}' is bound to its patch size"):
         model.resize(128, 32)
-    assert model.config.patch_size == (16, 16)  # a refusal changes nothing
+    assert model.config.patch_size == (16, 16)  # an error changes nothing
     model.resize(96)
     assert model(torch.randn(2, 3, 96, 96)).shape == (2, 1000)
 
@@ -241,7 +241,7 @@ def test_frozen_parameters_stay_frozen_through_resize() -> None:
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
-    """Also with dropout, stochastic depth and dropped patches, because the random state is replayed."""
+    """Also with dropout, stochastic depth and dropped patches, because the random state is restored."""
     rates = dict.fromkeys(
         ("embed_dropout", "attention_dropout", "mlp_dropout", "stochastic_depth", "patch_dropout"), 0.3
     )
@@ -289,7 +289,7 @@ def test_a_meta_model_takes_weights_by_assignment() -> None:
 
 
 def test_patch_dropout_keeps_special_tokens_and_positions() -> None:
-    """What the kept patches give must be what they would give in a sequence without the others."""
+    """The output for the kept patches equals that of a sequence without the others."""
     for fields in (
         {"position": "learned_1d", "position_at": "every_block"},
         {"position": "learned_2d", "position_at": "shared"},
@@ -309,7 +309,7 @@ def test_patch_dropout_keeps_special_tokens_and_positions() -> None:
         model.eval()
         whole, _ = model.embed(x)
         assert torch.equal(tokens, whole.gather(1, places.kept[..., None].expand(-1, -1, 24)))
-        # Attention over the kept tokens equals attention over all with the others out of sight.
+        # Attention over the kept tokens equals attention over all tokens with the others masked.
         block = model.blocks[0]
         short = block(tokens, places)
         hidden = torch.full((2, 1, 17, 17), float("-inf"))
@@ -320,7 +320,7 @@ def test_patch_dropout_keeps_special_tokens_and_positions() -> None:
 
 
 def masked_block(model: ViT, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Run the first block on every token, with some keys hidden."""
+    """Run the first block on all tokens, with some keys masked."""
     original = nn.functional.scaled_dot_product_attention
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any, dropout_p: float) -> torch.Tensor:
@@ -340,4 +340,4 @@ def test_stochastic_depth_grows_with_depth_and_keeps_the_mean() -> None:
     out = drop(torch.ones(20_000, 2, 3))
     assert set(out.unique().tolist()) == {0.0, 2.0}
     assert out.mean() == pytest.approx(1.0, abs=0.03)
-    assert torch.equal(out[:, 0, 0], out[:, 1, 2])  # a whole image at a time
+    assert torch.equal(out[:, 0, 0], out[:, 1, 2])  # per image

@@ -1,4 +1,4 @@
-"""Each option reaches the place it is meant for, alone: what an end-to-end comparison can miss."""
+"""Each option, tested alone, has its intended effect: what an end-to-end comparison can miss."""
 
 import copy
 import io
@@ -102,7 +102,7 @@ def test_resize_carries_patches_and_keeps_the_rest(token: Any, covers: Any, meth
 
 @pytest.mark.parametrize("rate", ["embed_dropout", "attention_dropout", "proj_dropout", "mlp_dropout"])
 def test_each_dropout_acts_where_it_should(rate: str) -> None:
-    """Alone, each rate changes the answer in training, none in evaluation; and dropping nearly all stops its signal."""
+    """Each rate alone changes the output in training but not in evaluation; a rate near 1 stops its signal."""
     model, x = tiny(**{rate: 0.5}), images()
     assert torch.equal(model(x), model(x))
     model.train()
@@ -146,7 +146,7 @@ def test_every_layer_norm_has_the_eps_of_the_config(stem: Any) -> None:
 
 
 def test_gradient_checkpointing_recomputes_blocks() -> None:
-    """With the switch on, the backward pass runs every block again."""
+    """If enabled, the backward pass runs every block again."""
     model, x = tiny().train(), images()
     calls = 0
 
@@ -185,7 +185,7 @@ def test_cost_of_every_kind(position: Any, stem: Any) -> None:
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_to_empty_recomputes_buffers(position: Any) -> None:
-    """Built without memory, given some, filled with weights: what follows from the config is there again."""
+    """After meta device, `to_empty` and loading weights, the computed buffers are restored."""
     model, x = tiny(position=position), images()
     with torch.device("meta"):
         empty = ViT(model.config)
@@ -196,7 +196,7 @@ def test_to_empty_recomputes_buffers(position: Any) -> None:
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_functional_calls(position: Any) -> None:
-    """Per-sample gradients and ensembles call a model with other weights than its own."""
+    """Per-sample gradients and ensembles call a model with other weights."""
     model, x = tiny(position=position), images()
     weights = {name: 0.5 * p.detach() for name, p in model.named_parameters()}
     found = torch.func.functional_call(model, weights, (x,))
@@ -254,7 +254,7 @@ def test_resolved_configs_mean_the_same() -> None:
 
 
 def test_googles_hybrid_against_a_plain_reference() -> None:
-    """On a faint image the small constants decide: StdConv's 1e-5 outside the root, GroupNorm's eps of 1e-6."""
+    """On a faint image the epsilons matter: StdConv's 1e-5 outside the square root, GroupNorm's 1e-6."""
     backbone = scramble(ResNetBackbone(3, ResNet(depths=(1, 1))))
     x = 1e-4 * torch.randn(2, 3, 32, 32)
     state = {name: tensor.double() for name, tensor in backbone.state_dict().items()}
