@@ -11,7 +11,7 @@ import torch
 import vitrail
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
-from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
+from vitrail.models.config import FIELD_ALIASES, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
 from vitrail.training.defaults import DataFacts, resolve_defaults
@@ -128,8 +128,8 @@ def test_create_with_timm_argument_names(arguments: dict[str, Any], message: str
 def test_suggested_calls_work() -> None:
     assert vitrail.create("Ti/16", classes=10).config.classes == 10
     assert vitrail.create(variant_config("Ti/16").replace(pool="mean")).config.pool == "mean"
-    assert set(CALLED_ELSEWHERE.values()) <= set(ViTConfig.model_fields)
-    assert not set(CALLED_ELSEWHERE) & set(ViTConfig.model_fields)
+    assert set(FIELD_ALIASES.values()) <= set(ViTConfig.model_fields)
+    assert not set(FIELD_ALIASES) & set(ViTConfig.model_fields)
 
 
 @pytest.mark.parametrize(

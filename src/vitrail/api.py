@@ -22,7 +22,7 @@ from vitrail.exporting import Export, export
 from vitrail.inference.embed import Embedded, embed
 from vitrail.inference.probe import probe
 from vitrail.inference.probe_result import Probed
-from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
+from vitrail.models.config import FIELD_ALIASES, ViTConfig
 from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_image, stages
 from vitrail.models.variants import variant_config
@@ -176,7 +176,7 @@ def describe(name: str | ViTConfig) -> Description:
 
 def _unknown_of_model(argument: str, value: object) -> ConfigError:
     """Map another library's argument to ours, or show how to change the config field."""
-    ours = CALLED_ELSEWHERE.get(argument, argument)
+    ours = FIELD_ALIASES.get(argument, argument)
     hint = ""
     if ours in ("classes", "image_size", "patch_size", "channels"):
         hint = f"vitrail calls it {ours}: {ours}={value!r}"

@@ -17,7 +17,7 @@ from vitrail.acceleration.export.torch_export import Archive, write_archive
 from vitrail.acceleration.packages import require
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.checkpoints.writing import whole_file
+from vitrail.checkpoints.writing import atomic_file
 from vitrail.errors import CheckpointError, ConfigError, suggest
 
 Form = Literal["onnx", "torch", "openvino"]
@@ -62,7 +62,7 @@ def export(
     opened = ready_bundle(bundle)
     graph = Graph(opened.model, opened.preprocess if preprocess else None, channels_last=channels_last)
     metadata = describe_graph(graph, opened)
-    with whole_file(target, overwrite=overwrite) as temporary:
+    with atomic_file(target, overwrite=overwrite) as temporary:
         _write(graph, to, temporary, metadata, OPSET if opset is None else opset)
         check = check_answers(graph, opened.preprocess, _opened(to, temporary))
         if not check.passed:

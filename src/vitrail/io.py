@@ -125,7 +125,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path; on success, rename it to `path` with default permissions."""
     temporary = path.with_name(f".{path.name}.part")
     try:

@@ -21,7 +21,7 @@ class Frozen(BaseModel):
     """An immutable, validated config. Invalid values raise `ConfigError`, never a pydantic error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    called_elsewhere: ClassVar[Mapping[str, str]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
     """Field names of other libraries, mapped to ours."""
 
     @_model_validator(mode="wrap")
@@ -62,7 +62,7 @@ class Frozen(BaseModel):
 
 def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
     """Turn a validation error into a sentence: the path, the value, what would be valid."""
-    path = ".".join(str(part) for part in error["loc"]) or cls.__name__
+    path = ".".join(str(item) for item in error["loc"]) or cls.__name__
     found = error.get("input")
     match error["type"]:
         case "extra_forbidden":
@@ -88,7 +88,7 @@ def _shown(found: Any) -> str:
 
 def _suggested(cls: type[BaseModel], key: str) -> str:
     """Suggest the field for another library's name, else the closest field names."""
-    ours = cls.called_elsewhere.get(key) if issubclass(cls, Frozen) else None
+    ours = cls.aliases.get(key) if issubclass(cls, Frozen) else None
     return suggest(key, cls.model_fields) if ours is None else f"; did you mean {ours!r}?"
 
 

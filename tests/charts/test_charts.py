@@ -103,8 +103,8 @@ def test_log_axes_space_powers_of_ten_evenly() -> None:
     ("axis", "labels"),
     [
         (Axis(0, 1, unit="percent"), ["0%", "20%", "40%", "60%", "80%", "100%"]),
-        (Axis(0, 4000, unit="whole"), ["0", "1,000", "2,000", "3,000", "4,000"]),
-        (Axis(0, 2, unit="whole"), ["0", "1", "2"]),
+        (Axis(0, 4000, unit="integer"), ["0", "1,000", "2,000", "3,000", "4,000"]),
+        (Axis(0, 2, unit="integer"), ["0", "1", "2"]),
         (Axis(0, 4e-4), ["0", "1e-4", "2e-4", "3e-4", "4e-4"]),
     ],
 )

@@ -19,7 +19,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.load import load
 from vitrail.checkpoints.strict import load_weights
-from vitrail.checkpoints.writing import whole_file, whole_folder
+from vitrail.checkpoints.writing import atomic_file, atomic_folder
 from vitrail.data.preprocess import HALF, Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
@@ -276,12 +276,12 @@ def test_overwriting_replaces_the_whole_folder(tmp_path: Path) -> None:
 
 def test_an_interrupted_write_leaves_no_trace(tmp_path: Path) -> None:
     def half_a_folder() -> None:
-        with whole_folder(tmp_path / "x") as folder:
+        with atomic_folder(tmp_path / "x") as folder:
             (folder / "half").write_text("…")
             raise KeyboardInterrupt
 
     def half_a_file() -> None:
-        with whole_file(tmp_path / "y") as file:
+        with atomic_file(tmp_path / "y") as file:
             file.write_text("…")
             raise KeyboardInterrupt
 
@@ -289,6 +289,6 @@ def test_an_interrupted_write_leaves_no_trace(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             write()
     assert list(tmp_path.iterdir()) == []
-    with whole_file(tmp_path / "y") as file:
+    with atomic_file(tmp_path / "y") as file:
         file.write_text("done")
     assert (tmp_path / "y").read_text() == "done"

@@ -17,7 +17,7 @@ from vitrail.checkpoints.infer import infer_config
 from vitrail.checkpoints.keys import KeyMap, rule
 from vitrail.checkpoints.load import load
 from vitrail.checkpoints.strict import load_weights
-from vitrail.checkpoints.writing import whole_file
+from vitrail.checkpoints.writing import atomic_file
 from vitrail.errors import CheckpointError
 
 
@@ -67,7 +67,7 @@ def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
         convert(tiny(), tmp_path / "file", overwrite=True)
     assert (tmp_path / "full.pth" / "precious.txt").read_text() == "mine"
     words = "exists already; choose another name, or replace it with --overwrite"
-    with pytest.raises(CheckpointError, match=words), whole_file(tmp_path / "file"):
+    with pytest.raises(CheckpointError, match=words), atomic_file(tmp_path / "file"):
         pass
 
 

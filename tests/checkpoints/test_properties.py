@@ -56,7 +56,7 @@ def expressible(draw: st.DrawFn, /, family: Family) -> ViTConfig:
         config = ViTConfig(**fields, image_size=side)
     except ConfigError:
         assume(False)
-    assume(not family.obstacles(config))
+    assume(not family.unsupported(config))
     return config
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from vitrail.charts.svg import MARGIN, number, text_at
 
-Unit = Literal["number", "percent", "whole"]
+Unit = Literal["number", "percent", "integer"]
 """The number format of an axis: 0.5, 50% (for 0.5), or integers such as 1,000."""
 
 
@@ -40,7 +40,7 @@ class Axis(NamedTuple):
             if len(inside) > 1:
                 return inside
             # Over such a short range the axis is nearly linear, and round numbers are between the powers.
-        step = _round_step((self.high - self.low) / max(limit - 1, 1), whole=self.unit == "whole")
+        step = _round_step((self.high - self.low) / max(limit - 1, 1), integer=self.unit == "integer")
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [index * step for index in range(first, last + 1)]
 
@@ -48,7 +48,7 @@ class Axis(NamedTuple):
         """Format a value as a tick label."""
         if self.unit == "percent":
             return f"{round(100 * value, 1):g}%"
-        return f"{value:,.0f}" if self.unit == "whole" else short(value)
+        return f"{value:,.0f}" if self.unit == "integer" else short(value)
 
 
 def around(
@@ -83,10 +83,10 @@ def short(value: float) -> str:
     return f"{float(digits):g}e{int(power)}"
 
 
-def _round_step(least: float, *, whole: bool) -> float:
+def _round_step(least: float, *, integer: bool) -> float:
     power = 10.0 ** math.floor(math.log10(least))
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= 0.75 * least)
-    return max(1.0, step) if whole else step
+    return max(1.0, step) if integer else step
 
 
 class Panel(NamedTuple):

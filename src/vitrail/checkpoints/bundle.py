@@ -18,10 +18,10 @@ from vitrail.checkpoints.dtypes import Dtype, check_dtypes, in_dtype
 from vitrail.checkpoints.files import read_json, read_weights
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.checkpoints.timm_config import timm_config
-from vitrail.checkpoints.writing import whole_folder, write_safetensors
+from vitrail.checkpoints.writing import atomic_folder, write_safetensors
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
-from vitrail.io import file_digest, whole
+from vitrail.io import atomic_write, file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.schema import MAX_SHOWN
@@ -88,7 +88,7 @@ class Bundle:
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the bundle to a folder, atomically."""
         target = Path(folder)
-        with whole_folder(target, overwrite=overwrite) as temporary:
+        with atomic_folder(target, overwrite=overwrite) as temporary:
             self.write(temporary)
         return target
 
@@ -104,7 +104,7 @@ class Bundle:
 
     def write_card(self, folder: Path) -> None:
         """Rewrite the model card, for example when the metrics are known."""
-        with whole(folder / CARD) as temporary:
+        with atomic_write(folder / CARD) as temporary:
             temporary.write_text(self._card(), encoding="utf-8")
 
     def _config(self, digest: str) -> dict[str, Any]:

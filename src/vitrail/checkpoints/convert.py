@@ -24,7 +24,7 @@ from vitrail.checkpoints.transformers_config import (
     transformers_config,
     transformers_preprocessor,
 )
-from vitrail.checkpoints.writing import whole_file, whole_folder, write_npz, write_safetensors, write_torch
+from vitrail.checkpoints.writing import atomic_file, atomic_folder, write_npz, write_safetensors, write_torch
 from vitrail.errors import CheckpointError, suggest
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -120,7 +120,7 @@ def convert(
             f"(approximate=True), which also measures the difference"
         )
     near = _nearest(bundle, plan.changes)
-    with (whole_folder if plan.folder else whole_file)(path, overwrite=overwrite) as temporary:
+    with (atomic_folder if plan.folder else atomic_file)(path, overwrite=overwrite) as temporary:
         tensors = _write(near, plan.family, temporary)
         change = _compare(bundle, near, temporary, plan, keys)
         # Written so that NaN fails, too.
@@ -172,7 +172,7 @@ def _plan(bundle: Bundle, path: Path, to: Target, own: Family | None) -> _Plan:
     config = bundle.model.config
     family = own or next((family for family in FAMILIES if family.name == to), None)
     folder = family is None or to in _IN_TRANSFORMERS or (to == "timm" and path.suffix not in SUFFIXES)
-    if found := family.obstacles(config) if family is not None else []:
+    if found := family.unsupported(config) if family is not None else []:
         hint = "; vitrail export writes ONNX, and models trained with --set model.paper=true can be converted"
         ours = bundle.provenance.get("source") == "trained from scratch"
         raise CheckpointError(f"{to} cannot express {'; '.join(found)}{hint if ours else ''}")
@@ -243,9 +243,9 @@ def _not_in_file(bundle: Bundle, written: Path, *, own: bool) -> list[str]:
         return notes
     config = bundle.model.config.resolved()
     try:
-        guessed, refused = inferred_config(written)
+        guessed, ambiguous = inferred_config(written)
     except CheckpointError:  # a grid that is not square cannot be inferred
-        guessed, refused = config.replace(image_size=config.patch_size), {"heads"}
+        guessed, ambiguous = config.replace(image_size=config.patch_size), {"heads"}
     guessed = guessed.resolved()
     for name in (
         "heads",
@@ -260,7 +260,7 @@ def _not_in_file(bundle: Bundle, written: Path, *, own: bool) -> list[str]:
         "norm_order",
     ):
         value = getattr(config, name)
-        if getattr(guessed, name) != value or name in refused:
+        if getattr(guessed, name) != value or name in ambiguous:
             notes.append(f"the file does not record {name}={value!r}; set it when you open it (--override {name}=…)")
     return notes
 

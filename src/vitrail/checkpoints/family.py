@@ -60,7 +60,7 @@ def _nothing_follows(_: Hints, __: Shapes) -> Hints:
     return {}
 
 
-def _no_obstacles(_: ViTConfig) -> list[str]:
+def _no_limits(_: ViTConfig) -> list[str]:
     return []
 
 
@@ -102,7 +102,7 @@ class Family:
     """Tensors that we do not use, but that the family's loader expects."""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """The supported values of config fields; fields not listed may have any value."""
-    refuses: Callable[[ViTConfig], list[str]] = _no_obstacles
+    limits: Callable[[ViTConfig], list[str]] = _no_limits
     """Further limits, one sentence each."""
     assumes: Mapping[str, str] = field(default_factory=dict)
     """Fields of `ViTConfig` that a bare file does not record, and why the family's value is assumed."""
@@ -115,13 +115,13 @@ class Family:
     nearly: Mapping[str, Any] = field(default_factory=dict)
     """Fields where another value gives nearly the same outputs, and the family's value for them."""
 
-    def obstacles(self, config: ViTConfig) -> list[str]:
+    def unsupported(self, config: ViTConfig) -> list[str]:
         """Return what this family cannot express in a config, one sentence each."""
         return [
             f"{name}={getattr(config, name)!r} (supported: {' or '.join(repr(value) for value in allowed)})"
             for name, allowed in self.needs.items()
             if allowed is not ANY and getattr(config, name) not in allowed
-        ] + self.refuses(config)
+        ] + self.limits(config)
 
     def read(self, weights: Weights, hints: Hints) -> Reading:
         """Convert the family's weights to ours. `weights` is emptied."""
@@ -138,12 +138,12 @@ class Family:
 
     def write(self, weights: Mapping[str, Tensor], config: ViTConfig) -> Weights:
         """Convert our weights to the family's; raise if it cannot express the config."""
-        if found := self.obstacles(config):
+        if found := self.unsupported(config):
             raise CheckpointError(f"{self.name} cannot express {'; '.join(found)}")
         return self.table(config).write(weights, config) | self.adds(config)
 
 
-def refuse_no_layer_scale(config: ViTConfig) -> list[str]:
+def require_layer_scale(config: ViTConfig) -> list[str]:
     """For a family whose models all have LayerScale."""
     return ["layer_scale=None (supported: models with LayerScale)"] if config.layer_scale is None else []
 

@@ -33,7 +33,7 @@ from vitrail.checkpoints.strict import loaded_model
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, unknown_argument
 from vitrail.io import check_is_regular
-from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
+from vitrail.models.config import FIELD_ALIASES, ViTConfig
 from vitrail.models.resample import Method
 
 IMAGENET_CLASSES = 1000
@@ -113,7 +113,7 @@ def load(
 
 def _unknown(argument: str, value: object) -> ConfigError:
     """Map an argument to ours, or to `overrides`."""
-    ours = CALLED_ELSEWHERE.get(argument, argument)
+    ours = FIELD_ALIASES.get(argument, argument)
     hint = ""
     if ours in ("classes", "image_size", "patch_size", "channels", "heads"):
         hint = f"vitrail calls it {ours}: {ours}={value!r}"

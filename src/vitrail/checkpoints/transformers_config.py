@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from vitrail.checkpoints.formats.dinov2 import whole_ratio
+from vitrail.checkpoints.formats.dinov2 import integer_ratio
 from vitrail.data.preprocess import Preprocess
 from vitrail.models.config import ViTConfig
 
@@ -47,7 +47,7 @@ def dinov2_config(config: ViTConfig) -> dict[str, Any]:
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
-        "mlp_ratio": whole_ratio(config),
+        "mlp_ratio": integer_ratio(config),
         "use_swiglu_ffn": gated,
         "hidden_act": "gelu" if gated else _ACTIVATIONS[config.activation],
         "layer_norm_eps": config.norm_eps,

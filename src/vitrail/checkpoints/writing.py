@@ -23,7 +23,7 @@ CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "preprocess
 
 
 @contextmanager
-def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder; on success, flush it to disk and rename it to `target`.
 
     On an error `target` is unchanged.
@@ -68,7 +68,7 @@ def recover(target: Path) -> None:
 
 
 @contextmanager
-def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def atomic_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary path; on success, flush the file to disk and rename it to `target`."""
     target = Path(os.path.abspath(target))
     check_target(target, overwrite=overwrite, folder=False)

@@ -65,8 +65,8 @@ def embed(
             dtype=dtype,  # type: ignore[arg-type]
             overwrite=overwrite,
         )
-    beside = "" if done.names is None else f"; names and labels are in {done.names}"
-    echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")
+    sidecar = "" if done.names is None else f"; names and labels are in {done.names}"
+    echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{sidecar}")
     if done.bad:
         noun = "image" if len(done.bad) == 1 else "images"
         echo(

@@ -142,7 +142,7 @@ def _sample(items: Iterable["Item"], count: int) -> list["Item"]:
 
 
 def _save_captions(path: Path, text: str, *, overwrite: bool) -> None:
-    from vitrail.checkpoints.writing import whole_file
+    from vitrail.checkpoints.writing import atomic_file
 
-    with whole_file(path, overwrite=overwrite) as temporary:
+    with atomic_file(path, overwrite=overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8")

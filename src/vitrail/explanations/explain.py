@@ -22,7 +22,7 @@ from vitrail.explanations.relevance import answering_token
 from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
 from vitrail.explanations.rollout import Fuse
 from vitrail.explanations.tokens import Query
-from vitrail.models.checks import whole_number
+from vitrail.models.checks import as_int
 from vitrail.runtime import choose_device
 
 Each = Literal["heads", "layers"]
@@ -212,7 +212,7 @@ def read_class(target: str | int, bundle: Bundle) -> int:
     if isinstance(target, str) and not (target.isascii() and target.isdigit()):
         near = suggest(target, names) if names is not None else "; its classes have no names, so give a number"
         raise InputError(f"this model has no class {target!r}{near or f'; it has {_listed(names or ())}'}")
-    number = int(target) if isinstance(target, str) else whole_number(target)
+    number = int(target) if isinstance(target, str) else as_int(target)
     if number is None or not 0 <= number < outputs:
         raise InputError(f"class {target} does not exist: this model has classes 0 to {outputs - 1}")
     return number

@@ -72,7 +72,7 @@ def read_layer(layer: int, depth: int) -> int:
 
 def read_number(value: int, count: int, what: str) -> int:
     """Resolve an index below `count`, which may be negative."""
-    number = whole_number(value)
+    number = as_int(value)
     if number is None:
         raise InputError(f"expected an integer {what}, found {value!r}; this model has {what}s 0 to {count - 1}")
     if not -count <= number < count:
@@ -82,7 +82,7 @@ def read_number(value: int, count: int, what: str) -> int:
     return number % count
 
 
-def whole_number(value: object) -> int | None:
+def as_int(value: object) -> int | None:
     """Convert an integer, also one of NumPy or torch, to int; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None

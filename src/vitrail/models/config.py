@@ -20,7 +20,7 @@ RELATIVE_LIMIT = 10_000
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"]
 Initialisation = Literal["paper", "timm", "torchvision", "lucidrains"]
 
-CALLED_ELSEWHERE = {
+FIELD_ALIASES = {
     "num_classes": "classes", "num_labels": "classes", "n_classes": "classes",
     "img_size": "image_size", "input_size": "image_size",
     "in_chans": "channels", "in_channels": "channels", "num_channels": "channels",
@@ -86,7 +86,7 @@ class ViTConfig(Frozen):
     """A Vision Transformer. The defaults are the paper's ViT-B/16 at 224×224 (arXiv 2010.11929), with the exact GELU
     of every PyTorch library where Google's code computes `gelu_tanh`."""
 
-    called_elsewhere: ClassVar[Mapping[str, str]] = CALLED_ELSEWHERE
+    aliases: ClassVar[Mapping[str, str]] = FIELD_ALIASES
 
     # The image and its patches
     image_size: Pair = (224, 224)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.models.checks import whole_number
+from vitrail.models.checks import as_int
 from vitrail.models.config import ViTConfig
 
 
@@ -32,7 +32,7 @@ class Merging:
 
 def read_merging(tokens: int, config: ViTConfig, merges: int) -> Merging | None:
     """Read how many tokens each of `merges` blocks is to merge; None for 0, and an error for what cannot be."""
-    number = whole_number(tokens)
+    number = as_int(tokens)
     if number is None or number < 0:
         raise ConfigError(f"merge is {tokens!r}; give the number of tokens that each block merges, 0 or more")
     if not number:

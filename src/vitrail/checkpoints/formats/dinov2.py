@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, refuse_no_layer_scale, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, require_layer_scale, strip_prefix
 from vitrail.checkpoints.formats.timm import TABLE as TIMM
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
@@ -56,7 +56,7 @@ FAMILY = Family(
         "layer_scale": ANY,
         "classes": (0,),
     },
-    refuses=refuse_no_layer_scale,
+    limits=require_layer_scale,
     nearly={"norm_eps": 1e-6},
 )
 
@@ -120,7 +120,7 @@ def _written_in_transformers(config: ViTConfig | None) -> KeyMap:
     return _IN_TRANSFORMERS_GATED if gated else _IN_TRANSFORMERS
 
 
-def whole_ratio(config: ViTConfig) -> int | None:
+def integer_ratio(config: ViTConfig) -> int | None:
     """Return `mlp_ratio` for transformers: an integer multiple of the width, which for a gated MLP is then reduced to
     two thirds and rounded up to a multiple of 8. None if no integer fits."""
     for ratio in range(1, 17):
@@ -132,15 +132,15 @@ def whole_ratio(config: ViTConfig) -> int | None:
     return None
 
 
-def _refuse_odd_widths(config: ViTConfig) -> list[str]:
-    if whole_ratio(config) is not None:
-        return refuse_no_layer_scale(config)
-    whole = (
+def _require_integer_ratio(config: ViTConfig) -> list[str]:
+    if integer_ratio(config) is not None:
+        return require_layer_scale(config)
+    supported = (
         "two thirds of a multiple of the width, rounded up to a multiple of 8"
         if config.activation == "swiglu"
         else "integer multiples"
     )
-    return [f"mlp_width={config.mlp_hidden} with width={config.width} (supported: {whole})"]
+    return [f"mlp_width={config.mlp_hidden} with width={config.width} (supported: {supported})"]
 
 
 IN_TRANSFORMERS = Family(
@@ -159,5 +159,5 @@ IN_TRANSFORMERS = Family(
     drops=("embeddings.mask_token", "classifier.weight", "classifier.bias"),
     adds=lambda config: {"embeddings.mask_token": torch.zeros(1, config.width)},
     needs={**FAMILY.needs, "registers": ANY},
-    refuses=_refuse_odd_widths,
+    limits=_require_integer_ratio,
 )

@@ -99,7 +99,7 @@ def _follows(hints: Hints, shapes: Shapes) -> Hints:
     return {"pool_over": "all"} if hints.get("pool") == "mean" and "cls_token" in shapes else {}
 
 
-def _refuse_patches_alone(config: ViTConfig) -> list[str]:
+def _require_pool_over_all(config: ViTConfig) -> list[str]:
     if config.pool == "mean" and config.pool_over == "patches" and config.class_token != "none":
         return ["pool_over='patches' with a class token (supported: all tokens)"]
     return []
@@ -119,7 +119,7 @@ FAMILY = Family(
     images="vit-pytorch does not define any",
     assumes={"pool": "vit-pytorch's default for such tensors; its pool='mean' averages all tokens"},
     follows=_follows,
-    refuses=_refuse_patches_alone,
+    limits=_require_pool_over_all,
     needs={
         **PLAIN,
         "stem": ("linear_norm",),

@@ -2,7 +2,7 @@
 
 import re
 
-from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, refuse_no_layer_scale, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, require_layer_scale, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
 from vitrail.data.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -125,6 +125,6 @@ ROPE = Family(
         "rope_theta": (100.0,),
         "layer_scale": ANY,
     },
-    refuses=refuse_no_layer_scale,
+    limits=require_layer_scale,
     nearly={"norm_eps": 1e-6},
 )

@@ -88,7 +88,7 @@ def _written(config: ViTConfig) -> KeyMap:
     return KeyMap([*prefixed, *layer_rules("", "", heads)])
 
 
-def _refuse_other_ends(config: ViTConfig) -> list[str]:
+def _check_head(config: ViTConfig) -> list[str]:
     """Its tanh layer is the pooler of the headless model; a distillation token needs a second head."""
     if config.distillation_token and not config.classes:
         return ["distillation_token=True without a head (supported: in models with two heads)"]
@@ -104,7 +104,7 @@ FAMILY = Family(
     tidy=_tidy,
     hints=lambda _: {"norm_eps": 1e-12, "activation": "gelu"},
     drops=("embeddings.mask_token",),
-    refuses=_refuse_other_ends,
+    limits=_check_head,
     preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),
     images="the default of transformers' ViTImageProcessor; DeiT's differs",
     assumes={

@@ -137,7 +137,7 @@ def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> 
         lines=[line for line in lines if line is not None],
         x_label="block",
         y_label="pixels",
-        x_unit="whole",
+        x_unit="integer",
         y_low=0.0,
         # In a page the letters must be read on a phone, too.
         width=640 if standalone else 440,
