@@ -1,6 +1,6 @@
 """Corruption of every kind of file that we read: a truncated or bit-flipped file opens, or gives a one-line error.
 
-Each kind is a row of `KINDS`: how such files are made, which of them is damaged, and how it is opened.
+Each kind is a row of `KINDS`: how such files are made, which of them is corrupt, and how it is opened.
 """
 
 import functools
@@ -107,11 +107,11 @@ def check(kind: Kind, place: Path, count: int, seed: int = 0) -> int:
             _put_back(whole, work)
         file = sorted(work.glob(kind.file))[-1]
         content = file.read_bytes()
-        for said, damaged in damages(content, count, seed):
+        for description, corrupt in damages(content, count, seed):
             if kind.changes:
                 _put_back(whole, work)
-            file.write_bytes(damaged)
-            refused += _refused(kind, work, f"{file.relative_to(work)}, {said}")
+            file.write_bytes(corrupt)
+            refused += _refused(kind, work, f"{file.relative_to(work)}, {description}")
     finally:
         os.environ.pop("VITRAIL_CACHE")
         if before is not None:
@@ -124,17 +124,17 @@ def _put_back(whole: Path, work: Path) -> None:
     shutil.copytree(whole, work)
 
 
-def _refused(kind: Kind, work: Path, said: str) -> bool:
+def _refused(kind: Kind, work: Path, description: str) -> bool:
     try:
         kind.open(work)
     except VitrailError as error:
         text = str(error)
-        assert text.strip(), said
-        assert "\n" not in text, f"{said}: {text}"
-        assert len(text) < LONGEST_SENTENCE, f"{said}: {text[:300]}"
+        assert text.strip(), description
+        assert "\n" not in text, f"{description}: {text}"
+        assert len(text) < LONGEST_SENTENCE, f"{description}: {text[:300]}"
         return True
     except Exception as error:
-        raise AssertionError(f"{said}: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{description}: {type(error).__name__}: {error}") from error
     return False
 
 

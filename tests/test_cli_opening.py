@@ -77,9 +77,11 @@ def test_every_command_opens_bf16_and_logs_its_assumptions(
     file = checkpoint(tmp_path, torch.bfloat16)
     done = CliRunner().invoke(app, [*words(command, file, images, tmp_path), *HEADS])
     assert done.exit_code == 0, (done.output, done.exception)
-    said = [record.message for record in caplog.records if record.name == "vitrail" and record.levelname == "WARNING"]
-    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in said]
-    assert fields == ASSUMED, said
+    messages = [
+        record.message for record in caplog.records if record.name == "vitrail" and record.levelname == "WARNING"
+    ]
+    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in messages]
+    assert fields == ASSUMED, messages
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -210,8 +212,8 @@ def test_the_server_takes_overrides_too(tmp_path: Path, caplog: pytest.LogCaptur
     served = ServedModel(settings.models[0], settings, Counters())
     assert served.description["heads"] == 3
     assert served.engine is not None
-    said = [record.__dict__["fields"] for record in caplog.records if record.name == "vitrail.serving"]
-    assert [line["what"].partition("=")[0] for line in said if line["model"] == "vit" and "what" in line] == ASSUMED
+    messages = [record.__dict__["fields"] for record in caplog.records if record.name == "vitrail.serving"]
+    assert [line["what"].partition("=")[0] for line in messages if line["model"] == "vit" and "what" in line] == ASSUMED
     assert "vitrail" not in {record.name for record in caplog.records}  # whose lines are not part of the server's log
 
 
@@ -228,6 +230,6 @@ def test_a_key_table_opens_a_custom_vit_in_commands(
     line = [*words(command, tmp_path / "mine.safetensors", images, tmp_path), "--keys", str(tmp_path / "mine.toml")]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, (done.output, done.exception)
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in said]
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in messages]
     assert fields == ["norm_order", "class_token", "preprocess.std", "preprocess.resize"]

@@ -119,9 +119,9 @@ def test_workers_and_batch_size_do_not_matter(bundle: Bundle) -> None:
 
 
 def test_progress_is_reported(bundle: Bundle) -> None:
-    told: list[tuple[int, int]] = []
-    evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0, on_progress=lambda *done: told.append(done))
-    assert told == [(64, 200), (128, 200), (192, 200), (200, 200)]
+    calls: list[tuple[int, int]] = []
+    evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0, on_progress=lambda *done: calls.append(done))
+    assert calls == [(64, 200), (128, 200), (192, 200), (200, 200)]
 
 
 def test_as_dict_is_json(bundle: Bundle) -> None:

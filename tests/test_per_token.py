@@ -56,7 +56,7 @@ def test_commands_say_what_to_set(
     assert "--set model.pool=cls" in error
     assert "--override pool=cls" in error
     assert len(error.splitlines()) == 1
-    assert not (tmp_path / "run").exists(), "nothing is made before the refusal"
+    assert not (tmp_path / "run").exists(), "nothing is created before the error"
 
 
 def test_in_python_too(bundle: Path, data: Path, tmp_path: Path) -> None:

@@ -80,17 +80,17 @@ def test_predictions_on_a_terminal_are_safe_and_in_a_file_exact(
 ) -> None:
     image = tmp_path / "x\x1b[31m.png"
     Image.new("RGB", (8, 8)).save(image)
-    asked = ("predict", bundle, image, "--top", 3, "--device", "cpu", "-q", "--workers", 0)
+    command = ("predict", bundle, image, "--top", 3, "--device", "cpu", "-q", "--workers", 0)
     for more in ((), ("--format", "csv"), ("--format", "jsonl"), ("--format", "table")):
-        said = on_a_terminal(monkeypatch, *asked, *more)
-        assert "cat" in said
-        assert "\x1b" not in said
-        assert "\x9b" not in said
-        assert "\x07" not in said
-    assert run(monkeypatch, *asked, "--output", tmp_path / "rows.jsonl") == 0
+        output = on_a_terminal(monkeypatch, *command, *more)
+        assert "cat" in output
+        assert "\x1b" not in output
+        assert "\x9b" not in output
+        assert "\x07" not in output
+    assert run(monkeypatch, *command, "--output", tmp_path / "rows.jsonl") == 0
     row = json.loads((tmp_path / "rows.jsonl").read_text(encoding="utf-8"))
     assert EVIL in row["classes"]
-    assert run(monkeypatch, *asked, "--output", tmp_path / "rows.csv") == 0
+    assert run(monkeypatch, *command, "--output", tmp_path / "rows.csv") == 0
     assert EVIL in (tmp_path / "rows.csv").read_text(encoding="utf-8")
 
 
@@ -110,9 +110,9 @@ def test_tables_and_errors_are_safe(
         ("train", tmp_path / f"nothing{EVIL}"),
     ):
         run(monkeypatch, *words)
-        said = "".join(capsys.readouterr())
-        assert said
-        assert not {"\x1b", "\x9b", "\x07"} & set(said), words
+        output = "".join(capsys.readouterr())
+        assert output
+        assert not {"\x1b", "\x9b", "\x07"} & set(output), words
 
 
 def test_commands_print_through_one_function() -> None:

@@ -125,17 +125,17 @@ def test_small_matrices_show_counts_and_large_ones_stay_small() -> None:
     assert {"9", "1", "10", "cat", "dog"} <= set(texts(svg))
     assert "cat → dog: 1, 10.0%" in texts(svg, "title")
     generator = np.random.default_rng(0)
-    shares = generator.dirichlet(np.full(200, 0.05), 200)
+    fractions = generator.dirichlet(np.full(200, 0.05), 200)
     names = [f"a rather long name of class {i}" for i in range(200)]
-    large = heat_map(shares.tolist(), rows=names, columns=names, title="t")
+    large = heat_map(fractions.tolist(), rows=names, columns=names, title="t")
     assert len(large) < 700_000
     assert len(texts(large)) < 60, "200 names would lie over one another"
 
 
 def test_matrix_rows_are_rows() -> None:
-    shares = np.eye(3)
-    shares[0] = (0.6, 0, 0.4)
-    small = ET.fromstring(heat_map(shares.tolist(), rows=["a", "b", "c"], columns=["a", "b", "c"], title="t"))
+    fractions = np.eye(3)
+    fractions[0] = (0.6, 0, 0.4)
+    small = ET.fromstring(heat_map(fractions.tolist(), rows=["a", "b", "c"], columns=["a", "b", "c"], title="t"))
     cells = {
         kind: [r for r in small.iterfind(f"{SVG}g/{SVG}rect") if (r.get("class") or "").startswith(kind)]
         for kind in ("hit", "miss")

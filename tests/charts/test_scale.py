@@ -44,10 +44,15 @@ def strength(rgb: Colour, scheme: str) -> float:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_cell_is_readable(scheme: str) -> None:
     """A matrix with every fraction, hits and errors: the text of every cell has a contrast of at least 4.5."""
-    shares = np.arange(1, 21).reshape(20, 1) / 20 * np.ones((1, 20))
+    fractions = np.arange(1, 21).reshape(20, 1) / 20 * np.ones((1, 20))
     names = [f"c{i}" for i in range(20)]
     svg = heat_map(
-        shares.tolist(), counts=(100 * shares).astype(int).tolist(), rows=names, columns=names, title="t", width=900
+        fractions.tolist(),
+        counts=(100 * fractions).astype(int).tolist(),
+        rows=names,
+        columns=names,
+        title="t",
+        width=900,
     )
     colours, seen = fills(scheme), set()
     for cell in ET.fromstring(svg).iterfind(f"{SVG}g"):
@@ -64,7 +69,7 @@ def test_colour_strength_matches_the_fraction(scheme: str) -> None:
     hits, misses = ([strength(colours[f"{kind}{step}"], scheme) for step in range(LEVELS)] for kind in HUES)
     for each in (hits, misses):
         assert min(np.diff(each)) > 3, "every step is stronger than the one before"
-    assert max(abs(np.subtract(hits, misses))) < 3, "hits and errors of one share are equally strong"
+    assert max(abs(np.subtract(hits, misses))) < 3, "hits and errors of one fraction are equally strong"
     assert misses[2] < hits[8] / 2, "an error of 20% is far from a hit of 80%"
 
 

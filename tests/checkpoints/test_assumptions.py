@@ -80,9 +80,9 @@ def test_heads_of_an_unpublished_size_must_be_set(family: str, tmp_path: Path) -
         file = convert(bundle, tmp_path / "vit.pth", to=family).target
     with pytest.raises(CheckpointError, match=r"width 96, 2 blocks.*; set it with --override heads=N .* divides 96"):
         load(file)
-    told = load(file, overrides={"heads": 3, "norm_eps": bundle.model.config.norm_eps})
-    assert "heads" not in assumed(told)
-    assert_same_logits(told, bundle.model)
+    opened = load(file, overrides={"heads": 3, "norm_eps": bundle.model.config.norm_eps})
+    assert "heads" not in assumed(opened)
+    assert_same_logits(opened, bundle.model)
 
 
 def test_heads_of_a_published_size_are_assumed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,8 +111,8 @@ def test_positions_without_a_table_must_be_set(position: str, tmp_path: Path) ->
     file = saved(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"no position table.*set it with --override position=sincos_2d"):
         load(file, heads=2)
-    told = load(file, heads=2, overrides={"position": position, "image_size": 32})
-    assert_same_logits(told, model)
+    opened = load(file, heads=2, overrides={"position": position, "image_size": 32})
+    assert_same_logits(opened, model)
 
 
 def test_a_file_without_a_table_of_positions_is_noted_by_convert(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_assumptions_about_bare_timm_files(
     bundle = load(file, heads=2)
     assert {field, "norm_eps", "preprocess.mean"} <= set(assumed(bundle))
     if right is not None:
-        told = load(file, heads=2, overrides={field: right})
-        assert field not in assumed(told)
-        assert_same_logits(told, peer)
+        opened = load(file, heads=2, overrides={field: right})
+        assert field not in assumed(opened)
+        assert_same_logits(opened, peer)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_preprocessing_assumptions_are_logged_and_can_be_overridden(tmp_path: Pa
     bundle = load(file, heads=2)
     assert assumed(bundle)["preprocess.mean"] == (0.5, 0.5, 0.5)
     assert any("DeiT's have mean 0.485" in line for line in bundle.provenance["assumed"])
-    said = {"preprocess.mean": [0.485, 0.456, 0.406], "preprocess.std": 0.25, "preprocess.resize": "squash"}
-    told = load(file, heads=2, overrides=said)
-    assert (told.preprocess.mean, told.preprocess.std) == ((0.485, 0.456, 0.406), (0.25, 0.25, 0.25))
-    assert not [field for field in assumed(told) if field.startswith("preprocess.")]
+    overrides = {"preprocess.mean": [0.485, 0.456, 0.406], "preprocess.std": 0.25, "preprocess.resize": "squash"}
+    opened = load(file, heads=2, overrides=overrides)
+    assert (opened.preprocess.mean, opened.preprocess.std) == ((0.485, 0.456, 0.406), (0.25, 0.25, 0.25))
+    assert not [field for field in assumed(opened) if field.startswith("preprocess.")]
     with pytest.raises(ConfigError, match=r"no option 'maen'.*did you mean 'preprocess\.mean'"):
         load(file, heads=2, overrides={"preprocess.maen": 0.5})
 
@@ -225,10 +225,10 @@ def test_every_argument_of_timm_is_handled() -> None:
 @pytest.mark.parametrize("name", ["vit_pe_core_tiny_patch16_384", "vit_pe_spatial_tiny_patch16_512", "vit_of_tomorrow"])
 def test_unsupported_timm_names(name: str, tmp_path: Path) -> None:
     timm = import_peer("timm")
-    known = name != "vit_of_tomorrow"
-    peer = timm.create_model(name if known else "vit_tiny_patch16_224", depth=1)
+    exists = name != "vit_of_tomorrow"
+    peer = timm.create_model(name if exists else "vit_tiny_patch16_224", depth=1)
     timm.models.save_for_hf(peer, tmp_path)
-    if not known:
+    if not exists:
         config = tmp_path / "config.json"
         config.write_text(config.read_text().replace("vit_tiny_patch16_224", name))
     with pytest.raises(CheckpointError, match=f"timm's {name} is not a plain ViT"):
@@ -259,20 +259,20 @@ def test_strides_of_a_conv_stem_must_be_set(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"4 convolutions have a total stride of 8.* conv_stem = "):
         load(odd, heads=2, overrides={"image_size": 32})
     stem = [{"channels": c, "kernel": 3, "stride": s} for c, s in ((8, 2), (16, 2), (32, 2), (64, 1))]
-    told = load(odd, heads=2, overrides={"image_size": 32, "conv_stem": stem})
-    assert "conv_stem" not in assumed(told)
+    opened = load(odd, heads=2, overrides={"image_size": 32, "conv_stem": stem})
+    assert "conv_stem" not in assumed(opened)
 
 
 # ── transformers' bare files ──
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "overrides"),
     [({"hidden_act": "quick_gelu"}, {"activation": "quick_gelu"}), ({"layer_norm_eps": 1e-3}, {"norm_eps": 1e-3})],
     ids=str,
 )
 def test_assumptions_about_bare_transformers_files(
-    options: dict[str, Any], said: dict[str, Any], tmp_path: Path
+    options: dict[str, Any], overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     module = import_peer("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -280,7 +280,7 @@ def test_assumptions_about_bare_transformers_files(
     peer = scramble(module.ViTForImageClassification(config)).eval()
     file = saved(peer, tmp_path)
     assert {"activation", "norm_eps", "pool", "preprocess.mean"} <= set(assumed(load(file, heads=4)))
-    assert_same_logits(load(file, heads=4, overrides=said), peer)
+    assert_same_logits(load(file, heads=4, overrides=overrides), peer)
     bare = saved(scramble(module.ViTModel(config)), tmp_path)
     assert assumed(load(bare, heads=4))["pre_logits"] == "tanh"
 
@@ -306,7 +306,7 @@ def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("overrides", "words"),
     [
         ({"heads": "abc"}, "heads is 'abc': input should be a valid integer"),
         ({"heads": 0}, "heads is 0: input should be greater than 0"),
@@ -317,10 +317,10 @@ def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_invalid_overrides(said: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_invalid_overrides(overrides: dict[str, Any], words: str, tmp_path: Path) -> None:
     file = saved(tiny().model, tmp_path)
     with pytest.raises(ConfigError, match=re.escape(words)):
-        load(file, overrides={"heads": 2, **said})
+        load(file, overrides={"heads": 2, **overrides})
 
 
 def test_overrides_of_a_bundle(tmp_path: Path) -> None:

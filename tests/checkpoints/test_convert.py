@@ -98,8 +98,8 @@ def test_to_dinov2_in_transformers(activation: Any, registers: int, hidden: int,
     model = scramble(ViT(ViTConfig(**{**TINY, **fields}, position_covers="class" if registers else None)))
     bundle = Bundle(model.eval(), Preprocess(size=(32, 32)))
     convert(bundle, tmp_path / "dino", to="dinov2-transformers")
-    peer, said = import_peer("transformers").AutoModel.from_pretrained(tmp_path / "dino", output_loading_info=True)
-    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    peer, info = import_peer("transformers").AutoModel.from_pretrained(tmp_path / "dino", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert relative_error(bundle.model(x), peer.eval()(x).pooler_output) <= 1e-5

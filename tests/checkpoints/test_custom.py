@@ -221,7 +221,7 @@ def test_an_unsupported_head_activation_is_reported(tmp_path: Path) -> None:
     torch.save(scramble(CustomViT(hidden=True)).state_dict(), tmp_path / "mnist.pth")
     (tmp_path / "map.toml").write_text(custom_table(hidden=True))
     bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
-    assert [(said.field, said.value) for said in bundle.assumptions] == [("pre_logits", "tanh")]
+    assert [(assumption.field, assumption.value) for assumption in bundle.assumptions] == [("pre_logits", "tanh")]
     assert "a layer with another activation cannot be opened" in str(bundle.assumptions[0])
 
 
@@ -231,11 +231,11 @@ def test_fields_missing_in_a_key_table_are_reported(tmp_path: Path) -> None:
     left_out = ("norm_eps", "activation", "pool", "norm_order", "class_token", "mean", "std", "resize")
     (tmp_path / "map.toml").write_text("\n".join(line for line in lines if not line.startswith(left_out)))
     bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
-    fields = {said.field for said in bundle.assumptions}
+    fields = {assumption.field for assumption in bundle.assumptions}
     images = {"preprocess.mean", "preprocess.std", "preprocess.resize"}
     assert fields == {"activation", "norm_eps", "pool", "norm_order", "class_token", *images}
     mean = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml", overrides={"pool": "mean"})
-    assert ("pool_over", "patches") in [(said.field, said.value) for said in mean.assumptions]
+    assert ("pool_over", "patches") in [(assumption.field, assumption.value) for assumption in mean.assumptions]
 
 
 @pytest.mark.parametrize(

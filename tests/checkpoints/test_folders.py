@@ -208,32 +208,32 @@ def test_image_processor_configs_are_used(kind: str, options: dict[str, Any], tm
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"size": 36, "crop_size": 32, "do_center_crop": True, "resample": 3},
         {"size": {"height": 64, "width": 64}},
     ],
 )
-def test_preprocessing_is_fitted_to_the_model(said: dict[str, Any], tmp_path: Path) -> None:
+def test_preprocessing_is_fitted_to_the_model(fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
     bundle = load(tmp_path)
     assert bundle.preprocess.size == (32, 32)
-    assert bundle.preprocess.resize_to == ((36, 36) if "crop_size" in said else None)
+    assert bundle.preprocess.resize_to == ((36, 36) if "crop_size" in fields else None)
     fitted = [note for note in bundle.provenance.get("notes", []) if "fitted to the model" in note]
-    assert len(fitted) == (0 if "crop_size" in said else 1)
+    assert len(fitted) == (0 if "crop_size" in fields else 1)
 
 
-@pytest.mark.parametrize("said", [{"do_resize": False}, {"size": {"longest_edge": 3}}, {"crop_pct": 0.9}])
-def test_ignored_options_are_noted(said: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [{"do_resize": False}, {"size": {"longest_edge": 3}}, {"crop_pct": 0.9}])
+def test_ignored_options_are_noted(fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
-    content = {"size": {"height": 32, "width": 32}, **said}
+    content = {"size": {"height": 32, "width": 32}, **fields}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     assert any("its preprocessor" in note for note in load(tmp_path).provenance["notes"])
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "fields"),
     [
         ("config.json", {"num_attention_heads": "x"}),
         ("config.json", {"image_size": [32]}),
@@ -243,10 +243,10 @@ def test_ignored_options_are_noted(said: dict[str, Any], tmp_path: Path) -> None
         ("preprocessor_config.json", {"size": 32, "crop_size": {"height": 3}, "do_center_crop": True}),
     ],
 )
-def test_nonsense_configs(file: str, said: dict[str, Any], tmp_path: Path) -> None:
+def test_nonsense_configs(file: str, fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
     old = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
-    (tmp_path / file).write_text(json.dumps({**old, **said}))
+    (tmp_path / file).write_text(json.dumps({**old, **fields}))
     with pytest.raises(CheckpointError, match=r"^the configs in .* are invalid: [^\n]+$"):
         load(tmp_path)
 
@@ -274,8 +274,8 @@ def test_fields_missing_in_a_file_can_be_overridden(tmp_path: Path) -> None:
         "the file does not record activation='gelu_tanh'; set it when you open it (--override activation=…)",
         "the file does not record pool='mean'; set it when you open it (--override pool=…)",
     ]
-    said = {"heads": 2, "image_size": (16, 64), "pool": "mean", "activation": "gelu_tanh"}
-    again = load(tmp_path / "vit.pth", overrides=said)
+    fields = {"heads": 2, "image_size": (16, 64), "pool": "mean", "activation": "gelu_tanh"}
+    again = load(tmp_path / "vit.pth", overrides=fields)
     x = torch.randn(1, 3, 16, 64)
     assert torch.equal(again.model(x), bundle.model(x))
     with pytest.raises(ConfigError, match="ViTConfig has no option 'pol'; did you mean 'pool'"):

@@ -67,8 +67,8 @@ SMALL: dict[str, Any] = {
 def test_timm(options: dict[str, Any], tmp_path: Path) -> None:
     peer = scramble(import_peer("timm.models.vision_transformer").VisionTransformer(**{**SMALL, **options}))
     torch.save(peer.state_dict(), tmp_path / "model.pth")
-    said = {"heads": 2, **({"activation": "gelu"} if "pre_norm" in options else {})}
-    bundle = load(tmp_path / "model.pth", overrides=said)
+    overrides = {"heads": 2, **({"activation": "gelu"} if "pre_norm" in options else {})}
+    bundle = load(tmp_path / "model.pth", overrides=overrides)
     assert bundle.provenance["family"] == "timm"
     assert_same_logits(bundle, peer)
     assert_writes_back(bundle, timm.FAMILY, peer)

@@ -1,9 +1,9 @@
 """A Google checkpoint gives the logits of a reference implementation of Google's code.
 
-No package of theirs can run here, so the forward pass of vision_transformer and big_vision is written out below, in
-numpy's float64, on the arrays as their files hold them: their names, channels last, an axis for the heads. It shares
-nothing with our model or our key table; random files of each form must give the same logits in both. The keys' biases
-alone stay unproven: softmax cancels them, in Google's code as in ours.
+Google's packages are not available here, so the forward pass of vision_transformer and big_vision is written below in
+NumPy float64, on the arrays as they are in the files: same names, channels last, a separate axis for heads. It shares
+nothing with our model or key table; random files of each format must give the same logits in both. Only the key biases
+are not tested: softmax cancels them, in Google's code as in ours.
 """
 
 import math
@@ -169,8 +169,8 @@ def relu(x: Array) -> Array:
 
 def softmax(x: Array) -> Array:
     raised = np.exp(x - x.max(-1, keepdims=True))
-    shares: Array = raised / raised.sum(-1, keepdims=True)
-    return shares
+    weights: Array = raised / raised.sum(-1, keepdims=True)
+    return weights
 
 
 def dense(p: Arrays, x: Array) -> Array:
@@ -181,10 +181,10 @@ def mlp(p: Arrays, x: Array) -> Array:
     return dense(under(p, "Dense_1"), gelu(dense(under(p, "Dense_0"), x)))
 
 
-def attention(p: Arrays, asking: Array, asked: Array) -> Array:
+def attention(p: Arrays, queries: Array, keys: Array) -> Array:
     query, key, value = (
         np.einsum("bnd,dhk->bnhk", x, p[f"{part}/kernel"]) + p[f"{part}/bias"]
-        for part, x in (("query", asking), ("key", asked), ("value", asked))
+        for part, x in (("query", queries), ("key", keys), ("value", keys))
     )
     weights = softmax(np.einsum("bqhk,bnhk->bhqn", query, key) / np.sqrt(query.shape[-1]))
     mixed: Array = np.einsum("bhqn,bnhk,hkd->bqd", weights, value, p["out/kernel"])

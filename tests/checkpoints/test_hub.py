@@ -40,16 +40,16 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def endpoint(repositories: Path) -> Iterator[str]:
     class Hub(BaseHTTPRequestHandler):
-        def answer(self, body: bool) -> None:
+        def respond(self, body: bool) -> None:
             parts = self.path.strip("/").split("/")
             folder = repositories / "/".join(parts[:2])
             if not folder.is_dir():
-                return self.refuse("RepoNotFound")
+                return self.fail("RepoNotFound")
             if parts[3] not in ("main", COMMIT):
-                return self.refuse("RevisionNotFound")
+                return self.fail("RevisionNotFound")
             file = folder / "/".join(parts[4:])
             if not file.is_file():
-                return self.refuse("EntryNotFound")
+                return self.fail("EntryNotFound")
             content = file.read_bytes()
             self.send_response(200)
             self.send_header("X-Repo-Commit", COMMIT)
@@ -60,17 +60,17 @@ def endpoint(repositories: Path) -> Iterator[str]:
                 self.wfile.write(content)
             return None
 
-        def refuse(self, code: str) -> None:
+        def fail(self, code: str) -> None:
             self.send_response(404)
             self.send_header("X-Error-Code", code)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
         def do_HEAD(self) -> None:
-            self.answer(body=False)
+            self.respond(body=False)
 
         def do_GET(self) -> None:
-            self.answer(body=True)
+            self.respond(body=True)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

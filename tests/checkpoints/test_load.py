@@ -226,8 +226,8 @@ def test_loading_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     count = sum(p.numel() for p in tiny().parameters()) / 1e6
     whole = f"{len(tiny().state_dict())} of {len(tiny().state_dict())} tensors, {count:.2f} M parameters"
     assert bundle.coverage == f"{whole}, {position}, image 32x32 -> 48x48, head reset {old.classes} -> 5"
-    told = [record.message for record in caplog.records if record.levelname == "INFO"]
-    assert told == [f"{tmp_path / 'a.pth'}: {bundle.coverage}"]
+    messages = [record.message for record in caplog.records if record.levelname == "INFO"]
+    assert messages == [f"{tmp_path / 'a.pth'}: {bundle.coverage}"]
     assumed = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert assumed == [f"assumed: {assumption}" for assumption in bundle.assumptions]
 

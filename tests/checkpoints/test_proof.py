@@ -144,7 +144,7 @@ def test_the_eps_of_transformers_is_close_enough_for_timm(tmp_path: Path) -> Non
             r"holds int8 numbers in norm\.bias; save the model in float32",
         ),
         ({"norm.bias": torch.zeros(128).to_sparse()}, r"holds sparse numbers in norm\.bias"),
-        ({"norm.bias": torch.zeros(128, device="meta")}, r"holds no numbers in norm\.bias|damaged"),
+        ({"norm.bias": torch.zeros(128, device="meta")}, r"has no values in norm\.bias|corrupt"),
     ],
 )
 def test_nonsense_shapes_and_values(change: dict[str, Any], words: str, tmp_path: Path) -> None:

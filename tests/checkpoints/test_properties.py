@@ -79,8 +79,8 @@ def test_round_trip(family: Family, data: st.DataObject) -> None:
     assert [other.name for other in FAMILIES if other.recognise({n: tuple(t.shape) for n, t in written.items()})] == [
         family.name
     ]
-    known = {"channels": config.channels, "patch_size": config.patch_size}
-    reading = family.read(dict(written), known)
+    hints = {"channels": config.channels, "patch_size": config.patch_size}
+    reading = family.read(dict(written), hints)
     assert reading.unknown == []
     assert reading.weights.keys() == before.keys()
     assert all(torch.equal(reading.weights[name], tensor) for name, tensor in before.items())

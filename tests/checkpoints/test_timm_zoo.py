@@ -45,31 +45,31 @@ def test_every_name_matches_the_timm_model(every: int) -> None:
             continue
         with torch.device("meta"):
             peer = timm.create_model(name, depth=1)
-        block, told = peer.blocks[0], fields_from_name(name)
+        block, fields = peer.blocks[0], fields_from_name(name)
         found = (block.attn.num_heads, ACTIVATIONS[type(block.mlp.act).__name__], block.norm1.eps)
-        assert (told["heads"], told["activation"], told["norm_eps"]) == found, name
-        assert (told.get("pool_over") == "all") == bool(getattr(peer, "pool_include_prefix", False)), name
+        assert (fields["heads"], fields["activation"], fields["norm_eps"]) == found, name
+        assert (fields.get("pool_over") == "all") == bool(getattr(peer, "pool_include_prefix", False)), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(4))
-def test_every_architecture_of_timm(share: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", range(4))
+def test_every_architecture_of_timm(shard: int, tmp_path: Path) -> None:
     timm = import_peer("timm")
-    for name in sorted(_NAMES)[share::4]:
+    for name in sorted(_NAMES)[shard::4]:
         # Skip the largest models: they differ from the smaller ones only in size.
         peer = scramble(timm.create_model(name, depth=1, num_classes=3)).eval()
         timm.models.save_for_hf(peer, tmp_path / name)
         model = load(tmp_path / name).model
-        assert relative_error(*answers(model, peer)) <= tolerance(name), name
+        assert relative_error(*outputs(model, peer)) <= tolerance(name), name
         for file in (tmp_path / name).iterdir():
             file.unlink()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(4))
-def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", range(4))
+def test_every_bare_file_of_timm(shard: int, tmp_path: Path) -> None:
     """Without the config, with heads set: the same logits, an error, or a difference among the assumptions."""
-    for name in zoo()[share::4]:
+    for name in zoo()[shard::4]:
         peer = scramble(one_block(name)).eval()
         torch.save(peer.state_dict(), tmp_path / "vit.pth")
         heads = getattr(getattr(peer.blocks[0], "attn", None), "num_heads", 1)
@@ -78,12 +78,14 @@ def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
         except CheckpointError:
             continue
         assert name in _NAMES, name
-        if relative_error(*answers(bundle.model, peer)) > tolerance(name):
-            said = {assumption.field for assumption in bundle.assumptions}
+        if relative_error(*outputs(bundle.model, peer)) > tolerance(name):
+            assumed = {assumption.field for assumption in bundle.assumptions}
             pool = {"token": "cls", "avg": "mean", "map": "map"}[peer.global_pool]
-            told = {field: value for field, value in {**fields_from_name(name), "pool": pool}.items() if field in said}
-            mended = load(tmp_path / "vit.pth", heads=heads, overrides=told)
-            assert relative_error(*answers(mended.model, peer)) <= tolerance(name), name
+            fields = {
+                field: value for field, value in {**fields_from_name(name), "pool": pool}.items() if field in assumed
+            }
+            fixed = load(tmp_path / "vit.pth", heads=heads, overrides=fields)
+            assert relative_error(*outputs(fixed.model, peer)) <= tolerance(name), name
 
 
 def tolerance(name: str) -> float:
@@ -100,7 +102,7 @@ def one_block(name: str) -> Any:
 
 
 @torch.no_grad()
-def answers(model: Any, peer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(model: Any, peer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(1, model.config.channels, *model.config.image_size)
     size = getattr(peer.patch_embed, "img_size", None) or x.shape[2:]
     # timm allows partial patches at the border, and ignores them.

@@ -57,8 +57,8 @@ def test_confusion_matrix_counts_every_image_once(case: tuple[int, int, int, boo
     classes, predicted = probabilities.shape[1], probabilities.argmax(1)
     matrix = confusion_matrix(labels, predicted, classes)
     naive = [[0] * classes for _ in range(classes)]
-    for true, answer in zip(labels.tolist(), predicted.tolist(), strict=True):
-        naive[true][answer] += 1
+    for true, guess in zip(labels.tolist(), predicted.tolist(), strict=True):
+        naive[true][guess] += 1
     assert matrix.tolist() == naive
     assert matrix.sum(1).tolist() == np.bincount(labels, minlength=classes).tolist()
     assert matrix.sum(0).tolist() == np.bincount(predicted, minlength=classes).tolist()

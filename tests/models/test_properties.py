@@ -40,9 +40,9 @@ def assert_learns(config: ViTConfig) -> None:
     torch.manual_seed(0)
     model = ViT(config).train()
     out = model(image(config))
-    answers = config.classes or config.pooled_width
+    outputs = config.classes or config.pooled_width
     kept = config.special_tokens + max(1, round(config.patches * (1 - config.patch_dropout)))
-    assert out.shape == ((3, kept, answers) if config.pool == "none" else (3, answers))
+    assert out.shape == ((3, kept, outputs) if config.pool == "none" else (3, outputs))
     assert out.isfinite().all()
     out.square().sum().backward()
     for name, parameter in model.named_parameters():
@@ -153,7 +153,7 @@ small = st.integers(1, 6)
 
 @given(small, small, small, small, st.integers(1, 4), st.sampled_from(["chw", "hwc"]))
 def test_patchify_and_unpatchify(rows: int, columns: int, h: int, w: int, channels: int, order: str) -> None:
-    """Patch n lies in row n // columns, and holds the pixels that a slice of the image holds."""
+    """Patch n is in row n // columns, and holds the same pixels as a slice of the image."""
     x = torch.randn(2, channels, rows * h, columns * w)
     patches = patchify(x, (h, w), order)
     assert torch.equal(unpatchify(patches, (rows, columns), (h, w), channels, order), x)

@@ -59,7 +59,7 @@ def test_transformers() -> None:
 def test_dinov2(new: tuple[int, int]) -> None:
     """DINOv2's rule from its definition: the scale is a tenth of a patch too large, and used unchanged.
 
-    Output cell i lies at (i + 0.5) · old / (new + 0.1) − 0.5, read with torch's cubic kernel (a = −0.75).
+    Output cell i is at (i + 0.5) · old / (new + 0.1) − 0.5, read with torch's cubic kernel (a = −0.75).
     """
     table = torch.randn(1, 14 * 14, 3, dtype=torch.float64)
 
