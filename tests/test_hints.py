@@ -148,7 +148,6 @@ def test_config_fields_with_timm_names(name: str, ours: str) -> None:
         ({"batch_size": 64}, "changes=['batch=64']"),
         ({"compile": True}, "changes=['compile=true']"),
         ({"num_workers": 2}, "vitrail calls it workers"),
-        ({"pretrained": True}, "vitrail calls it start"),
         ({"foldr": "runs"}, "did you mean 'folder'?"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_single_process_has_no_group() -> None:
 def test_an_incomplete_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with (
-        pytest.raises(ConfigError, match="has RANK but not LOCAL_RANK, WORLD_SIZE"),
+        pytest.raises(ConfigError, match="sets RANK but not LOCAL_RANK, WORLD_SIZE"),
         process_group(torch.device("cpu")),
     ):
         pass
