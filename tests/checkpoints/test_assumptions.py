@@ -91,7 +91,7 @@ def test_heads_of_a_published_size_are_assumed_and_logged(tmp_path: Path, caplog
     assert (bundle.model.config.heads, assumed(bundle)["heads"]) == (3, 3)
     lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert lines[0] == (
-        "assumed: heads=3 (64 wide, as in the published models of this size); --override heads=N changes it"
+        "assumed: heads=3 (64 wide, as in the published models of this size); change it with --override heads=N"
     )
     assert bundle.provenance["assumed"] == [line.removeprefix("assumed: ") for line in lines]
 
@@ -363,9 +363,7 @@ def test_a_float8_bundle_is_an_error(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     config["vitrail"].pop("weights_sha256", None)  # as in a bundle that was edited on purpose
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointError, match=r"holds float8_e4m3fn numbers in norm\.weight; save the model in float32"
-    ):
+    with pytest.raises(CheckpointError, match=r"has float8_e4m3fn values in norm\.weight; save the model in float32"):
         load(tmp_path / "b")
 
 

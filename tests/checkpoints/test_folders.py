@@ -158,7 +158,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_same_logits(load(tmp_path), peer)
     next(tmp_path.glob("model-00002*.safetensors")).unlink()
-    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-.*, which model\.safetensors\.index\.json names"):
+    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-.*, which model\.safetensors\.index\.json lists"):
         load(tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_preprocessing_is_fitted_to_the_model(fields: dict[str, Any], tmp_path: 
     bundle = load(tmp_path)
     assert bundle.preprocess.size == (32, 32)
     assert bundle.preprocess.resize_to == ((36, 36) if "crop_size" in fields else None)
-    fitted = [note for note in bundle.provenance.get("notes", []) if "fitted to the model" in note]
+    fitted = [note for note in bundle.provenance.get("notes", []) if "adapted to the model" in note]
     assert len(fitted) == (0 if "crop_size" in fields else 1)
 
 

@@ -123,8 +123,7 @@ def test_without_a_connection_there_is_one_error_line(command: str, tmp_path: Pa
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert (
-        "the hub could not be reached for timm/vit_tiny_patch16_224.augreg_in21k, and nothing is in the cache"
-        in done.stderr
+        "the hub could not be reached for timm/vit_tiny_patch16_224.augreg_in21k, and the cache is empty" in done.stderr
     )
     assert "download config.json and model.safetensors from http://127.0.0.1:9/timm/vit_tiny" in done.stderr
     assert "pass the folder instead of the name" in done.stderr

@@ -154,7 +154,7 @@ def test_bad_folders(tmp_path: Path) -> None:
         load(tmp_path)
     for name in ("a.pth", "b.pth"):
         torch.save(tiny().state_dict(), tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"several weight files \(a\.pth, b\.pth\); name one"):
+    with pytest.raises(CheckpointError, match=r"several weight files \(a\.pth, b\.pth\); pass one"):
         load(tmp_path)
 
 

@@ -98,7 +98,7 @@ def test_unused_parent_folders_are_removed(tmp_path: Path) -> None:
     [
         ("torchvision", "x", r"torchvision is written as a file; use a name that ends in \.safetensors or"),
         ("google", "x.pth", r"google is written as a file; use a name that ends in \.npz$"),
-        ("transformers", "x.pth", "transformers is written as a folder, but x.pth is the name of a file"),
+        ("transformers", "x.pth", "transformers is written as a folder, but x.pth is a file name"),
         ("bundle", "x.safetensors", "bundle is written as a folder"),
     ],
 )
@@ -141,9 +141,9 @@ def test_the_eps_of_transformers_is_close_enough_for_timm(tmp_path: Path) -> Non
         ({"head.weight": torch.tensor(1.0)}, r"head\.weight is \(\), expected 2 non-empty axes"),
         (
             {"norm.bias": torch.zeros(128, dtype=torch.int8)},
-            r"holds int8 numbers in norm\.bias; save the model in float32",
+            r"has int8 values in norm\.bias; save the model in float32",
         ),
-        ({"norm.bias": torch.zeros(128).to_sparse()}, r"holds sparse numbers in norm\.bias"),
+        ({"norm.bias": torch.zeros(128).to_sparse()}, r"has sparse values in norm\.bias"),
         ({"norm.bias": torch.zeros(128, device="meta")}, r"has no values in norm\.bias|corrupt"),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_config_cannot_change() -> None:
     config = ViTConfig()
     with pytest.raises(ConfigError, match=r"is immutable; make a copy with replace\(width=3\)"):
         config.width = 3
-    with pytest.raises(ConfigError, match="width stays"):
+    with pytest.raises(ConfigError, match="width cannot be deleted"):
         del config.width
     assert config.replace(width=384, heads=6).width == 384
     assert config.width == 768
