@@ -1,6 +1,6 @@
-"""Damage to every kind of file that we read: what is truncated or flipped opens, or is refused in one sentence.
+"""Corruption of every kind of file that we read: a truncated or bit-flipped file opens, or gives a one-line error.
 
-Each kind is a row of `KINDS`: how such files are made, which of them is damaged, and how it is opened.
+Each kind is a row of `KINDS`: how such files are made, which of them is corrupt, and how it is opened.
 """
 
 import functools
@@ -43,7 +43,7 @@ from vitrail.training.train import Run, train
 
 LONGEST_SENTENCE = 1_500
 OLD = YOUNG_NS / 1e9 + 0.1
-"""Seconds after which what was made may be taken from a cache."""
+"""Seconds after which files may be served from a cache."""
 TINY = ViTConfig(image_size=8, patch_size=4, width=16, depth=1, heads=2, classes=3)
 RECIPE = [
     "epochs=4",
@@ -65,17 +65,17 @@ class Kind(NamedTuple):
     make: Callable[[Path], object]
     """Fills an empty folder."""
     file: str
-    """Which of its files is damaged; a pattern of which the last match is taken."""
+    """A pattern for the file to corrupt; the last match is used."""
     open: Callable[[Path], object]
-    """Reads the file as a person would have it read."""
+    """Reads the file as a user would."""
     changes: bool = False
     """Whether opening it changes more than this file, as resuming a run does."""
     slow: bool = False
-    """Whether opening takes so long that only a few damages are tried in the quick test."""
+    """Whether opening is slow, so that the quick test tries only a few corruptions."""
 
 
 def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Give a content cut short and with wrong bits at many places; beginnings and ends, which say most, more often."""
+    """Yield truncated and bit-flipped versions of a content, mostly near its start and end."""
     draw = random.Random(seed)
     yield "empty", b""
     for number in range(count):
@@ -93,7 +93,7 @@ def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
 
 
 def check(kind: Kind, place: Path, count: int, seed: int = 0) -> int:
-    """Damage a file again and again, and open it; return how often it was refused."""
+    """Corrupt a file repeatedly and open it; return how often opening failed."""
     whole, work = place / "whole", place / "work"
     work.mkdir(parents=True)
     before = os.environ.get("VITRAIL_CACHE")
@@ -102,16 +102,16 @@ def check(kind: Kind, place: Path, count: int, seed: int = 0) -> int:
     try:
         kind.make(work)
         shutil.copytree(work, whole)
-        kind.open(work)  # what is whole opens
+        kind.open(work)  # the intact file opens
         if kind.changes:
             _put_back(whole, work)
         file = sorted(work.glob(kind.file))[-1]
         content = file.read_bytes()
-        for said, damaged in damages(content, count, seed):
+        for description, corrupt in damages(content, count, seed):
             if kind.changes:
                 _put_back(whole, work)
-            file.write_bytes(damaged)
-            refused += _refused(kind, work, f"{file.relative_to(work)}, {said}")
+            file.write_bytes(corrupt)
+            refused += _refused(kind, work, f"{file.relative_to(work)}, {description}")
     finally:
         os.environ.pop("VITRAIL_CACHE")
         if before is not None:
@@ -124,17 +124,17 @@ def _put_back(whole: Path, work: Path) -> None:
     shutil.copytree(whole, work)
 
 
-def _refused(kind: Kind, work: Path, said: str) -> bool:
+def _refused(kind: Kind, work: Path, description: str) -> bool:
     try:
         kind.open(work)
     except VitrailError as error:
         text = str(error)
-        assert text.strip(), said
-        assert "\n" not in text, f"{said}: {text}"
-        assert len(text) < LONGEST_SENTENCE, f"{said}: {text[:300]}"
+        assert text.strip(), description
+        assert "\n" not in text, f"{description}: {text}"
+        assert len(text) < LONGEST_SENTENCE, f"{description}: {text[:300]}"
         return True
     except Exception as error:
-        raise AssertionError(f"{said}: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{description}: {type(error).__name__}: {error}") from error
     return False
 
 
@@ -156,7 +156,7 @@ def _save_bundle_without_digest(place: Path) -> None:
 
 
 def drop_digest(bundle: Path) -> None:
-    """Make of a bundle one that others have written."""
+    """Convert a bundle to another library's format."""
     config = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
     del config["vitrail"]["weights_sha256"]
     (bundle / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -299,7 +299,7 @@ def _cached(place: Path) -> object:
 
 
 def train_tiny(place: Path) -> Run:
-    """Train for a moment, or resume the run."""
+    """Train briefly, or resume the run."""
     return train(place / "data", changes=RECIPE, folder=place / "run", device="cpu", workers=0, quiet=True)
 
 
@@ -312,12 +312,12 @@ def _made_once() -> tempfile.TemporaryDirectory[str]:
 
 
 def make_run(place: Path) -> None:
-    """Leave a finished run."""
+    """Create a finished run."""
     shutil.copytree(_made_once().name, place, dirs_exist_ok=True)
 
 
 def make_stopped_run(place: Path) -> None:
-    """Leave a run of which the last state is missing, as if it had been killed."""
+    """Create a run without its last state, as if it had been killed."""
     make_run(place)
     shutil.rmtree(sorted((place / "run" / "state").glob("[0-9]*"))[-1])
 
@@ -350,7 +350,7 @@ def _predictions(format: str, *, stopped: bool) -> Callable[[Path], None]:
 
 
 def _stop_again(place: Path, format: str) -> None:
-    """Bring a finished job back to where it was before its end, by stopping one of the same kind."""
+    """Turn a finished job into an interrupted one."""
     target = place / f"rows.{format}"
     target.unlink()
     seen = 0

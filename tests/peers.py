@@ -1,4 +1,4 @@
-"""The other libraries, made importable, and what every comparison with them needs."""
+"""Import the other libraries, and helpers to compare with them."""
 
 import importlib
 import re
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def import_peer(name: str) -> ModuleType:
-    """Import a peer library, whose own warnings are not ours to mend."""
+    """Import a peer library, with its warnings ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _mend_torchvision()
@@ -18,7 +18,7 @@ def import_peer(name: str) -> ModuleType:
 
 
 def _mend_torchvision() -> None:
-    """Define the two operators that torchvision's wheel lacks beside a CPU build of torch; else do nothing.
+    """Define the two operators that torchvision's wheel lacks with a CPU build of torch, if they are missing.
 
     The wheel from PyPI is built for CUDA. Beside a CPU torch its compiled operators do not load, and the import fails
     because it registers shape functions for operators that do not exist. No test of ours calls them.
@@ -40,7 +40,7 @@ _KEEP_ALIVE: list[torch.library.Library] = []
 
 @torch.no_grad()
 def scramble(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give everything a checkpoint holds a random value, also what starts at 0 or 1."""
+    """Randomise everything in the state dict, also what is initialised to 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point():
@@ -58,7 +58,7 @@ def scramble(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def rename(state: dict[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]:
-    """Rename every key by the first pattern that matches it whole; a key that none matches is an error."""
+    """Rename every key by the first pattern that matches it fully; a key without a match is an error."""
     renamed = {}
     for key, tensor in state.items():
         for pattern, replacement in table.items():
@@ -71,7 +71,7 @@ def rename(state: dict[str, Tensor], table: dict[str, str]) -> dict[str, Tensor]
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, as a share of the largest value expected."""
+    """Return the maximum difference, relative to the largest expected value."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert expected.abs().max() > 0.01, "an output of zeros proves nothing"
     return float((found - expected).abs().max() / expected.abs().max())

@@ -1,4 +1,4 @@
-"""The shape of the house: which layer may import which, what is public, and what an import costs."""
+"""The architecture: which layer may import which, what is public, and what an import costs."""
 
 import ast
 import subprocess
@@ -40,7 +40,7 @@ LAYER = {
 
 
 def modules() -> dict[str, ast.Module]:
-    """Return every module of the package by its dotted name, parsed."""
+    """Return the parsed modules of the package by dotted name."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -49,7 +49,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module) -> list[str]:
-    """Return what a module imports, at the top or inside a function."""
+    """Return the imports of a module, at the top or inside functions."""
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -80,7 +80,7 @@ def test_every_entry_has_a_layer() -> None:
     assert {top(module) for module in modules()} <= set(LAYER)
 
 
-def test_the_model_imports_only_torch_and_what_lies_below() -> None:
+def test_models_import_only_torch_and_lower_layers() -> None:
     allowed = {"torch", "pydantic", "vitrail", *sys.stdlib_module_names}
     models = {name: tree for name, tree in modules().items() if top(name) == "models"}
     used = {name.partition(".")[0] for tree in models.values() for name in imports(tree)}
@@ -92,12 +92,12 @@ def test_peers_are_imported_by_tests_only() -> None:
     assert {n for tree in modules().values() for n in imports(tree)} & peers == set()
 
 
-def test_errors_a_user_can_cause_are_never_asserts() -> None:
+def test_user_errors_are_never_asserts() -> None:
     asserts = [name for name, tree in modules().items() if any(isinstance(n, ast.Assert) for n in ast.walk(tree))]
     assert asserts == []
 
 
-def test_every_public_name_can_be_had() -> None:
+def test_every_public_name_imports() -> None:
     assert vitrail.__all__ == sorted(vitrail.__all__)
     for name in vitrail.__all__:
         assert getattr(vitrail, name) is not None
@@ -107,7 +107,7 @@ def test_every_public_name_can_be_had() -> None:
 
 @pytest.mark.parametrize("code", ["import vitrail", "import vitrail.cli.app", "import vitrail.models.config"])
 def test_light_imports_stay_light(code: str) -> None:
-    """What `--help` and reading a config need must not import torch, which takes seconds."""
+    """`--help` and reading a config must not import torch, which takes seconds."""
     check = f"import sys; {code}; sys.exit(any(m in sys.modules for m in ('torch', 'numpy', 'PIL')))"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 

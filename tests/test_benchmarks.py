@@ -1,4 +1,4 @@
-"""The benchmark against other libraries says in one sentence what it cannot do."""
+"""The benchmark against other libraries gives one-line errors."""
 
 import json
 import re
@@ -34,7 +34,7 @@ from vitrail.errors import ConfigError
         (["--carried", "nothing"], "--carried nothing is no folder"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(
+def test_invalid_options(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", *arguments])
@@ -44,13 +44,13 @@ def test_options_that_mean_nothing_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cuda:77"])
-    with pytest.raises(ConfigError, match="is not on this machine"):
+    with pytest.raises(ConfigError, match="is not available on this machine"):
         gpu.parse()
 
 
-def test_sizes_that_are_none_are_refused() -> None:
+def test_invalid_sizes() -> None:
     with pytest.raises(ConfigError, match="'B/16@x' is no size"):
         gpu.config_of("B/16@x")
     assert gpu.config_of("B/16@384").image_size == (384, 384)
@@ -58,7 +58,7 @@ def test_sizes_that_are_none_are_refused() -> None:
 
 @pytest.fixture
 def _recompile_limit() -> Iterator[None]:
-    """Keep what the program raises as it was for other tests. monkeypatch cannot: torch hides what it puts back."""
+    """Restore torch's global settings for other tests; monkeypatch cannot, because torch hides the originals."""
     limit = torch._dynamo.config.recompile_limit
     with torch._dynamo.config.patch(recompile_limit=limit):
         yield
@@ -89,7 +89,7 @@ def test_loss_curves_can_be_compared(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_recompile_limit")
-def test_one_start_can_be_taken_many_times(
+def test_initial_weights_can_be_reused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     kept = tmp_path / "scatter.json"
@@ -111,7 +111,7 @@ def test_when_something_is_learned() -> None:
     assert gpu.when_learned([4.0] * 30) == "never below 2"
 
 
-def test_contestants_are_named_by_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestants_are_selected_by_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--contestants", "^vitrail$", "timm graphs"])
     assert list(gpu.contestants(gpu.parse(), None)["training"]) == ["vitrail", "timm graphs"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--contestants", "nobody"])

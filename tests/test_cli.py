@@ -1,4 +1,4 @@
-"""The command line, run as a person runs it."""
+"""The command line, end to end."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_one_model_in_detail() -> None:
         (("models", "--jsn"), "No such option: --jsn"),
     ],
 )
-def test_mistakes_get_one_sentence_and_exit_code_2(words: tuple[str, ...], message: str) -> None:
+def test_user_errors_print_one_sentence_and_exit_with_2(words: tuple[str, ...], message: str) -> None:
     done = run(*words)
     assert done.returncode == 2
     assert message in done.stderr
@@ -83,7 +83,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(words: tuple[str, ...], messa
     assert done.stdout == ""
 
 
-def test_a_reader_that_leaves_early_is_no_fault() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         f"'{sys.executable}' -m vitrail models Ti/16 --json | head -n 1",
         shell=True,
@@ -124,19 +124,19 @@ def test_inspect(checkpoint: Path) -> None:
         "blocks.1.mlp.fc2.weight",
     ):
         assert words in done.stdout
-    assert "note: the names of the classes are not known" in done.stdout
+    assert "note: the class names are unknown" in done.stdout
     report = json.loads(run("inspect", str(checkpoint), *HEADS, "--json").stdout)
     assert report["config"]["width"] == 64
     assert len(report["tensors"]) == 32
 
 
-def test_inspect_finds_what_is_broken(checkpoint: Path, tmp_path: Path) -> None:
+def test_inspect_finds_broken_tensors(checkpoint: Path, tmp_path: Path) -> None:
     state = torch.load(checkpoint, weights_only=True)
     state["blocks.0.mlp.fc1.weight"][0, :3] = float("nan")
     state["head.weight"].zero_()
     torch.save(state, tmp_path / "broken.pth")
     done = run("inspect", str(tmp_path / "broken.pth"), *HEADS)
-    assert "note: blocks.0.mlp.fc1.weight holds 3 numbers that are not finite" in done.stdout
+    assert "note: blocks.0.mlp.fc1.weight has 3 values that are not finite" in done.stdout
     assert "note: head.weight is all zero" in done.stdout
     refused = run("convert", str(tmp_path / "broken.pth"), str(tmp_path / "out"), *HEADS)
     assert refused.returncode == 2
@@ -161,27 +161,27 @@ def test_convert(checkpoint: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("--to", "onnx"), "no format is called 'onnx'"),
-        (("--to", "google"), "slightly other numbers: activation='gelu'"),
-        (("--image-size", "big"), "'big' is no size; write 384"),
+        (("--to", "google"), "would differ slightly: activation='gelu'"),
+        (("--image-size", "big"), "'big' is not a size; write 384"),
         (("--image-size", "33"), "not a multiple of patch"),
         (("--override", "heads=7"), "7 heads do not divide"),
         (("--position", "cubic"), "no resampling method 'cubic'"),
     ],
 )
-def test_conversions_that_cannot_be(words: tuple[str, ...], message: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_impossible_conversions(words: tuple[str, ...], message: str, checkpoint: Path, tmp_path: Path) -> None:
     extra = ("--image-size", "64") if words[0] == "--position" else ()
     done = run("convert", str(checkpoint), str(tmp_path / "out.npz"), *HEADS, *words, *extra)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1, "nothing but the refusal"
+    assert len(done.stderr.splitlines()) == 1, "only the error"
     assert list(tmp_path.iterdir()) == []
 
 
-# ── what the disk refuses ──
+# ── disk errors ──
 
 
 def run_limited(setup: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process that first gives something up. All is imported before, as it may not be readable."""
+    """Run a command in a process that first drops privileges or sets limits. Imports come first."""
     code = f"import sys, vitrail.api, vitrail.checkpoints.inspect, vitrail.__main__ as m\n{setup}\nm.main()"
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, timeout=120
@@ -216,8 +216,8 @@ def test_a_folder_without_permission(checkpoint: Path, tmp_path: Path) -> None:
     "form",
     ["bundle", *(pytest.param(form, marks=pytest.mark.slow) for form in ("google", "torchvision", "transformers"))],
 )
-def test_a_full_disk_leaves_the_target_as_it_was(form: str, checkpoint: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the end of the disk: writing stops with an error half-way."""
+def test_a_full_disk_leaves_the_target_unchanged(form: str, checkpoint: Path, tmp_path: Path) -> None:
+    """A file size limit simulates a full disk: writing fails half-way."""
     target = tmp_path / {"google": "out.npz", "torchvision": "out.pth"}.get(form, "out")
     words = ("convert", str(checkpoint), str(target), "--to", form, "--approximate", "--overwrite", *HEADS)
     assert run(*words).returncode == 0

@@ -1,4 +1,4 @@
-"""`vitrail check`, run as a person runs it."""
+"""`vitrail check`, end to end."""
 
 import json
 import os
@@ -28,7 +28,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process: importing everything anew would take most of the time."""
+    """Run the command in this process, because imports would take most of the time."""
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
 
     def command(*words: object) -> Done:
@@ -61,7 +61,7 @@ def test_good_data(run: Run, data: Path) -> None:
     assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
     assert "all JPEG; all colour" in done.out
     assert "Not looked for: near-duplicates: the same image cut, resized or saved again.\n" in done.out
-    assert "images/s for each worker" in done.out
+    assert "images/s per worker" in done.out
     assert [line.split()[0] for line in lines if line.strip().startswith(("100 ", "1,000 ", "5,000 "))] == [
         "100",
         "1,000",
@@ -69,7 +69,7 @@ def test_good_data(run: Run, data: Path) -> None:
     ]
 
 
-def test_findings_are_told_and_what_cannot_be_read_is_a_failure(run: Run, data: Path) -> None:
+def test_findings_are_listed_and_unreadable_images_fail(run: Run, data: Path) -> None:
     (data / "cat" / "text.jpg").write_text("no image")
     for number in range(7):
         (data / "cat" / f"empty{number}.jpg").write_bytes(b"")
@@ -80,10 +80,10 @@ def test_findings_are_told_and_what_cannot_be_read_is_a_failure(run: Run, data: 
     assert "! 8 images cannot be read. Mend or remove them" in done.out
     assert "    … and 3 more" in done.out
     assert "copy.jpg" in done.out
-    assert "What would help where the device waits for images: more cores, or " in done.out
+    assert "Where the device waits for images, this helps: more cores, or " in done.out
 
 
-def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
+def test_json_output(run: Run, data: Path, tmp_path: Path) -> None:
     (data / "cat" / "text.jpg").write_text("no image")
     sheet = tmp_path / "sheet.png"
     done = run(data, "--json", "--workers", 0, "--images-per-second", 10, "--sheet", sheet, "--size", 64)
@@ -99,7 +99,7 @@ def test_json_and_nothing_else(run: Run, data: Path, tmp_path: Path) -> None:
         assert image.format == "PNG"
 
 
-def test_what_was_skipped_is_named(run: Run, data: Path) -> None:
+def test_skipped_files_are_listed(run: Run, data: Path) -> None:
     for number in range(7):
         (data / "cat" / f"notes{number}.txt").write_text("no image")
     shutil.copy(data / "cat" / "0.jpg", data / "dog" / "0.php")
@@ -110,7 +110,7 @@ def test_what_was_skipped_is_named(run: Run, data: Path) -> None:
     assert f"    {data}/dog/0.php: a JPEG; rename it to 0.jpg\n" in done.out
 
 
-def test_one_pass_lists_every_fault(run: Run, data: Path) -> None:
+def test_one_pass_lists_all_errors(run: Run, data: Path) -> None:
     (data / "cat" / "gone.jpg").symlink_to("nowhere.jpg")
     (data / "cat" / "round.jpg").symlink_to("round.jpg")
     (data / "dog" / "up").symlink_to(data)
@@ -138,7 +138,7 @@ def test_one_pass_lists_every_fault(run: Run, data: Path) -> None:
     assert len(found["faults"]) == 6
 
 
-def test_the_sheet_is_named(run: Run, data: Path, tmp_path: Path) -> None:
+def test_the_contact_sheet_path_is_printed(run: Run, data: Path, tmp_path: Path) -> None:
     done = run(data, "--workers", 0, "--sheet", tmp_path / "sheet.png")
     assert done.out.endswith(f"The contact sheet is {tmp_path / 'sheet.png'}.\n")
     assert (tmp_path / "sheet.png").exists()
@@ -155,7 +155,7 @@ def test_digits(run: Run) -> None:
     ("options", "message"),
     [
         (("--sheet", "sheet.jpg"), "'sheet.jpg' does not end with .png"),
-        (("--sheet", "nowhere/sheet.png"), "is in a folder that is not there"),
+        (("--sheet", "nowhere/sheet.png"), "is in a folder that does not exist"),
         (("--workers", "-1"), "--workers"),
         (("--images-per-second", "0"), "--images-per-second"),
         (("--images-per-second", "nan"), "--images-per-second"),
@@ -170,7 +170,7 @@ def test_wrong_options(run: Run, data: Path, options: tuple[str, ...], message: 
     assert len(done.err.splitlines()) == 1
 
 
-def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "nowhere")
     assert (done.code, done.out) == (2, "")
     assert "vitrail: there is no " in done.err
@@ -183,7 +183,7 @@ def test_what_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
         assert f"class {label!r} has 1 image, too few for 3 splits" in done.out
 
 
-def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path) -> None:
+def test_unusable_data_lists_all_errors(run: Run, data: Path) -> None:
     rows = [f"cat/{number}.jpg,0.{number}" for number in range(10)] + [f"{number}.jpg,1" for number in range(20)]
     (data / "list.csv").write_text("\n".join(["path,label", *rows]))
     done = run(data / "list.csv")
@@ -194,7 +194,7 @@ def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path)
 
 
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])
-def test_no_image_that_can_be_read(run: Run, data: Path, option: str) -> None:
+def test_no_readable_image(run: Run, data: Path, option: str) -> None:
     for path in data.rglob("*.jpg"):
         path.write_text("no image")
     done = run(data, option)
@@ -206,7 +206,7 @@ def test_no_image_that_can_be_read(run: Run, data: Path, option: str) -> None:
 SLOW = """
 import os, time
 import vitrail.data.checking.survey as survey
-def slow(*given):
+def slow(*args):
     os.write(2, b"looking\\n")
     time.sleep(60)
 survey._look_at = slow
@@ -228,7 +228,7 @@ def test_ctrl_c_leaves_no_traceback_and_no_process(data: Path, tmp_path: Path, w
     )
     assert process.stderr is not None
     assert process.stderr.readline() == "looking\n"
-    os.killpg(process.pid, signal.SIGINT)  # as the terminal does
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (130, "")
     assert err.replace("looking\n", "") == ""
@@ -236,7 +236,7 @@ def test_ctrl_c_leaves_no_traceback_and_no_process(data: Path, tmp_path: Path, w
         os.killpg(process.pid, 0)
 
 
-def test_every_fault_is_named_also_where_no_image_can_be_read(run: Run, data: Path) -> None:
+def test_all_errors_are_listed_without_a_readable_image(run: Run, data: Path) -> None:
     (data / "empty").mkdir()
     os.symlink("nowhere", data / "cat" / "link.jpg")
     for path in data.glob("*/[0-9].jpg"):

@@ -1,4 +1,4 @@
-"""`vitrail eval`, run as a person runs it."""
+"""`vitrail eval`, end to end."""
 
 import json
 import re
@@ -38,7 +38,7 @@ PRE = Preprocess(size=(8, 8), channels=1, mean=(0.5,), std=(0.5,))
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process: importing everything anew would take most of the time."""
+    """Run the command in this process, because imports would take most of the time."""
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
 
     def command(*words: object) -> Done:
@@ -79,16 +79,23 @@ def test_a_plain_folder(run: Run, bundle: Path, data: Path) -> None:
     lines = done.out.splitlines()
     assert "% on 20 images, 95% interval " in lines[0]
     assert "; always 'cat' gives 50.0%, chance 50.0%; " in lines[0]
-    assert lines[0].endswith("; evaluated on all images; whether the model was trained on them is not known.")
-    assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be told apart"
+    assert lines[0].endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
+    assert done.err.startswith("WARNING: no better than guessing: "), "noise cannot be classified"
     assert "; weakest class " in lines[0]
-    for words in ("top-1", "macro-F1", "calibration error", "% sure on average", "Confusions", "Classes, the weakest"):
+    for words in (
+        "top-1",
+        "macro-F1",
+        "calibration error",
+        "The mean confidence is",
+        "Confusions",
+        "Classes, the weakest",
+    ):
         assert words in done.out
     assert "top-5" not in done.out
     assert str(data) in done.out.split("The most confident mistakes")[1]
 
 
-def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
+def test_json_output(run: Run, bundle: Path, data: Path) -> None:
     (data / "cat" / "text.png").write_text("no image")
     done = run(bundle, data, "--json", "--batch", 3)
     assert done.code == 0
@@ -96,7 +103,7 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     assert (found["split"], found["images"], found["top5"]) == ("all", 20, None)
     assert np.array(found["confusion"]).sum() == 20
     assert found["bad"][0]["name"].endswith("text.png")
-    assert "; 1 more could not be read; evaluated on all images; whether" in found["summary"]
+    assert "; 1 more could not be read; evaluated on all images; it is unknown whether" in found["summary"]
     assert found["warnings"] == [line.removeprefix("WARNING: ") for line in done.err.splitlines()]
     assert found["warnings"]
     text = run(bundle, data).out
@@ -104,7 +111,7 @@ def test_json_and_nothing_else(run: Run, bundle: Path, data: Path) -> None:
     assert "Images that could not be read" in text
 
 
-def test_the_images_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Path, data: Path) -> None:
+def test_the_splits_of_the_run_are_used(run: Run, bundle: Path, data: Path) -> None:
     splits = open_data(data, seed=3, val=0.2, test=0.3)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     by = "; compared with the images of its run by name only."
@@ -128,25 +135,23 @@ def test_the_images_of_the_run_itself_are_the_held_out_ones(run: Run, bundle: Pa
     assert "% on 20 images, " in run(bundle, data).out
 
 
-def test_without_a_test_split_the_images_that_selected_the_checkpoint_are_named(
-    run: Run, bundle: Path, data: Path
-) -> None:
+def test_without_a_test_split_the_summary_names_the_validation_split(run: Run, bundle: Path, data: Path) -> None:
     splits = open_data(data, seed=3, val=0.2, test=0.0)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     by = "; compared with the images of its run by name only"
     caveat = f"; evaluated on the validation split; selected on these images{by}."
     assert run(bundle, data).out.splitlines()[0].endswith(caveat)
-    # Another run's data knows nothing of these images.
+    # Renamed images are unknown to the run.
     for path in (data / "cat").iterdir():
         path.rename(path.with_name(f"other-{path.name}"))
     for path in (data / "dog").iterdir():
         path.rename(path.with_name(f"other-{path.name}"))
-    caveat = f"; evaluated on all images{by}; whether the model was trained on them is not known."
+    caveat = f"; evaluated on all images{by}; it is unknown whether the model was trained on them."
     assert run(bundle, data).out.splitlines()[0].endswith(caveat)
 
 
 def recorded(bundle: Path, data: Path) -> Contents:
-    """Leave in the run folder what training leaves there."""
+    """Write the files that training leaves in the run folder."""
     splits = open_data(data, seed=3, val=0.2, test=0.3)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     contents = quick_check(splits).contents
@@ -171,12 +176,12 @@ def test_renamed_moved_and_copied_images_are_recognised_by_content(run: Run, bun
     found = json.loads(run(bundle, moved, "--json").out)
     assert (found["selected_on"] + found["trained_on"] - 14 in (0, 1), found["compared_by"]) == (True, "content")
     for path in [*moved.glob("*/*.png")]:
-        Image.open(path).save(path, compress_level=0)  # another file, so that nobody can know
+        Image.open(path).save(path, compress_level=0)  # another file, which cannot be recognised
     line = run(bundle, moved).out.splitlines()[0]
     assert line.endswith("; evaluated on all images; by content, its run trained on none of these images.")
 
 
-def test_another_image_under_a_name_of_the_run_was_not_trained_on(run: Run, bundle: Path, data: Path) -> None:
+def test_another_image_under_the_same_name_was_not_trained_on(run: Run, bundle: Path, data: Path) -> None:
     recorded(bundle, data)
     for number, path in enumerate(sorted(data.glob("*/*.png"))):
         Image.fromarray(np.random.default_rng([7, number]).integers(0, 256, (8, 8), np.uint8)).save(path)
@@ -192,7 +197,7 @@ def test_digests_that_are_compressed_are_not_read(bundle: Path) -> None:
     assert recorded_contents(bundle) is None
 
 
-def test_a_bundle_that_was_copied_out_of_its_run_knows_its_images(run: Run, bundle: Path, data: Path) -> None:
+def test_a_bundle_copied_out_of_its_run_recognises_its_images(run: Run, bundle: Path, data: Path) -> None:
     recorded(bundle, data)
     carry_contents(bundle.parent, bundle)
     alone = Path(shutil.copytree(bundle, bundle.parent.parent / "copied" / "model"))
@@ -202,12 +207,12 @@ def test_a_bundle_that_was_copied_out_of_its_run_knows_its_images(run: Run, bund
         assert (len(seen.train), len(seen.val), seen.complete) == (10, 4, True)
     line = run(alone, data).out.splitlines()[0]
     assert line.endswith("; evaluated on all images; selected on 4 of these images; trained on 10 of these images.")
-    (alone / "contents.index").write_bytes((alone / "contents.index").read_bytes()[:100])  # damaged
+    (alone / "contents.index").write_bytes((alone / "contents.index").read_bytes()[:100])  # corrupt
     line = run(alone, data).out.splitlines()[0]
-    assert line.endswith("; evaluated on all images; whether the model was trained on them is not known.")
+    assert line.endswith("; evaluated on all images; it is unknown whether the model was trained on them.")
 
 
-def test_digests_of_some_images_are_said_to_be_some(run: Run, bundle: Path, data: Path) -> None:
+def test_partial_digests_are_reported(run: Run, bundle: Path, data: Path) -> None:
     contents = recorded(bundle, data)
     contents._replace(train=contents.train[:3]).save(bundle.parent)
     line = run(bundle, data, "--split", "all").out.splitlines()[0]
@@ -219,7 +224,7 @@ def test_digests_of_some_images_are_said_to_be_some(run: Run, bundle: Path, data
     assert line.endswith(f"; selected on 4 of these images; trained on 3 of these images{by}")
 
 
-def test_a_new_image_is_not_called_trained_on(run: Run, bundle: Path, data: Path) -> None:
+def test_a_new_image_is_not_reported_as_trained_on(run: Run, bundle: Path, data: Path) -> None:
     (bundle.parent / "split.json").write_text(json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record))
     old = next((data / "cat").iterdir())
     (data / "cat" / f"new{old.suffix}").write_bytes(old.read_bytes())
@@ -227,9 +232,7 @@ def test_a_new_image_is_not_called_trained_on(run: Run, bundle: Path, data: Path
     assert (found["selected_on"], found["trained_on"]) == (4, 10)
 
 
-def test_without_its_split_a_model_is_not_evaluated_on_what_it_was_trained_on(
-    run: Run, bundle: Path, data: Path
-) -> None:
+def test_without_its_split_file_evaluation_fails(run: Run, bundle: Path, data: Path) -> None:
     split = json.dumps(open_data(data, seed=3, val=0.2, test=0.3).record)
     (bundle.parent / "split.json").write_text(split[: len(split) // 2])
     done = run(bundle, data)
@@ -243,10 +246,10 @@ def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
     assert done.code == 0
     assert "% on 359 images, " in done.out
     assert "top-5" in done.out
-    assert "The model has 15 other classes, without images here." in done.out
+    assert "The model has 15 more classes without images here." in done.out
 
 
-def test_the_weakest_twenty_classes_unless_all_are_asked_for(run: Run, tmp_path: Path) -> None:
+def test_the_weakest_twenty_classes_by_default(run: Run, tmp_path: Path) -> None:
     names = tuple(f"class {number:02d}" for number in range(22))
     for name in names:
         (tmp_path / "many" / name).mkdir(parents=True)
@@ -257,7 +260,7 @@ def test_the_weakest_twenty_classes_unless_all_are_asked_for(run: Run, tmp_path:
     assert "more; --all" not in run(model, tmp_path / "many", "--all").out
 
 
-def test_classes_the_model_does_not_have(run: Run, tmp_path: Path, data: Path) -> None:
+def test_unknown_classes(run: Run, tmp_path: Path, data: Path) -> None:
     done = run(saved(tmp_path / "named", ("cat", "cow")), data)
     assert (done.code, done.out) == (2, "")
     assert done.err == (
@@ -286,7 +289,7 @@ def test_wrong_options(run: Run, bundle: Path, data: Path, options: tuple[str, .
     assert len(done.err.splitlines()) == 1
 
 
-def test_what_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
     for words in ((tmp_path / "nowhere", data), (bundle, tmp_path / "nowhere")):
         done = run(*words)
         assert (done.code, done.out) == (2, "")
@@ -294,14 +297,14 @@ def test_what_cannot_be_opened(run: Run, bundle: Path, data: Path, tmp_path: Pat
         assert len(done.err.splitlines()) == 1
 
 
-def test_compact_json_is_the_same_json() -> None:
+def test_compact_json_is_equivalent() -> None:
     found = {"matrix": [[1, -2.5e-7], [3, 4]], "names": ["[\n1, 2\n]", "3"], "empty": [], "interval": [0.5, 1]}
     text = _compact_json(found)
     assert json.loads(text) == found
     assert "[1, -2.5e-07]" in text
 
 
-def test_from_python_it_is_what_the_command_writes(run: Run, bundle: Path, data: Path) -> None:
+def test_python_and_command_agree(run: Run, bundle: Path, data: Path) -> None:
     for split in (None, "val", "all"):
         found = vitrail.evaluate(bundle, data, split=split, workers=0)
         done = run(bundle, data, "--json", *(() if split is None else ("--split", split)))
@@ -314,7 +317,7 @@ def test_from_python_it_is_what_the_command_writes(run: Run, bundle: Path, data:
     assert opened.top1_interval.low <= opened.top1 <= opened.top1_interval.high
 
 
-def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> None:
+def test_python_uses_the_split_of_the_run(bundle: Path, data: Path) -> None:
     splits = open_data(data, seed=0, val=0.2, test=0.2)
     (bundle.parent / "split.json").write_text(json.dumps(splits.record))
     held_out = vitrail.evaluate(bundle, data, workers=0)
@@ -325,10 +328,10 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
     assert "; evaluated on the validation split; selected on these images" in selecting.summary
 
 
-def test_from_python_what_cannot_be_evaluated(bundle: Path, data: Path) -> None:
+def test_python_errors(bundle: Path, data: Path) -> None:
     with pytest.raises(vitrail.ConfigError, match="no split is called 'tset'"):
         vitrail.evaluate(bundle, data, split="tset")
-    with pytest.raises(vitrail.CheckpointError, match="a model of your own becomes a bundle"):
+    with pytest.raises(vitrail.CheckpointError, match=r"wrap your own model with vitrail\.Bundle"):
         vitrail.evaluate(vitrail.load(bundle).model, data)
     with pytest.raises(vitrail.DataError, match="nowhere"):
         vitrail.evaluate(bundle, data / "nowhere")

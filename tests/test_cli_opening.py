@@ -1,4 +1,4 @@
-"""Every command that opens a model: any numbers, --override and --keys, and what it assumes is said."""
+"""Every command that opens a model: any dtype, --override and --keys, and logged assumptions."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def checkpoint(folder: Path, dtype: torch.dtype) -> Path:
 
 
 def words(command: str, file: Path, images: Path, out: Path) -> list[str]:
-    """Return the words that run a command quickly on a model."""
+    """Return arguments that run a command quickly on a model."""
     first = str(next(images.rglob("*.png")))
     changes = ("steps=1", "batch=8", "evaluations=1")
     match command:
@@ -71,26 +71,28 @@ def words(command: str, file: Path, images: Path, out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_opens_bf16_and_says_what_it_assumes(
+def test_every_command_opens_bf16_and_logs_its_assumptions(
     command: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = checkpoint(tmp_path, torch.bfloat16)
     done = CliRunner().invoke(app, [*words(command, file, images, tmp_path), *HEADS])
     assert done.exit_code == 0, (done.output, done.exception)
-    said = [record.message for record in caplog.records if record.name == "vitrail" and record.levelname == "WARNING"]
-    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in said]
-    assert fields == ASSUMED, said
+    messages = [
+        record.message for record in caplog.records if record.name == "vitrail" and record.levelname == "WARNING"
+    ]
+    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in messages]
+    assert fields == ASSUMED, messages
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_what_it_would_have_to_guess(command: str, images: Path, tmp_path: Path) -> None:
+def test_every_command_fails_on_ambiguous_fields(command: str, images: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, words(command, checkpoint(tmp_path, torch.float32), images, tmp_path))
     assert isinstance(done.exception, vitrail.CheckpointError)
-    assert "say it with --override heads=N" in str(done.exception)
+    assert "set it with --override heads=N" in str(done.exception)
 
 
 @pytest.mark.parametrize(
-    ("command", "more", "refusal"),
+    ("command", "more", "message"),
     [
         ("predict", ("no head",), "the model has no head"),
         ("predict", ("--engine", "onxx"), "'onxx'"),
@@ -106,15 +108,15 @@ def test_every_command_refuses_what_it_would_have_to_guess(command: str, images:
         ("train", ("--set", "bacth=3"), "bacth"),
     ],
 )
-def test_a_refusal_stands_alone(
+def test_an_error_is_not_preceded_by_warnings(
     command: str,
     more: tuple[str, ...],
-    refusal: str,
+    message: str,
     images: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What was assumed of a file does not matter where the file, or what is asked of it, is refused."""
+    """Assumptions about a file do not matter if opening or using it fails."""
     file = checkpoint(tmp_path, torch.float32)
     if more == ("no head",):
         config = CONFIG.replace(classes=0)
@@ -122,11 +124,11 @@ def test_a_refusal_stands_alone(
         more = ()
     done = CliRunner().invoke(app, [*words(command, file, images, tmp_path), *HEADS, *more])
     assert isinstance(done.exception, vitrail.VitrailError), done.output
-    assert refusal in str(done.exception)
+    assert message in str(done.exception)
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
-def test_from_python_a_refusal_stands_alone_and_what_is_used_is_announced_once(
+def test_python_logs_assumptions_once_and_only_after_success(
     images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = checkpoint(tmp_path, torch.float32)
@@ -142,7 +144,7 @@ def test_from_python_a_refusal_stands_alone_and_what_is_used_is_announced_once(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_predict_from_any_numbers_in_any_precision(
+def test_predict_from_any_dtype_in_any_precision(
     dtype: torch.dtype, precision: str, images: Path, tmp_path: Path
 ) -> None:
     line = [*words("predict", checkpoint(tmp_path, dtype), images, tmp_path), *HEADS, "--precision", precision]
@@ -151,7 +153,7 @@ def test_predict_from_any_numbers_in_any_precision(
 
 
 def test_assumptions_go_to_stderr(tmp_path: Path) -> None:
-    """In a process of its own, where no test's handler catches the log."""
+    """In a separate process, where no test handler captures the log."""
     line = [sys.executable, "-m", "vitrail", "inspect", str(checkpoint(tmp_path, torch.float32)), *HEADS]
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -166,7 +168,7 @@ def test_assumptions_go_to_stderr(tmp_path: Path) -> None:
         ("heads=abc", "heads is 'abc': input should be a valid integer"),
         ("patch_size=8", None),
         ("haeds=3", "no option 'haeds'; did you mean 'heads'"),
-        ("heads", "'heads' is no field with a value"),
+        ("heads", "'heads' is not NAME=VALUE"),
         ("preprocess.mean=0.4,0.5,0.6", None),
         ("preprocess.mean=.4,.5,.6", None),
         ("pool=none", None),
@@ -187,8 +189,8 @@ def test_overrides_on_the_command_line(override: str, message: str | None, tmp_p
         assert isinstance(done.exception, vitrail.ConfigError | SystemExit)
 
 
-def test_train_from_other_heads_is_another_run(images: Path, tmp_path: Path) -> None:
-    """The weights are the same, the model is not: it is not resumed."""
+def test_fine_tuning_with_other_heads_is_another_run(images: Path, tmp_path: Path) -> None:
+    """The weights are the same but the model is not, so the run is not resumed."""
     line = words("train", checkpoint(tmp_path, torch.float32), images, tmp_path)
     assert CliRunner().invoke(app, [*line, *HEADS]).exit_code == 0
     done = CliRunner().invoke(app, [*line, "--override", "heads=1"])
@@ -197,7 +199,7 @@ def test_train_from_other_heads_is_another_run(images: Path, tmp_path: Path) -> 
     assert "name one with --from" in str(plain.exception)
 
 
-def test_a_service_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_server_takes_overrides_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from vitrail.serving.counters import Counters
     from vitrail.serving.served_model import ServedModel
     from vitrail.serving.settings import Settings, name_models
@@ -210,13 +212,13 @@ def test_a_service_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     served = ServedModel(settings.models[0], settings, Counters())
     assert served.description["heads"] == 3
     assert served.engine is not None
-    said = [record.__dict__["fields"] for record in caplog.records if record.name == "vitrail.serving"]
-    assert [line["what"].partition("=")[0] for line in said if line["model"] == "vit" and "what" in line] == ASSUMED
-    assert "vitrail" not in {record.name for record in caplog.records}  # whose lines are not those of the log
+    messages = [record.__dict__["fields"] for record in caplog.records if record.name == "vitrail.serving"]
+    assert [line["what"].partition("=")[0] for line in messages if line["model"] == "vit" and "what" in line] == ASSUMED
+    assert "vitrail" not in {record.name for record in caplog.records}  # whose lines are not part of the server's log
 
 
 @pytest.mark.parametrize("command", ["predict", "inspect", "train"])
-def test_a_key_table_opens_a_home_made_vit_in_commands(
+def test_a_key_table_opens_a_custom_vit_in_commands(
     command: str, images: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = scramble(vitrail.create(CONFIG)).state_dict()
@@ -228,6 +230,6 @@ def test_a_key_table_opens_a_home_made_vit_in_commands(
     line = [*words(command, tmp_path / "mine.safetensors", images, tmp_path), "--keys", str(tmp_path / "mine.toml")]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, (done.output, done.exception)
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in said]
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    fields = [line.removeprefix("assumed: ").partition("=")[0] for line in messages]
     assert fields == ["norm_order", "class_token", "preprocess.std", "preprocess.resize"]

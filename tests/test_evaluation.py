@@ -1,4 +1,4 @@
-"""Measuring a model: every image once, by the names of the classes, whoever reads the images."""
+"""Evaluating a model: every image once, with classes matched by name."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,14 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.data.batches import Evaluation as EveryImage
+from vitrail.data.batches import Evaluation as EvaluationData
 from vitrail.data.batches import evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.builtin import digits
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import split_of
 from vitrail.errors import CheckpointError, ConfigError, DataError, Diverged
-from vitrail.evaluation import Evaluation, Predictions, evaluate, evaluate_bundle, measure, percent, predict_all
+from vitrail.evaluation import (
+    Evaluation,
+    Predictions,
+    evaluate,
+    evaluate_bundle,
+    evaluate_predictions,
+    percent,
+    predict_all,
+)
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -28,7 +36,7 @@ DIGITS = split_of(ALL_DIGITS, np.arange(0, 1797, 9))
 
 @pytest.fixture(scope="module")
 def bundle() -> Bundle:
-    """A small model that has learned the digits a little, so that it is right and wrong."""
+    """A small model trained briefly on digits, so that some predictions are right and some wrong."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = ViT(
@@ -46,14 +54,14 @@ def bundle() -> Bundle:
     return Bundle(model, PRE, ALL_DIGITS.classes)
 
 
-class Damaged:
-    """Digits of which some cannot be read."""
+class Corrupt:
+    """Digits with some unreadable images."""
 
     classes = DIGITS.classes
     labels = DIGITS.labels
 
-    def __init__(self, *damaged: int) -> None:
-        self.damaged = damaged
+    def __init__(self, *corrupt: int) -> None:
+        self.corrupt = corrupt
 
     def __len__(self) -> int:
         return len(DIGITS)
@@ -62,7 +70,7 @@ class Damaged:
         return f"digits/{index}.png"
 
     def read(self, index: int) -> bytes | np.ndarray:
-        return b"" if index in self.damaged else DIGITS.read(index)
+        return b"" if index in self.corrupt else DIGITS.read(index)
 
     def stamp(self, index: int) -> tuple[int, int]:
         return index, 0
@@ -72,14 +80,14 @@ def same(one: Evaluation, other: Evaluation) -> bool:
     return one.as_dict() == other.as_dict()
 
 
-def test_every_number_agrees_with_the_model_itself(bundle: Bundle) -> None:
+def test_metrics_agree_with_the_model(bundle: Bundle) -> None:
     found = evaluate_bundle(bundle, DIGITS, device="cpu", workers=0)
     images = np.stack([DIGITS.read(index) for index in range(len(DIGITS))])
     bundle.model.eval()
     with torch.no_grad():
         outputs = bundle.model(PRE.normalise(torch.from_numpy(images)[:, None]))
-    labels, answers = torch.from_numpy(DIGITS.labels), outputs.argmax(1)
-    right = answers == labels
+    labels, predicted = torch.from_numpy(DIGITS.labels), outputs.argmax(1)
+    right = predicted == labels
     assert found.images == len(DIGITS) == 200
     assert 0.5 < found.top1 < 1
     assert found.top1 == pytest.approx(right.float().mean().item())
@@ -94,15 +102,15 @@ def test_every_number_agrees_with_the_model_itself(bundle: Bundle) -> None:
     assert found.weakest is not None
     assert found.weakest.recall == pytest.approx(min(recalls))
     assert found.macro_f1_interval.low <= found.macro_f1 <= found.macro_f1_interval.high
-    sure = outputs.softmax(1).max(1).values
-    most = int(torch.where(right, 0, sure).argmax())
+    confidence = outputs.softmax(1).max(1).values
+    most = int(torch.where(right, 0, confidence).argmax())
     assert (found.worst[0].index, found.worst[0].name) == (most, DIGITS.name(most))
-    assert (found.worst[0].true, found.worst[0].predicted) == (str(int(labels[most])), str(int(answers[most])))
-    assert found.worst[0].confidence == pytest.approx(sure[most].item(), rel=1e-5)
+    assert (found.worst[0].true, found.worst[0].predicted) == (str(int(labels[most])), str(int(predicted[most])))
+    assert found.worst[0].confidence == pytest.approx(confidence[most].item(), rel=1e-5)
     assert [row.confidence for row in found.worst] == sorted((row.confidence for row in found.worst), reverse=True)
 
 
-def test_who_reads_and_how_many_at_a_time_does_not_matter(bundle: Bundle) -> None:
+def test_workers_and_batch_size_do_not_matter(bundle: Bundle) -> None:
     one, two = (evaluate_bundle(bundle, DIGITS, device="cpu", workers=workers) for workers in (0, 2))
     assert same(one, two)
     other = evaluate_bundle(bundle, DIGITS, device="cpu", batch=7, workers=0)
@@ -110,14 +118,14 @@ def test_who_reads_and_how_many_at_a_time_does_not_matter(bundle: Bundle) -> Non
     assert other.loss == pytest.approx(one.loss, rel=1e-5)
 
 
-def test_progress_is_told(bundle: Bundle) -> None:
-    told: list[tuple[int, int]] = []
-    evaluate_bundle(bundle, Damaged(3), device="cpu", workers=0, on_progress=lambda *done: told.append(done))
-    assert told == [(64, 200), (128, 200), (192, 200), (200, 200)]
+def test_progress_is_reported(bundle: Bundle) -> None:
+    calls: list[tuple[int, int]] = []
+    evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0, on_progress=lambda *done: calls.append(done))
+    assert calls == [(64, 200), (128, 200), (192, 200), (200, 200)]
 
 
 def test_as_dict_is_json(bundle: Bundle) -> None:
-    found = evaluate_bundle(bundle, Damaged(3), device="cpu", workers=0)
+    found = evaluate_bundle(bundle, Corrupt(3), device="cpu", workers=0)
     again = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert again == found.as_dict()
     assert np.array(again["confusion"]).sum() == again["images"] == 199
@@ -133,7 +141,7 @@ def test_classes_in_another_order_are_renumbered(bundle: Bundle) -> None:
     assert wrong.top1 < 0.5
 
 
-def test_some_of_the_classes_are_enough(bundle: Bundle) -> None:
+def test_a_subset_of_the_classes(bundle: Bundle) -> None:
     some = np.isin(ALL_DIGITS.labels, (3, 8))
     source = Arrays(ALL_DIGITS.images[some], (ALL_DIGITS.labels[some] == 8).astype(np.int64), ("3", "8"))
     found = evaluate_bundle(bundle, source, device="cpu", workers=0)
@@ -157,30 +165,30 @@ def test_classes_that_do_not_match(bundle: Bundle) -> None:
     headless = Bundle(ViT(bundle.model.config.replace(classes=0)), PRE)
     with pytest.raises(CheckpointError, match="no head"):
         evaluate_bundle(headless, DIGITS, device="cpu", workers=0)
-    batches = evaluation_batches(EveryImage(other, PRE, 2), workers=0)
+    batches = evaluation_batches(EvaluationData(other, PRE, 2), workers=0)
     with pytest.raises(DataError, match="the model has 10 classes and the data 2"):
         evaluate(bundle.model, batches, other, preprocess=PRE, device=CPU)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_bad_images_are_listed_and_left_out(bundle: Bundle, workers: int) -> None:
-    damaged = (0, *range(64, 128), 199)  # the second batch has none that can be read
-    found = evaluate_bundle(bundle, Damaged(*damaged), device="cpu", workers=workers)
-    assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in damaged]
-    assert found.images == 200 - len(damaged)
+def test_bad_images_are_listed_and_skipped(bundle: Bundle, workers: int) -> None:
+    corrupt = (0, *range(64, 128), 199)  # the second batch has none that can be read
+    found = evaluate_bundle(bundle, Corrupt(*corrupt), device="cpu", workers=workers)
+    assert [bad.name for bad in found.bad] == [f"digits/{index}.png" for index in corrupt]
+    assert found.images == 200 - len(corrupt)
     assert found.summary.endswith("; 66 more could not be read")
-    assert not {mistake.index for mistake in found.worst} & set(damaged)
+    assert not {mistake.index for mistake in found.worst} & set(corrupt)
 
 
-def test_nothing_that_can_be_read(bundle: Bundle) -> None:
+def test_no_readable_images(bundle: Bundle) -> None:
     with pytest.raises(DataError, match=r"none of the 200 can be read; the first, digits/0.png: "):
-        evaluate_bundle(bundle, Damaged(*range(200)), device="cpu", workers=0)
-    with pytest.raises(DataError, match="there are no images to measure"):
+        evaluate_bundle(bundle, Corrupt(*range(200)), device="cpu", workers=0)
+    with pytest.raises(DataError, match="there are no images to evaluate"):
         evaluate(bundle.model, [], DIGITS, preprocess=PRE, device=CPU)
 
 
 class Odd(nn.Module):
-    """Answers with what is not a number where an image begins with a bright row."""
+    """Returns NaN for images that start with a bright row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,30 +210,30 @@ def odd_source(*bright: int) -> Arrays:
 def odd() -> Iterator[Callable[..., Predictions]]:
     model = Odd()
 
-    def ask(source: Arrays, **options: str) -> Predictions:
-        batches = evaluation_batches(EveryImage(source, PRE, 4), workers=0)
+    def predict(source: Arrays, **options: str) -> Predictions:
+        batches = evaluation_batches(EvaluationData(source, PRE, 4), workers=0)
         return predict_all(model, batches, PRE, CPU, name=source.name, **options)
 
-    yield ask
-    # Whatever happened, each part is again in the mode in which it was.
+    yield predict
+    # In any case, every submodule has its previous mode again.
     assert [module.training for module in model.modules()] == [True, False, True]
 
 
-def test_the_mode_is_given_back_and_nothing_is_dropped(odd: Callable[..., Predictions]) -> None:
+def test_modes_are_restored_and_dropout_is_off(odd: Callable[..., Predictions]) -> None:
     found = odd(odd_source())
     assert found.indices.tolist() == list(range(6))
     assert found.probabilities.dtype == np.float32
     assert found.probabilities.tolist() == [pytest.approx([0.1] * 10)] * 6
 
 
-def test_an_answer_that_is_not_finite_names_the_image(odd: Callable[..., Predictions]) -> None:
-    with pytest.raises(Diverged, match="the model's answer to image 5 is not a finite number; its weights"):
+def test_outputs_that_are_not_finite_name_the_image(odd: Callable[..., Predictions]) -> None:
+    with pytest.raises(Diverged, match="the model's output for image 5 is not finite; its weights"):
         odd(odd_source(5))
-    with pytest.raises(Diverged, match="image 2 is not a finite number; measure in float32"):
+    with pytest.raises(Diverged, match="image 2 is not finite; evaluate in float32"):
         odd(odd_source(2, 5), precision="bf16")
 
 
-def test_a_low_precision_gives_nearly_the_same(bundle: Bundle) -> None:
+def test_low_precision_is_close(bundle: Bundle) -> None:
     exact, low = (evaluate_bundle(bundle, DIGITS, device="cpu", workers=0, precision=p) for p in ("float32", "bf16"))
     assert low.loss == pytest.approx(exact.loss, abs=0.03)
     assert low.loss != exact.loss
@@ -244,7 +252,7 @@ def source_of(count: int) -> Arrays:
 
 
 def test_the_summary() -> None:
-    found = measure(predictions(354, 6), source_of(360))
+    found = evaluate_predictions(predictions(354, 6), source_of(360))
     assert found.summary == (
         "98.3% on 360 held-out images, 95% interval 96.4–99.2; always 'cat' gives 98.3%, chance 50.0%; "
         "weakest class dog"
@@ -253,10 +261,10 @@ def test_the_summary() -> None:
     assert [text.split(":")[0] for text in found.as_dict()["warnings"]] == ["no better than guessing"]
     assert found.top5 is None
     assert found.ece == pytest.approx(354 / 360 - 0.8)
-    perfect = measure(predictions(1, 0), source_of(1), kind="images")
+    perfect = evaluate_predictions(predictions(1, 0), source_of(1), kind="images")
     assert perfect.summary == "100.0% on 1 image, 95% interval 20.7–100.0"
     assert (perfect.weakest, perfect.worst) == (None, ())
 
 
-def test_only_all_is_a_hundred_percent() -> None:
-    assert [percent(share) for share in (1, 0.99999, 0.9994, 0.5, 0)] == ["100.0", "99.9", "99.9", "50.0", "0.0"]
+def test_only_one_is_a_hundred_percent() -> None:
+    assert [percent(fraction) for fraction in (1, 0.99999, 0.9994, 0.5, 0)] == ["100.0", "99.9", "99.9", "50.0", "0.0"]

@@ -1,4 +1,4 @@
-"""What a person types who comes from another library, and what they are told."""
+"""Hints for people who use another library's names."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ import torch
 import vitrail
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
-from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
+from vitrail.models.config import FIELD_ALIASES, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
 from vitrail.training.defaults import DataFacts, resolve_defaults
@@ -31,7 +31,7 @@ from vitrail.training.recipe import ALSO_CALLED, full_name, option_names, read_r
         ("balance=true", "data.balance=true"),
     ],
 )
-def test_a_short_name_is_answered_with_the_full_one(change: str, full: str) -> None:
+def test_short_names_suggest_the_full_name(change: str, full: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_recipe("scratch-small", [change])
     assert str(error.value).endswith(f"; did you mean --set {full}?")
@@ -40,7 +40,7 @@ def test_a_short_name_is_answered_with_the_full_one(change: str, full: str) -> N
         read_recipe("scratch-small", values={path: value})
 
 
-def test_what_is_advised_exists() -> None:
+def test_suggested_names_exist() -> None:
     names = option_names()
     assert set(ALSO_CALLED.values()) <= set(names)
     assert len(names) == len(set(names))
@@ -62,7 +62,7 @@ def test_what_is_advised_exists() -> None:
         (["--colour", "red"], "(see vitrail train --help)"),
     ],
 )
-def test_an_option_of_the_recipe_is_set_in_the_recipe(
+def test_recipe_fields_as_options_suggest_set(
     words: list[str], hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["vitrail", "train", "digits", *words])
@@ -82,13 +82,13 @@ def test_a_gpu_is_called_cuda() -> None:
         choose_device("gpu:1")
 
 
-def test_the_papers_model_of_any_size() -> None:
+def test_the_paper_model_at_any_size() -> None:
     facts = DataFacts(1_000, ("cat", "dog"), 64, grey=False)
     model = resolve_defaults(read_recipe("scratch-small", ["model.paper=true"]), facts, None).model
     assert {name: getattr(model, name) for name in PAPER} == PAPER
     size = {name: getattr(model, name) for name in ("image_size", "patch_size", "width", "depth", "heads")}
     assert model == ViTConfig(**size, classes=2)
-    # The plain stem alone is not the paper's model: it has no class token.
+    # The plain stem alone does not give the paper's model: there is no class token.
     assert resolve_defaults(read_recipe("scratch-small", ["model.stem=conv"]), facts, None).model != model
     mean = resolve_defaults(read_recipe("scratch-small", ["model.paper=true", "model.pool=mean"]), facts, None).model
     assert mean == model.replace(pool="mean")
@@ -108,7 +108,7 @@ def test_changes_are_a_list(changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"num_classes": 10}, "create has no argument 'num_classes'; vitrail calls it classes: classes=10"),
         ({"img_size": 384}, "vitrail calls it image_size: image_size=384"),
@@ -122,55 +122,54 @@ def test_changes_are_a_list(changes: object) -> None:
         ({"colour": "red"}, "create has no argument 'colour'"),
     ],
 )
-def test_arguments_of_create_by_the_names_of_timm(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_create_with_timm_argument_names(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         vitrail.create("Ti/16", **arguments)
 
 
-def test_what_the_hints_advise_can_be_called() -> None:
+def test_suggested_calls_work() -> None:
     assert vitrail.create("Ti/16", classes=10).config.classes == 10
     assert vitrail.create(variant_config("Ti/16").replace(pool="mean")).config.pool == "mean"
-    assert set(CALLED_ELSEWHERE.values()) <= set(ViTConfig.model_fields)
-    assert not set(CALLED_ELSEWHERE) & set(ViTConfig.model_fields)
+    assert set(FIELD_ALIASES.values()) <= set(ViTConfig.model_fields)
+    assert not set(FIELD_ALIASES) & set(ViTConfig.model_fields)
 
 
 @pytest.mark.parametrize(
     ("name", "ours"), [("embed_dim", "width"), ("global_pool", "pool"), ("num_classes", "classes")]
 )
-def test_fields_of_a_config_by_the_names_of_timm(name: str, ours: str) -> None:
+def test_config_fields_with_timm_names(name: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=rf"^ViTConfig has no option '{name}'; did you mean '{ours}'\?$"):
         ViTConfig(**{name: 1})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"epochs": 3}, "has no argument 'epochs'; settings go into the recipe: changes=['epochs=3'] (--set epochs=3)"),
         ({"lr": 0.1}, "changes=['optimizer.lr=0.1'] (--set optimizer.lr=0.1)"),
         ({"batch_size": 64}, "changes=['batch=64']"),
         ({"compile": True}, "changes=['compile=true']"),
         ({"num_workers": 2}, "vitrail calls it workers"),
-        ({"pretrained": True}, "vitrail calls it start"),
         ({"foldr": "runs"}, "did you mean 'folder'?"),
     ],
 )
-def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^train .*{re.escape(said)}"):
+def test_settings_of_train_and_sweep_go_into_changes(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^train .*{re.escape(message)}"):
         vitrail.train("digits", folder=tmp_path / "run", **arguments)
-    with pytest.raises(ConfigError, match=f"^sweep .*{re.escape(said)}"):
+    with pytest.raises(ConfigError, match=f"^sweep .*{re.escape(message)}"):
         vitrail.sweep("digits", over={"seed": [0]}, folder=tmp_path / "run", **arguments)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"num_classes": 10}, "load has no argument 'num_classes'; vitrail calls it classes: classes=10"),
         ({"num_heads": 3}, "vitrail calls it heads: heads=3"),
-        ({"global_pool": "mean"}, "goes into overrides: overrides={'pool': 'mean'}"),
+        ({"global_pool": "mean"}, "with overrides={'pool': 'mean'}"),
         ({"overides": {}}, "did you mean 'overrides'?"),
     ],
 )
-def test_arguments_of_load_by_the_names_of_timm(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_load_with_timm_argument_names(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         vitrail.load("anything.safetensors", **arguments)

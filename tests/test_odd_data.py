@@ -1,4 +1,4 @@
-"""What is given as data and is not a path: one sentence that says what is supported, in every function."""
+"""Data that is not a path: every function says in one sentence what is supported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -57,9 +57,7 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_is_not_a_path_is_refused_in_a_sentence(
-    function: str, odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_that_is_not_a_path(function: str, odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         InputError, match=r"^the data is of type \S+, which is not supported yet; give a path: a folder"
@@ -68,35 +66,35 @@ def test_what_is_not_a_path_is_refused_in_a_sentence(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_type_is_named() -> None:
+def test_the_error_names_the_type() -> None:
     for data, name in ((Mine(), "Mine"), (ODD["array"], "numpy.ndarray"), (ODD["torch"], "torch.TensorDataset")):
         with pytest.raises(InputError, match=rf"type \S*{name},"):
             open_data(data)
 
 
-def test_an_empty_path_is_said() -> None:
+def test_an_empty_path() -> None:
     with pytest.raises(DataError, match="the path of the data is empty"):
         open_data("")
 
 
-def test_a_path_where_a_source_is_asked_for() -> None:
+def test_a_path_instead_of_a_source() -> None:
     with pytest.raises(InputError, match=r"expected a source of images, found str; open a path with open_source"):
         evaluate_bundle(tiny(), "digits")
 
 
 @pytest.mark.parametrize("odd", ["dataset", "nothing"])
-def test_a_classifier_says_what_an_image_may_be(odd: str) -> None:
+def test_classifier_errors_list_supported_inputs(odd: str) -> None:
     with pytest.raises(InputError, match="expected a path, the bytes of a file"):
         Classifier(tiny()).predict(cast("str", ODD[odd]))
 
 
 @pytest.mark.parametrize("source", [None, tiny().model, 3])
 def test_what_is_not_a_checkpoint(source: object) -> None:
-    with pytest.raises(CheckpointError, match="load opens a folder, a weight file or a name on a hub, but was given a"):
+    with pytest.raises(CheckpointError, match="load opens a folder, a weight file or a name on a hub, found a"):
         vitrail.load(source)
 
 
-def test_a_model_that_cannot_be_converted_says_what_to_do(tmp_path: Path) -> None:
+def test_conversion_errors_say_what_to_do(tmp_path: Path) -> None:
     stem = {"stem": "conv_stem", "conv_stem": [{"channels": 24}, {"channels": 48}, {"channels": 48}]}
     config = tiny().model.config.replace(**stem)
     fresh = Bundle(vitrail.ViT(config), tiny().preprocess, ("a", "b", "c"), {"source": "trained from scratch"})

@@ -1,4 +1,4 @@
-"""A model with logits for every token is no classifier of images: every command says so, and what to set."""
+"""A model with per-token logits cannot classify images: every command says so, and what to set."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["predict", "eval", "train"])
-def test_a_command_says_what_to_set(
+def test_commands_say_what_to_set(
     command: str, bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -56,7 +56,7 @@ def test_a_command_says_what_to_set(
     assert "--set model.pool=cls" in error
     assert "--override pool=cls" in error
     assert len(error.splitlines()) == 1
-    assert not (tmp_path / "run").exists(), "nothing is made before the refusal"
+    assert not (tmp_path / "run").exists(), "nothing is created before the error"
 
 
 def test_in_python_too(bundle: Path, data: Path, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_in_python_too(bundle: Path, data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_advised_works(bundle: Path, data: Path, tmp_path: Path) -> None:
+def test_the_suggested_override_works(bundle: Path, data: Path, tmp_path: Path) -> None:
     changes = ["steps=1", "batch=4", "model.pool=cls"]
     run = train(data, pretrained=bundle, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert run.bundle.model.config.pool == "cls"
@@ -81,6 +81,6 @@ def test_what_is_advised_works(bundle: Path, data: Path, tmp_path: Path) -> None
     assert load(bundle).model.config.pool == "cls"
 
 
-def test_features_without_a_head_are_no_classifier_anyway() -> None:
+def test_models_without_a_head_are_not_affected() -> None:
     assert per_token(TINY.replace(classes=0)) == ""
     assert per_token(TINY.replace(pool="mean")) == ""

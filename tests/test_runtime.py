@@ -13,16 +13,17 @@ from vitrail.errors import ConfigError
 from vitrail.runtime import Processes, autocast, choose_device, derive_seed, process_group, seed_torch
 
 
-def test_the_processor_is_always_there() -> None:
+def test_the_cpu_is_always_available() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     expected = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     assert choose_device().type == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("cuda:99", "is not on this machine"), ("gpu", "no device is called 'gpu'"), ("cud", "'cuda'")]
+    ("name", "words"),
+    [("cuda:99", "is not available on this machine"), ("gpu", "no device is called 'gpu'"), ("cud", "'cuda'")],
 )
-def test_devices_that_are_not_there(name: str, words: str) -> None:
+def test_unavailable_devices(name: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose_device(name)
     assert words in str(caught.value)
@@ -49,7 +50,7 @@ places = st.lists(st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=5)), 
 
 
 @given(st.integers(), places, places)
-def test_derived_seeds_are_pure_and_apart(seed: int, one: list[int | str], other: list[int | str]) -> None:
+def test_derived_seeds_are_pure_and_distinct(seed: int, one: list[int | str], other: list[int | str]) -> None:
     found = derive_seed(seed, *one)
     assert found == derive_seed(seed, *one)
     assert 0 <= found < 2**63
@@ -58,20 +59,20 @@ def test_derived_seeds_are_pure_and_apart(seed: int, one: list[int | str], other
 
 
 def test_derived_seeds_never_change() -> None:
-    """A new value here would change every training run of every user."""
+    """Changing a value here would change every user's training runs."""
     assert derive_seed(0, "dropout", 7) == 662708177384516509
 
 
-def test_alone_there_is_no_group() -> None:
+def test_a_single_process_has_no_group() -> None:
     with process_group(torch.device("cpu")) as processes:
         assert processes == Processes(0, 1, 0)
         assert processes.is_main
 
 
-def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_environment_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with (
-        pytest.raises(ConfigError, match="has RANK but not LOCAL_RANK, WORLD_SIZE"),
+        pytest.raises(ConfigError, match="sets RANK but not LOCAL_RANK, WORLD_SIZE"),
         process_group(torch.device("cpu")),
     ):
         pass
@@ -84,8 +85,8 @@ def torchrun(code: str, processes: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(run, capture_output=True, text=True, check=False, env=environment, timeout=120)
 
 
-def test_a_group_is_held_beyond_its_end() -> None:
-    """Whatever else holds it, as the model in a traceback does, is not the last to let go, which could hang."""
+def test_destroyed_groups_are_kept_alive() -> None:
+    """Another reference, such as the model in a traceback, is never the last one, whose release could hang."""
     code = (
         "import weakref, torch, torch.distributed as d\n"
         "from vitrail.runtime import process_group\n"
@@ -97,7 +98,7 @@ def test_a_group_is_held_beyond_its_end() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_two_processes_meet() -> None:
+def test_two_processes_form_a_group() -> None:
     code = (
         "import torch, torch.distributed as d\n"
         "from vitrail.runtime import process_group\n"

@@ -1,4 +1,4 @@
-"""The base of every config."""
+"""The base class of every config."""
 
 import pytest
 
@@ -18,20 +18,20 @@ class Outer(Frozen):
     count: Count = 0
 
 
-def test_faults_inside_a_config_are_named_by_their_path() -> None:
+def test_errors_in_nested_configs_have_their_path() -> None:
     with pytest.raises(ConfigError) as caught:
         Outer.model_validate({"name": "x", "inner": {"size": 0}, "many": ({"size": 1}, {"siz": 2})})
     assert "inner.size is 0: input should be greater than 0" in str(caught.value)
     assert "no option 'many.1.siz'; did you mean 'size'?" in str(caught.value)
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_fields_are_named() -> None:
     with pytest.raises(ConfigError, match="Outer needs name"):
         Outer.model_validate({})
 
 
 def test_a_failed_check_leaves_no_trace() -> None:
-    """After an error inside, the next config is checked from the outside again."""
+    """After an error in a nested config, validation starts at the outer level again."""
     for _ in range(2):
         with pytest.raises(ConfigError, match="count is -1"):
             Outer(name="x", count=-1)

@@ -1,4 +1,4 @@
-"""No text from a file commands the terminal: class names, file names, messages."""
+"""Text from files cannot control the terminal: class names, file names, messages."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ CLI = Path(vitrail.__file__).parent / "cli"
 
 @settings(deadline=None)
 @given(TEXT)
-def test_printable_text_has_nothing_that_commands(text: str) -> None:
+def test_printable_escapes_control_characters(text: str) -> None:
     made = printable(text)
     assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 or "\u202a" <= c <= "\u202e" for c in made)
     assert printable(made) == made
@@ -36,7 +36,7 @@ def test_printable_text_has_nothing_that_commands(text: str) -> None:
 
 @settings(deadline=None)
 @given(TEXT)
-def test_json_stays_what_it_is(text: str) -> None:
+def test_json_stays_valid(text: str) -> None:
     assert json.loads(printable(json.dumps([text], ensure_ascii=False))) == [text]
 
 
@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *words: object) -> str:
-    """Run a command whose output goes to a terminal, and return what the terminal gets."""
+    """Run a command with its output on a terminal, and return that output."""
     master, slave = pty.openpty()
     read: list[bytes] = []
 
@@ -80,17 +80,17 @@ def test_predictions_on_a_terminal_are_safe_and_in_a_file_exact(
 ) -> None:
     image = tmp_path / "x\x1b[31m.png"
     Image.new("RGB", (8, 8)).save(image)
-    asked = ("predict", bundle, image, "--top", 3, "--device", "cpu", "-q", "--workers", 0)
+    command = ("predict", bundle, image, "--top", 3, "--device", "cpu", "-q", "--workers", 0)
     for more in ((), ("--format", "csv"), ("--format", "jsonl"), ("--format", "table")):
-        said = on_a_terminal(monkeypatch, *asked, *more)
-        assert "cat" in said
-        assert "\x1b" not in said
-        assert "\x9b" not in said
-        assert "\x07" not in said
-    assert run(monkeypatch, *asked, "--output", tmp_path / "rows.jsonl") == 0
+        output = on_a_terminal(monkeypatch, *command, *more)
+        assert "cat" in output
+        assert "\x1b" not in output
+        assert "\x9b" not in output
+        assert "\x07" not in output
+    assert run(monkeypatch, *command, "--output", tmp_path / "rows.jsonl") == 0
     row = json.loads((tmp_path / "rows.jsonl").read_text(encoding="utf-8"))
     assert EVIL in row["classes"]
-    assert run(monkeypatch, *asked, "--output", tmp_path / "rows.csv") == 0
+    assert run(monkeypatch, *command, "--output", tmp_path / "rows.csv") == 0
     assert EVIL in (tmp_path / "rows.csv").read_text(encoding="utf-8")
 
 
@@ -110,9 +110,9 @@ def test_tables_and_errors_are_safe(
         ("train", tmp_path / f"nothing{EVIL}"),
     ):
         run(monkeypatch, *words)
-        said = "".join(capsys.readouterr())
-        assert said
-        assert not {"\x1b", "\x9b", "\x07"} & set(said), words
+        output = "".join(capsys.readouterr())
+        assert output
+        assert not {"\x1b", "\x9b", "\x07"} & set(output), words
 
 
 def test_commands_print_through_one_function() -> None:

@@ -5,11 +5,11 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. What a user caused is one sentence on stderr and exit code 2."""
+    """Run the command line. A user error prints one sentence on stderr and exits with code 2."""
     try:
         sys.exit(_run())
     except KeyboardInterrupt:
-        sys.exit(130)  # as the shell does for a program that Ctrl-C ended
+        sys.exit(130)  # the shell's exit code for Ctrl-C
 
 
 def _run() -> int:
@@ -21,21 +21,21 @@ def _run() -> int:
 
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # what typer raises for a wrong option; not public
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # typer's error for a wrong option; not public
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except usage_error as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # it has printed the help already
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is already printed
             return 2
-        said = error.format_message().rstrip(".")  # type: ignore[attr-defined]
-        print(printable(f"vitrail: {said}{_recipe_hint(error) or _help_hint(error)}"), file=sys.stderr)
+        message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+        print(printable(f"vitrail: {message}{_recipe_hint(error) or _help_hint(error)}"), file=sys.stderr)
     except typer.Abort:
         return 130
     except VitrailError as error:
-        rank = os.environ.get("RANK", "0")  # among the processes that torchrun started
+        rank = os.environ.get("RANK", "0")  # set by torchrun
         if rank == "0" or not error.everywhere:
-            print(printable(f"vitrail: {'' if rank == '0' else f'process {rank}: '}{error}"), file=sys.stderr)
+            print(printable(f"vitrail: {'' if rank == '0' else f'rank {rank}: '}{error}"), file=sys.stderr)
     except OSError as error:  # a full disk, a closed terminal
         print(printable(f"vitrail: {error.strerror or error}"), file=sys.stderr)
     else:
@@ -44,7 +44,7 @@ def _run() -> int:
 
 
 def _recipe_hint(error: Exception) -> str:
-    """Say how an option that is no option of `train` is set in the recipe, where the recipe has it."""
+    """Suggest `--set` for a recipe field that was passed as an option of `train`."""
     option = getattr(error, "option_name", None)
     if not isinstance(option, str) or sys.argv[1:2] != ["train"]:
         return ""
@@ -55,14 +55,14 @@ def _recipe_hint(error: Exception) -> str:
     if full is None:
         return ""
     words = sys.argv[1:]
-    given = next((word for word in words if word.startswith(f"{option.partition('=')[0]}=")), "").partition("=")[2]
+    inline = next((word for word in words if word.startswith(f"{option.partition('=')[0]}=")), "").partition("=")[2]
     place = words.index(option) + 1 if option in words else len(words)
     after = words[place] if place < len(words) and not words[place].startswith("--") else "…"
-    return f". It is set in the recipe: --set {full}={value or given or after}"
+    return f". Set it in the recipe: --set {full}={value or inline or after}"
 
 
 def _help_hint(error: Exception) -> str:
-    """Name the help of the command that was called."""
+    """Point to the help of the command."""
     context = getattr(error, "ctx", None)
     return f" (see {getattr(context, 'command_path', 'vitrail')} --help)"
 

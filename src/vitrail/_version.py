@@ -1,3 +1,3 @@
-"""The version, alone in a file so that reading it imports nothing."""
+"""The version, in its own file so that reading it imports nothing else."""
 
 __version__ = "0.1.0"

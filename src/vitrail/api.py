@@ -1,4 +1,4 @@
-"""The public functions: what `import vitrail` offers, each one call deep."""
+"""The public functions of `import vitrail`."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ from vitrail.exporting import Export, export
 from vitrail.inference.embed import Embedded, embed
 from vitrail.inference.probe import probe
 from vitrail.inference.probe_result import Probed
-from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig, value_here
+from vitrail.models.config import FIELD_ALIASES, ViTConfig, value_here
 from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_image, stages
 from vitrail.models.variants import variant_config
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 LARGE = 150_000_000
-"""A model of more parameters is described without computing anything, because drawing its weights takes long."""
+"""Above this many parameters, `describe` works on the meta device, because initialising the weights takes long."""
 
 
 def create(
@@ -73,9 +73,9 @@ def create(
     channels: int | None = None,
     **unknown: Never,
 ) -> ViT:
-    """Build a fresh model: `create("B/16")`, `create("vit_small_patch16_224", classes=10)`, or from a `ViTConfig`.
+    """Build a new model: `create("B/16")`, `create("vit_small_patch16_224", classes=10)`, or from a `ViTConfig`.
 
-    The arguments are the fields people change most. Any other is changed in the config:
+    The arguments are the most common fields. Change any other field in the config:
     `create(variant_config("B/16").replace(pool="mean"))`.
     """
     for argument in unknown:
@@ -99,12 +99,12 @@ def train(
     evaluate_on: Literal["test", "val"] = "test",
     **unknown: Never,
 ) -> Run:
-    """Train a classifier on images, or go on with a run that was stopped: the same call finds the same folder.
+    """Train an image classifier, or resume an interrupted run: the same call finds the same folder.
 
-    `recipe` is the name of one that comes with the package, a TOML file, or a value; `changes` are such as
-    "optimizer.lr=3e-4". `start` is a model to begin with; `overrides` and `keys` say what its file does not tell, as
-    for `load`. `evaluate_on="val"` leaves the test split alone while
-    settings are still being chosen; the same call without it gives the result later, and writes the report.
+    `recipe` is a built-in recipe's name, a TOML file or a `Recipe`; `changes` edit it, such as "optimizer.lr=3e-4".
+    `pretrained` is the model to fine-tune; `overrides` and `keys` describe its file, as in `load`.
+    `evaluate_on="val"` does not touch the test split while you tune settings. Call again without it to evaluate on the
+    test split and write the report.
     """
     for argument in unknown:
         raise unknown_setting(train, argument, unknown[argument])
@@ -112,11 +112,11 @@ def train(
         data, recipe=recipe, changes=changes, pretrained=pretrained, overrides=overrides, keys=keys,
         folder=folder, device=device, workers=workers, quiet=quiet, evaluate_on=evaluate_on,
     )  # fmt: skip
-    if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # torchrun has started others that do not report
+    if evaluate_on != "test" or os.environ.get("RANK", "0") != "0":  # only rank 0 writes the report
         return run
-    path, said = report_of_finished(run.folder)
+    path, message = report_of_finished(run.folder)
     if not quiet:
-        print(printable(said), file=sys.stderr)
+        print(printable(message), file=sys.stderr)
     return replace(run, report=path)
 
 
@@ -131,13 +131,13 @@ def evaluate(
     batch: int = 64,
     workers: int | None = None,
 ) -> Evaluation:
-    """Evaluate a model on labelled images: what `vitrail eval` prints, as the same kind of object as `Run.metrics`.
+    """Evaluate a model on labelled images: `vitrail eval` from Python. Returns the same type as `Run.metrics`.
 
-    By default the images are the test split that the data names, else its validation split; of a model of `train`, the
-    split that its run held out; else all of them. `result` says which, and whether the model has met them before.
-    `by_number` matches classes by their order, whatever they are called. Images that cannot be read are in `bad`.
+    By default it takes the test split of the data, else its validation split; for a model from `train`, the split that
+    its run held out; else all images. `summary` says which split it was, and whether the model was trained on it.
+    `by_number` matches classes by index instead of by name. Images that cannot be read are listed in `bad`.
     """
-    autocast(choose_device(device), precision)  # refuses a wrong one before anything is read
+    autocast(choose_device(device), precision)  # fail early on a wrong device or precision
     bundle = ready_bundle(model)
     record = recorded_split(bundle.origin)
     return evaluate_chosen(
@@ -153,17 +153,17 @@ def evaluate(
 
 
 class Description(NamedTuple):
-    """A model in numbers."""
+    """The size of a model and its intermediate shapes."""
 
     config: ViTConfig
     cost: Cost
     stages: list[Stage]
     computed: bool
-    """Whether a real image went through the model; if not, only shapes were worked out."""
+    """Whether the model was run on an image; if not, only the shapes were inferred."""
 
 
 def describe(name: str | ViTConfig) -> Description:
-    """Send an image made on the spot through a fresh model, and say what it becomes at every stage."""
+    """Run a new model on a synthetic image, and return the tensor after every stage."""
     config = _config(name)
     spent = cost(config)
     computed = spent.parameters <= LARGE
@@ -175,15 +175,15 @@ def describe(name: str | ViTConfig) -> Description:
 
 
 def _unknown_of_model(argument: str, value: object) -> ConfigError:
-    """Say what another library's argument is called here, or how a field of the config is changed."""
-    ours = CALLED_ELSEWHERE.get(argument, argument)
+    """Map another library's argument to ours, or show how to change the config field."""
+    ours = FIELD_ALIASES.get(argument, argument)
     hint = ""
     if ours in ("classes", "image_size", "patch_size", "channels"):
         hint = f"vitrail calls it {ours}: {ours}={value!r}"
     elif ours in ViTConfig.model_fields:
         hint = f"change it in the config: create(variant_config(…).replace({ours}={value_here(argument, value)}))"
     elif argument in ("pretrained", "checkpoint_path"):
-        hint = "create builds a fresh model, and vitrail.load opens a pretrained one, such as load('timm:name.tag')"
+        hint = "create builds a new model; vitrail.load opens a pretrained one, such as load('timm:name.tag')"
     return unknown_argument(create, argument, hint)
 
 
@@ -192,4 +192,4 @@ def _config(name: str | ViTConfig) -> ViTConfig:
         return name
     if isinstance(name, str):
         return variant_config(name)
-    raise ConfigError(f"expected a model's name, such as 'B/16', or a ViTConfig, found {name!r}")
+    raise ConfigError(f"expected a model name such as 'B/16', or a ViTConfig, found {name!r}")

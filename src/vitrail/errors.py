@@ -1,15 +1,15 @@
-"""Everything that can go wrong because of what a person gave us.
+"""Every error that a user can cause.
 
     VitrailError
     ├── ConfigError       a setting is impossible, or contradicts another
     ├── InputError        a tensor, image or argument does not fit the model
-    ├── DataError         a data set, or a file in it, cannot be used
-    ├── CheckpointError   a weight file cannot be opened, understood or written
-    └── Diverged          training produced numbers that are not finite
+    ├── DataError         a dataset, or a file in it, cannot be used
+    ├── CheckpointError   a weight file cannot be opened, recognised or written
+    └── Diverged          the loss or the outputs are not finite
 
-Each message is one sentence or two: what was found, and what to do. The command line prints it and exits
-with code 2, the server answers with a 4xx status; neither shows a traceback. An exception outside this tree
-is a bug of ours. The classes do not derive from ValueError, because pydantic would catch them.
+Each message is one or two sentences: what was found, and what to do. The command line prints it and exits with
+code 2; the server responds with a 4xx status. Neither shows a traceback. Any other exception is a bug in vitrail.
+The classes do not derive from ValueError, because pydantic would catch them.
 """
 
 import difflib
@@ -21,7 +21,7 @@ class VitrailError(Exception):
     """Base of every error that a user can cause."""
 
     everywhere: bool = False
-    """Whether all processes of a run raise it, so that one of them need say it."""
+    """Whether every rank raises it, so that only rank 0 prints it."""
 
 
 class ConfigError(VitrailError):
@@ -29,39 +29,39 @@ class ConfigError(VitrailError):
 
 
 class InputError(VitrailError):
-    """A tensor, an image or an argument does not fit what it was given to."""
+    """A tensor, an image or an argument does not fit the model or function."""
 
 
 class DataError(VitrailError):
-    """A data set, or a file in it, cannot be used."""
+    """A dataset, or a file in it, cannot be used."""
 
 
 class CheckpointError(VitrailError):
-    """A weight file cannot be opened, understood or written."""
+    """A weight file cannot be opened, recognised or written."""
 
 
 class Diverged(VitrailError):  # noqa: N818 - named for what happened to the run
-    """Training produced numbers that are not finite."""
+    """The loss or the outputs are not finite."""
 
 
 def suggest(word: object, valid: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" with the nearest valid words, or nothing where none is near.
+    """Return "; did you mean 'x'?" with the closest valid words, or "" if none is close.
 
     >>> suggest("widht", ["width", "depth"])
     "; did you mean 'width'?"
     """
     choices = list(valid)
-    # Compared without case, answered in the right one.
+    # Match case-insensitively, suggest the original spelling.
     near = difflib.get_close_matches(str(word).lower(), {choice.lower() for choice in choices}, n=3, cutoff=0.6)
     found = [choice for match in near for choice in choices if choice.lower() == match]
     return "; did you mean " + " or ".join(map(repr, found)) + "?" if found else ""
 
 
 def unknown_argument(function: Callable[..., object], name: str, hint: str = "") -> ConfigError:
-    """Return the error for an argument that a function does not have, with `hint` or the nearest that it has.
+    """Return the error for an unknown argument, with `hint` or the closest valid argument.
 
-    A function that people call by another library's names takes `**unknown: Never`, which type checkers refuse as they
-    would without it, and raises this: Python's own TypeError could not say what the argument is called here.
+    Functions that people may call with another library's argument names take `**unknown: Never` and raise this, so
+    that the message can name our argument. Type checkers still reject unknown arguments.
     """
     kinds = (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
     valid = [parameter.name for parameter in signature(function).parameters.values() if parameter.kind not in kinds]

@@ -1,4 +1,4 @@
-"""Measuring a model: every image once, and what the answers are worth."""
+"""Evaluate a model: predict every image once, and compute the metrics."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitrail.acceleration.engine import prepare
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Batch, evaluation_batches
-from vitrail.data.batches import Evaluation as EveryImage
+from vitrail.data.batches import Evaluation as EvaluationData
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.contents import recorded_contents
 from vitrail.data.sources.selection import CONTENT, Chosen, Seen, match_classes, seen_by_run
@@ -50,20 +50,20 @@ SPLITS = {
 
 
 class Predictions(NamedTuple):
-    """What a model answered to every image that could be read."""
+    """The predictions of a model for every readable image."""
 
     probabilities: NDArray[np.float32]
     """(N, K)."""
     labels: NDArray[np.int64]
     """(N,)."""
     indices: NDArray[np.int64]
-    """(N,), which images of the source these are."""
+    """(N,): indices into the source."""
     bad: tuple[BadImage, ...] = ()
     """The images that could not be read."""
 
 
 class ClassScore(NamedTuple):
-    """How one class fared; None where there is nothing to divide by."""
+    """The metrics of one class; None where undefined."""
 
     name: str
     images: int
@@ -74,7 +74,7 @@ class ClassScore(NamedTuple):
 
 @dataclass(frozen=True)
 class Mistake:
-    """An image that was taken for another class."""
+    """A misclassified image."""
 
     index: int
     name: str
@@ -85,59 +85,59 @@ class Mistake:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """What a model is worth on some images. Shares go from 0 to 1; intervals are of 95%."""
+    """The metrics of a model on some images. Fractions are between 0 and 1; intervals are 95% intervals."""
 
     images: int
     kind: str
-    """What the images are, in the plural: "held-out images"."""
+    """A plural noun for the images: "held-out images"."""
     classes: tuple[str, ...]
     top1: float
     top1_interval: Interval
-    """Wilson's."""
+    """A Wilson interval."""
     top5: float | None
     """None with fewer than 6 classes."""
     top5_interval: Interval | None
-    """Wilson's."""
+    """A Wilson interval."""
     loss: float
     loss_interval: Interval
-    """By bootstrap."""
+    """A bootstrap interval."""
     balanced_accuracy: float
     balanced_accuracy_interval: Interval
-    """By bootstrap, as that of macro-F1."""
+    """A bootstrap interval, as for macro-F1."""
     macro_f1: float
     macro_f1_interval: Interval
     per_class: tuple[ClassScore, ...]
     confusion: NDArray[np.int64]
-    """(K, K), the true class by row, the predicted one by column."""
+    """(K, K): rows are true classes, columns predicted classes."""
     ece: float
     reliability: tuple[ReliabilityBin, ...]
     worst: tuple[Mistake, ...]
-    """The most confident mistakes, the most confident first."""
+    """The most confident mistakes, in descending order of confidence."""
     bad: tuple[BadImage, ...]
     warnings: tuple[str, ...] = ()
-    """Why the result may be worth less than it looks, each with the next step."""
+    """Reasons not to trust the result, each with the next step."""
     split: str | None = None
-    """Where `evaluate` chose the images: "test", "val", "train", or "all"."""
+    """The split that `evaluate` selected: "test", "val", "train" or "all"."""
     seen: Seen = UNSEEN
-    """How many of them the model's own run trained on, or selected the checkpoint on."""
+    """How many of these images the model's run trained on, or selected the checkpoint on."""
 
     @property
     def baselines(self) -> Baselines:
-        """What always predicting the largest class gives, and chance."""
+        """The accuracy of always predicting the largest class, and of chance."""
         return baselines(self.confusion)
 
     @property
     def weakest_first(self) -> list[ClassScore]:
-        """The classes that have images, by recall, then by F1."""
+        """The classes with images, sorted by recall, then by F1."""
         return sorted((row for row in self.per_class if row.images), key=lambda row: (row.recall, row.f1))
 
     @property
     def weakest(self) -> ClassScore | None:
-        """The class with the least recall; None where no image is mistaken."""
+        """The class with the lowest recall; None if every prediction is right."""
         return self.weakest_first[0] if self.top1 < 1 else None
 
     def most_confused(self, most: int) -> list[Confusion]:
-        """Return the most frequent confusions, by class number."""
+        """Return the most frequent confusions, as class indices."""
         return most_confused(self.confusion, most)
 
     @property
@@ -145,27 +145,27 @@ class Evaluation:
         """The result in one sentence."""
         noun = self.kind if self.images != 1 else self.kind.removesuffix("s")
         low, high = self.top1_interval
-        said = [f"{percent(self.top1)}% on {self.images:,} {noun}, 95% interval {percent(low)}–{percent(high)}"]
+        clauses = [f"{percent(self.top1)}% on {self.images:,} {noun}, 95% interval {percent(low)}–{percent(high)}"]
         base = self.baselines
-        if base.majority < 1:  # on images of one class there is nothing to guess
+        if base.majority < 1:  # with a single class, every baseline is 100%
             largest = self.classes[base.majority_class]
-            said.append(f"always {largest!r} gives {percent(base.majority)}%, chance {percent(base.chance)}%")
+            clauses.append(f"always {largest!r} gives {percent(base.majority)}%, chance {percent(base.chance)}%")
         if self.weakest is not None:
-            said.append(f"weakest class {self.weakest.name}")
+            clauses.append(f"weakest class {self.weakest.name}")
         if self.bad:
-            said.append(f"{len(self.bad):,} more could not be read")
+            clauses.append(f"{len(self.bad):,} more could not be read")
         if self.split is not None:
-            asked = self.images + len(self.bad)
-            said.append(f"evaluated on {SPLITS[self.split]}{self.seen.said(asked)}")
+            total = self.images + len(self.bad)
+            clauses.append(f"evaluated on {SPLITS[self.split]}{self.seen.said(total)}")
             if not (self.seen.selected_on or self.seen.trained_on):
                 if self.seen.compared_by == CONTENT:
-                    said.append("by content, its run trained on none of these images")
+                    clauses.append("by content, its run trained on none of these images")
                 elif self.split == "all":
-                    said.append("whether the model was trained on them is not known")
-        return "; ".join(said)
+                    clauses.append("it is unknown whether the model was trained on them")
+        return "; ".join(clauses)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON can hold it."""
+        """Return everything as JSON-compatible values."""
         base = self.baselines
         return {
             **({} if self.split is None else {"split": self.split, **self.seen._asdict()}),
@@ -207,29 +207,29 @@ def evaluate_bundle(
     kind: str = HELD_OUT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Measure a bundle on data whose classes it knows; its model goes to the device. Unreadable images are listed.
+    """Evaluate a bundle on data with the same classes; its model is moved to the device. Unreadable images are listed.
 
-    `by_number` takes the classes of the data to be those of the bundle in the same order, whatever they are called.
-    `on_progress` is told how many images are done, and of how many.
+    `by_number` matches the classes of data and bundle by index instead of by name.
+    `on_progress` is called with the number of images done and the total.
     """
     bundle = bundle.in_dtype("float32")
     if not bundle.model.config.classes:
-        raise CheckpointError("the model has no head, so it knows no classes; train one on it first")
-    if refusal := per_token(bundle.model.config):
-        raise CheckpointError(refusal)
+        raise CheckpointError("the model has no head, so it cannot predict classes; train one first")
+    if reason := per_token(bundle.model.config):
+        raise CheckpointError(reason)
     source = match_classes(source, bundle.classes, bundle.model.config.classes, by_number=by_number)
     bundle.announce()
-    place = choose_device(device)
-    data = EveryImage(source, bundle.preprocess, batch, bad_files="skip")
-    batches = evaluation_batches(data, workers=workers, pin=place.type == "cuda")
+    target = choose_device(device)
+    data = EvaluationData(source, bundle.preprocess, batch, bad_files="skip")
+    batches = evaluation_batches(data, workers=workers, pin=target.type == "cuda")
     if on_progress is not None:
-        batches = _told(batches, on_progress, len(source))
+        batches = _with_progress(batches, on_progress, len(source))
     return evaluate(
-        prepare(bundle.model.to(place), precision),
+        prepare(bundle.model.to(target), precision),
         batches,
         source,
         preprocess=bundle.preprocess,
-        device=place,
+        device=target,
         precision=precision,
         kind=kind,
     )
@@ -247,11 +247,11 @@ def evaluate_chosen(
     by_number: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Evaluate a bundle on a split of some data; the result names it, and what the bundle's own run did with it.
+    """Evaluate a bundle on a split; the result names the split and how the bundle's own run used its images.
 
-    `record` is the split that this run recorded, if there is one.
+    `record` is the split record of that run, if there is one.
     """
-    # They are called held out only where that is known.
+    # Call them held-out only if the run's record says so.
     kind = HELD_OUT if chosen.held_out else "training images" if chosen.split == "train" else "images"
     found = evaluate_bundle(
         bundle,
@@ -277,13 +277,13 @@ def evaluate(
     precision: Precision = "float32",
     kind: str = HELD_OUT,
 ) -> Evaluation:
-    """Measure a model that is on `device`, on the batches of a source whose classes are numbered as its outputs are."""
+    """Evaluate a model that is on `device`; the source's labels must be indices into the model's outputs."""
     predictions = predict_all(model, batches, preprocess, device, precision, name=source.name)
     if not len(predictions.labels):
         bad = predictions.bad
         why = f"none of the {len(bad):,} can be read; the first, {bad[0].name}: {bad[0].reason}" if bad else "none"
-        raise DataError(f"there are no images to measure: {why}")
-    return measure(predictions, source, kind=kind)
+        raise DataError(f"there are no images to evaluate: {why}")
+    return evaluate_predictions(predictions, source, kind=kind)
 
 
 def predict_all(
@@ -295,13 +295,13 @@ def predict_all(
     *,
     name: Callable[[int], str] = "image {}".format,
 ) -> Predictions:
-    """Ask a model that is on `device` about every image once; `name` says what a message calls an image.
+    """Predict every image once with a model that is on `device`; `name` gives the image name for error messages.
 
-    The model answers as in use, without dropout, and is afterwards in the mode in which it was.
+    The model runs in eval mode, and its modules get their previous modes back afterwards.
     """
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     bad: list[BadImage] = []
-    with in_use(model), torch.inference_mode():
+    with eval_mode(model), torch.inference_mode():
         for batch in batches:
             bad += batch.bad
             if not len(batch.labels):
@@ -316,8 +316,8 @@ def predict_all(
     return Predictions(probabilities, labels, indices, tuple(bad))
 
 
-def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -> Evaluation:
-    """Say what answers are worth; `source` gives the names of images and classes."""
+def evaluate_predictions(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -> Evaluation:
+    """Compute the metrics of some predictions; `source` gives the names of images and classes."""
     probabilities, labels = predictions.probabilities, predictions.labels
     outputs = probabilities.shape[1]
     if outputs != len(source.classes):
@@ -352,15 +352,15 @@ def measure(predictions: Predictions, source: Source, *, kind: str = HELD_OUT) -
     )
 
 
-def percent(share: float) -> str:
-    """Write a share as a percentage with one decimal, and 100.0 only for all."""
-    shown = f"{100 * share:.1f}"
-    return "99.9" if shown == "100.0" and share < 1 else shown
+def percent(fraction: float) -> str:
+    """Format a fraction as a percentage with one decimal; only 1 gives 100.0."""
+    text = f"{100 * fraction:.1f}"
+    return "99.9" if text == "100.0" and fraction < 1 else text
 
 
 @contextmanager
-def in_use(model: nn.Module) -> Iterator[None]:
-    """Put a model into the mode in which it is used; afterwards every split of it has its own mode again."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Switch a model to eval mode; on exit, every submodule gets its previous mode back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -371,15 +371,15 @@ def in_use(model: nn.Module) -> Iterator[None]:
 
 
 def check_finite(outputs: Tensor, indices: Tensor, name: Callable[[int], str], precision: Precision) -> None:
-    """Refuse outputs (B, K) that are not finite, and name the first image with such."""
+    """Raise if outputs (B, K) are not finite, naming the first such image."""
     wrong = ~outputs.isfinite().all(dim=1)
     if wrong.any():
         first = int(indices[wrong.cpu()][0])
-        help = "measure in float32" if precision != "float32" else "its weights are damaged, or training diverged"
-        raise Diverged(f"the model's answer to {name(first)} is not a finite number; {help}")
+        help = "evaluate in float32" if precision != "float32" else "its weights are corrupt, or training diverged"
+        raise Diverged(f"the model's output for {name(first)} is not finite; {help}")
 
 
-def _told(batches: Iterable[Batch], on_progress: Callable[[int, int], None], images: int) -> Iterator[Batch]:
+def _with_progress(batches: Iterable[Batch], on_progress: Callable[[int, int], None], images: int) -> Iterator[Batch]:
     done = 0
     for batch in batches:
         yield batch

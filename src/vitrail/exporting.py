@@ -1,4 +1,4 @@
-"""A bundle as a file for another runtime, with proof: what was written is opened again and asked."""
+"""Export a bundle for another runtime. The exported file is opened again and its outputs are compared."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from vitrail.acceleration.export.torch_export import Archive, write_archive
 from vitrail.acceleration.packages import require
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.checkpoints.writing import whole_file
+from vitrail.checkpoints.writing import atomic_file
 from vitrail.errors import CheckpointError, ConfigError, suggest
 
 Form = Literal["onnx", "torch", "openvino"]
@@ -31,14 +31,14 @@ PACKAGES: dict[Form, tuple[str, ...]] = {
 
 
 class Export(NamedTuple):
-    """What an export came to."""
+    """The result of an export."""
 
     files: list[Path]
-    """What was written, the file to open first."""
+    """The files written; the first one is the file to open."""
     form: Form
     check: Check
     metadata: dict[str, Any]
-    """What the file says of its input, output, classes and preprocessing."""
+    """The input, output, classes and preprocessing, as recorded in the file."""
 
 
 def export(
@@ -51,33 +51,32 @@ def export(
     opset: int | None = None,
     overwrite: bool = False,
 ) -> Export:
-    """Write a model as a graph for another runtime, for batches of any size, and check it before it gets its name.
+    """Export a model as a graph for another runtime, with a dynamic batch size, and verify it before renaming it.
 
-    With `preprocess` the graph takes pixels as they are, uint8 0…255, and normalises them itself; without, it takes
-    what `Preprocess.normalise` makes of them. `channels_last` has it take (B, H, W, C), as decoders give images.
-    Decoding and resizing stay outside. Classes and preprocessing are written along: into ONNX, and as a .json beside
-    the others. `opset` is the version of ONNX's operators.
+    With `preprocess` the graph takes uint8 pixels (0…255) and normalises them; without, it takes the output of
+    `Preprocess.normalise`. With `channels_last` it takes (B, H, W, C), as decoders return images. Decoding and
+    resizing are not part of the graph. Classes and preprocessing are written into the ONNX file, or to a .json file
+    next to the other formats. `opset` is the ONNX opset version.
     """
     target = check_request(Path(output), to, opset, overwrite=overwrite)
     opened = ready_bundle(bundle)
     graph = Graph(opened.model, opened.preprocess if preprocess else None, channels_last=channels_last)
     metadata = describe_graph(graph, opened)
-    with whole_file(target, overwrite=overwrite) as temporary:
+    with atomic_file(target, overwrite=overwrite) as temporary:
         _write(graph, to, temporary, metadata, OPSET if opset is None else opset)
         check = check_outputs(graph, opened.preprocess, _opened(to, temporary))
         if not check.passed:
             raise CheckpointError(
-                f"what was written as {to} answers differently (by {check.relative:.1e} of the largest answer, where "
-                f"{TOLERANCE:.0e} is allowed), so it was thrown away; this is a fault of vitrail or of a runtime, "
-                f"please report it"
+                f"the outputs of the exported {to} file differ by {check.relative:.1e} of the largest output (allowed: "
+                f"{TOLERANCE:.0e}), so it was deleted; this is a bug in vitrail or in the runtime, please report it"
             )
-        beside = _settle_beside(temporary, target)
+        extra = _move_extra(temporary, target)
     opened.announce()
-    return Export([target, *beside], to, check, metadata)
+    return Export([target, *extra], to, check, metadata)
 
 
 def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
-    """Return what somebody who has only the graph needs to know."""
+    """Return the metadata needed to use the graph on its own."""
     config = bundle.model.config
     height, width, channels = *config.image_size, config.channels
     sides = [height, width, channels] if graph.channels_last else [channels, height, width]
@@ -97,20 +96,18 @@ def describe_graph(graph: Graph, bundle: Bundle) -> dict[str, Any]:
 
 
 def check_request(target: Path, to: str, opset: int | None, *, overwrite: bool) -> Path:
-    """Refuse before anything is opened or computed; return where to write."""
+    """Validate the arguments before anything is opened or computed; return the target."""
     if to not in get_args(Form):
-        raise ConfigError(f"nothing can be exported to {to!r}; {FORMATS}{suggest(to, get_args(Form))}")
+        raise ConfigError(f"cannot export to {to!r}; {FORMATS}{suggest(to, get_args(Form))}")
     form: Form = to  # type: ignore[assignment]
     if target.suffix.lower() != SUFFIXES[form]:
         other = next((name for name, suffix in SUFFIXES.items() if suffix == target.suffix.lower()), None)
-        help = f"; say --to {other} (to={other!r})" if other else f"; {FORMATS}"
-        raise CheckpointError(
-            f"{to} is written as a file that ends in {SUFFIXES[form]}, and {target.name!r} does not{help}"
-        )
+        help = f"; use --to {other} (to={other!r})" if other else f"; {FORMATS}"
+        raise CheckpointError(f"{to} files end in {SUFFIXES[form]}, and {target.name!r} does not{help}")
     if opset is not None and to == "torch":
-        raise ConfigError("an opset is ONNX's; leave --opset out for torch")
+        raise ConfigError("--opset applies to ONNX only; omit it for torch")
     check_opset(OPSET if opset is None else opset)
-    for file in (target, *_beside(target, form)):
+    for file in (target, *_extra_files(target, form)):
         if os.path.lexists(file) and not overwrite:
             raise CheckpointError(
                 f"{file} exists already; choose another name, or replace it with --overwrite (overwrite=True)"
@@ -120,8 +117,8 @@ def check_request(target: Path, to: str, opset: int | None, *, overwrite: bool) 
     return target
 
 
-def _beside(target: Path, form: Form) -> list[Path]:
-    """Return the files that are written, or may be, beside the one that is named."""
+def _extra_files(target: Path, form: Form) -> list[Path]:
+    """Return the files that may be written next to the target."""
     match form:
         case "onnx":
             return [target.with_name(f"{target.name}.data")]
@@ -146,12 +143,12 @@ def _write(graph: Graph, to: Form, path: Path, metadata: dict[str, Any], opset: 
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as ONNX can hold it: text as it is, all else as JSON."""
+    """Return a value for ONNX metadata: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _opened(to: Form, path: Path) -> Callable[[Tensor], Tensor]:
-    """Open what was written as somebody else would."""
+    """Open the exported file with its runtime."""
     match to:
         case "onnx":
             return OnnxFile(path)
@@ -161,11 +158,11 @@ def _opened(to: Form, path: Path) -> Callable[[Tensor], Tensor]:
             return Compiled(path)
 
 
-def _settle_beside(temporary: Path, target: Path) -> list[Path]:
-    """Give the files beside the main one their names; the main one comes last, so that it never stands alone."""
+def _move_extra(temporary: Path, target: Path) -> list[Path]:
+    """Move the extra files into place; the main file is moved last, so that it never exists without them."""
     made = sorted(file for file in temporary.parent.iterdir() if file != temporary)
     if made:
-        target.unlink(missing_ok=True)  # an old graph beside new weights would be worse than none
+        target.unlink(missing_ok=True)  # never leave an old graph next to new weights
     for file in made:
         with file.open("rb") as handle:
             os.fsync(handle.fileno())

@@ -1,7 +1,7 @@
-"""Files: only regular ones are read, whole ones are written, and what was written is known again by its digest.
+"""File helpers: read regular files only, write atomically, compute digests.
 
-Whatever is wrong with a file is an `OSError`, where the system refuses it, or a `ContentError`, where its content is
-not what it should be; whoever reads it says so in its own words, through the `VitrailError` tree.
+Errors are an `OSError` from the system, or a `ContentError` if the content is invalid; callers turn them into a
+`VitrailError`.
 """
 
 import errno
@@ -16,54 +16,54 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-MOST_TEXT = 1 << 30
-"""Bytes of the longest text we read at once; split.json of ten million images is shorter."""
-MOST_NESTED = 100
-"""How deep a JSON or TOML file may be nested: far more than any config, far less than what Python can walk through."""
+MAX_TEXT = 1 << 30
+"""The largest text file that is read at once, in bytes; the split.json of ten million images is smaller."""
+MAX_NESTING = 100
+"""The deepest nesting of a JSON or TOML file: far above any config, far below Python's recursion limit."""
 DIGEST = "sha256"
-"""The fastest cryptographic hash of the standard library where the CPU has instructions for it (docs/results.md), and
-one that people can check with `sha256sum`."""
+"""The fastest cryptographic hash in the standard library on CPUs with SHA instructions (docs/results.md); `sha256sum`
+can verify it."""
 
 
 class ContentError(ValueError):
-    """A file holds something else than it should."""
+    """The content of a file is invalid."""
 
 
 def open_regular(path: str | bytes | os.PathLike[str]) -> io.FileIO:
-    """Open a file to be read: a regular one, because a pipe may never answer and a device never end."""
-    # Without O_NONBLOCK the call itself would wait until somebody writes to a pipe.
+    """Open a regular file for reading; a pipe might block forever, a device might never end."""
+    # Without O_NONBLOCK, opening a pipe would block until it has a writer.
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         check_regular(os.fstat(handle).st_mode)
-    except BaseException:  # whatever happened, the file is not left open
+    except BaseException:  # close the file on any error, also Ctrl-C
         os.close(handle)
         raise
     return io.FileIO(handle, "rb")
 
 
 def open_text(path: str | os.PathLike[str], *, newline: str | None = None) -> io.TextIOWrapper:
-    """Open a text file to be read line by line; a mark of the byte order at its start is passed over."""
+    """Open a text file for reading line by line; skips a byte order mark."""
     return io.TextIOWrapper(io.BufferedReader(open_regular(path)), encoding="utf-8-sig", newline=newline)
 
 
 def check_regular(mode: int) -> None:
-    """Refuse what is not a regular file, by its mode, as the system refuses a folder."""
+    """Raise `OSError` if the mode is not that of a regular file."""
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, and not a regular file")
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a regular file")
 
 
 def check_is_regular(path: str | bytes | os.PathLike[str]) -> None:
-    """Refuse what is not a regular file, before a library opens it by its name."""
+    """Raise `OSError` if the path is not a regular file, before a library opens it."""
     check_regular(os.stat(path).st_mode)
 
 
-def read_text(path: str | os.PathLike[str], *, most: int = MOST_TEXT) -> str:
-    """Return the text of a file."""
+def read_text(path: str | os.PathLike[str], *, limit: int = MAX_TEXT) -> str:
+    """Return the content of a text file."""
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"it is longer than {most >> 20} MB")
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"it is larger than {limit >> 20} MB")
         content = file.readall()
     try:
         return content.decode("utf-8")
@@ -72,74 +72,74 @@ def read_text(path: str | os.PathLike[str], *, most: int = MOST_TEXT) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return what a JSON file holds."""
+    """Return the content of a JSON file."""
     return parse_json(read_text(path))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON says; what is not JSON, or nothing that a person would write, is a `ContentError`."""
+    """Parse JSON; invalid or too deeply nested JSON is a `ContentError`."""
     try:
         content = json.loads(text)
     except RecursionError:
-        _refuse_nesting()
-    except ValueError as error:  # also a number of more digits than Python reads
+        _raise_nesting()
+    except ValueError as error:  # also a number with more digits than Python parses
         raise ContentError(f"is not JSON ({error})") from None
-    return _not_too_deep(content)
+    return _check_nesting(content)
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the table of a TOML file."""
+    """Return the content of a TOML file."""
     return parse_toml(read_text(path))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the table that TOML says; what is not TOML is a `ContentError`."""
+    """Parse TOML; invalid TOML is a `ContentError`."""
     try:
         content = tomllib.loads(text)
     except RecursionError:
-        _refuse_nesting()
+        _raise_nesting()
     except ValueError as error:
         raise ContentError(f"is not TOML ({error})") from None
-    return dict(_not_too_deep(content))
+    return dict(_check_nesting(content))
 
 
-def _not_too_deep(content: Any) -> Any:
-    """Refuse what can be read but not be walked through or written again."""
+def _check_nesting(content: Any) -> Any:
+    """Raise if the content is nested too deeply to traverse or write back."""
     level = [content] if isinstance(content, dict | list) else []
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTING):
         inner = [value for outer in level for value in (outer.values() if isinstance(outer, dict) else outer)]
         level = [value for value in inner if isinstance(value, dict | list)]
     if level:
-        _refuse_nesting()
+        _raise_nesting()
     return content
 
 
-def _refuse_nesting() -> NoReturn:
-    raise ContentError(f"is nested more than {MOST_NESTED} deep") from None
+def _raise_nesting() -> NoReturn:
+    raise ContentError(f"is nested more than {MAX_NESTING} levels deep") from None
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """Return the digest of a file's content, in hexadecimal."""
+    """Return the hex digest of a file's content."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, DIGEST).hexdigest()
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Give another name to write a file under; it gets its own, and the usual permissions, when it is whole."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """Write a file atomically: yield a temporary path; on success, rename it to `path` with default permissions."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         yield temporary
         follow_umask(temporary)
         temporary.replace(path)
-    except BaseException:  # whatever happened, also Ctrl-C: nothing half-written is left behind
+    except BaseException:  # also Ctrl-C: leave no partial file behind
         with suppress(OSError):
             temporary.unlink()
         raise
 
 
 def follow_umask(*paths: Path) -> None:
-    """Give files and folders the permissions that others made now would have: libraries make theirs for one user."""
+    """Set default permissions by the umask; some libraries create files for the owner only."""
     mask = os.umask(0)
     os.umask(mask)
     for path in paths:
@@ -147,7 +147,7 @@ def follow_umask(*paths: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Make sure that a file or folder is on the disk and not only on its way there."""
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

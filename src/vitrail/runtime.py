@@ -20,24 +20,24 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from vitrail.errors import ConfigError, suggest
 
 Precision = Literal["float32", "bf16", "fp16"]
-PATIENCE = datetime.timedelta(hours=1)
-"""How long processes wait for one of them, which may be decoding a data set, or fetching a model."""
+TIMEOUT = datetime.timedelta(hours=1)
+"""How long ranks wait for each other; one may be decoding a dataset or downloading a model."""
 GRACE = 600.0
-"""Seconds that a process may take to save what it has after its launcher has gone."""
+"""Seconds that a process has to save its state after its launcher died."""
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""What torchrun, and nobody else, puts into the environment of the processes it starts."""
-_meetings = itertools.count()
-_left: list[object] = []
-"""Process groups that were left. Torch ends a group without Python's lock only where Python lets go of it last. After
-an error a traceback still holds the DistributedDataParallel that was trained, and with it the group; let go of there,
-it waits for its threads with the lock in hand, and where one of those wants the lock, for ever."""
+"""An environment variable that only torchrun sets."""
+_group_count = itertools.count()
+_destroyed_groups: list[object] = []
+"""Destroyed process groups, kept alive. After an error the traceback still references the DistributedDataParallel
+module and its group. If that were the last reference, torch would join the group's threads while holding the GIL, and
+deadlock if one of them needs it."""
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Return the device called `name`: "cpu", "cuda", "cuda:1", "mps"; "auto" takes the fastest there is.
+    """Return the device called `name`: "cpu", "cuda", "cuda:1", "mps"; "auto" picks the fastest available.
 
-    Among the processes of torchrun, "cuda" is the GPU that belongs to this one.
+    Under torchrun, "cuda" is the GPU of this process's local rank.
     """
     usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
@@ -56,12 +56,12 @@ def choose_device(name: str = "auto") -> torch.device:
         device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
     ):
         there = ", ".join(kind for kind, there in usable.items() if there)
-        raise ConfigError(f"device {name!r} is not on this machine; there is {there} (or use 'auto')")
+        raise ConfigError(f"device {name!r} is not available on this machine; available: {there} (or use 'auto')")
     return device
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
-    """Return a context in which matrix products run in `precision`; float32 changes nothing."""
+    """Return an autocast context for `precision`; float32 changes nothing."""
     if precision == "float32":
         return contextlib.nullcontext()
     if precision not in _DTYPES:
@@ -70,22 +70,22 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 
 def faster_in_bf16(device: torch.device) -> bool:
-    """Say whether matrix products in bf16 are well faster than in float32 there: GPUs since Ampere, CPUs with AMX."""
+    """Return whether matmuls are much faster in bf16 than in float32: GPUs since Ampere, CPUs with AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    # torch says so only under a private name; one that is gone means that nothing is known, so float32.
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return device.type == "cpu" and has_tiles is not None and bool(has_tiles())
+    # Torch has only a private function for this; if it is gone, assume float32.
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return device.type == "cpu" and has_amx is not None and bool(has_amx())
 
 
 @contextlib.contextmanager
-def repeatable(wanted: bool) -> Iterator[None]:
-    """Have CUDA give the same bits every time, at some cost of speed; on a CPU it does so anyway."""
-    if not wanted:
+def repeatable(enabled: bool) -> Iterator[None]:
+    """Use deterministic algorithms on CUDA, at some cost in speed; the CPU is always deterministic."""
+    if not enabled:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it on first use
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -96,22 +96,22 @@ def repeatable(wanted: bool) -> Iterator[None]:
 
 
 def seed_torch(seed: int) -> None:
-    """Start torch's generators, on every device, from `seed`."""
+    """Seed torch's generators on every device."""
     torch.manual_seed(seed)
 
 
 def derive_seed(seed: int, *place: int | str) -> int:
-    """Return a seed for one place in a run, the same on every machine: a pure function, so nothing need be saved.
+    """Derive a seed for one use in a run: a pure function, the same on every machine, so no random state is saved.
 
     >>> derive_seed(0, "dropout", 7) == derive_seed(0, "dropout", 7) != derive_seed(0, "dropout", 8)
     True
     """
-    words = "\x1f".join(f"{type(part).__name__}:{part}" for part in (seed, *place))
+    words = "\x1f".join(f"{type(item).__name__}:{item}" for item in (seed, *place))
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Processes(NamedTuple):
-    """Which of the cooperating processes this one is."""
+    """The rank of this process and the world size."""
 
     rank: int = 0
     size: int = 1
@@ -119,13 +119,13 @@ class Processes(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
 
 @contextlib.contextmanager
 def process_group(device: torch.device) -> Iterator[Processes]:
-    """Join the other processes that torchrun started, and leave them at the end; alone, do nothing."""
+    """Join the process group of torchrun, and destroy it at the end; do nothing in a single process."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     there = [name for name in names if name in os.environ]
     if not there:
@@ -133,28 +133,30 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         return
     if len(there) < len(names):
         raise ConfigError(
-            f"the environment has {', '.join(there)} but not {', '.join(sorted(set(names) - set(there)))}; "
+            f"the environment sets {', '.join(there)} but not {', '.join(sorted(set(names) - set(there)))}; "
             f"start several processes with torchrun, or unset them"
         )
     processes = Processes(*(_number(name) for name in names))
     if BY_TORCHRUN in os.environ:
-        _end_with_launcher()
+        _exit_with_launcher()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        # Every meeting has names of its own, so that a second one in the same program does not read the first one's.
-        store = PrefixStore(f"vitrail-{next(_meetings)}", _meeting_place())
+        # Each group has its own key prefix, so that a second group in the same process does not read the first one's.
+        store = PrefixStore(f"vitrail-{next(_group_count)}", _rendezvous_store())
         torch.distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=processes.rank,
             world_size=processes.size,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             device_id=device if device.type == "cuda" else None,
         )
     except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"the processes could not meet ({error}); start them with torchrun") from None
-    _left.append(torch.distributed.group.WORLD)
+        raise ConfigError(
+            f"the process group could not be initialised ({error}); start the processes with torchrun"
+        ) from None
+    _destroyed_groups.append(torch.distributed.group.WORLD)
     try:
         yield processes
     finally:
@@ -162,30 +164,30 @@ def process_group(device: torch.device) -> Iterator[Processes]:
 
 
 @functools.cache
-def _end_with_launcher() -> None:
-    """See to it, once in a process, that it does not run on for ever where torchrun alone was killed."""
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()
+def _exit_with_launcher() -> None:
+    """Start a thread, once per process, that ends this process if only torchrun was killed."""
+    threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True, name="launcher").start()
 
 
-def _watch(launcher: int) -> None:
-    """Once the launcher is gone, ask this process to stop, as the launcher would have: a run then saves its state."""
+def _watch_launcher(launcher: int) -> None:
+    """Send SIGTERM to this process once the launcher is gone, so that a run saves its state."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE)
-    os._exit(128 + signal.SIGTERM)  # it waits for others that are gone, or saves to a disk that does not answer
+    os._exit(128 + signal.SIGTERM)  # it is stuck waiting for other ranks or for the disk
 
 
 @functools.cache
-def _meeting_place() -> Store:
-    """Return where processes find each other: what torchrun tells them by the environment."""
+def _rendezvous_store() -> Store:
+    """Return the rendezvous store from torchrun's environment variables."""
     store: Store = next(rendezvous("env://"))[0]
     return store
 
 
 def _number(name: str) -> int:
-    """Read a whole number from the environment."""
+    """Read an integer from the environment."""
     try:
         return int(os.environ[name])
     except ValueError:
-        raise ConfigError(f"{name} should be a whole number, found {os.environ[name]!r}") from None
+        raise ConfigError(f"{name} should be an integer, found {os.environ[name]!r}") from None

@@ -1,4 +1,4 @@
-"""The base of every config: frozen, typed, finite; an unknown key is an error that names the nearest valid one."""
+"""The base class of every config: frozen, strictly typed; an error for an unknown key suggests the closest one."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -11,58 +11,58 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from vitrail.errors import ConfigError, suggest
 
-# True while a config is being validated: a config inside another one leaves its errors to the outer one,
-# which knows the whole path ("resnet.depths.0") and reports every fault at once.
+# True while a config is being validated: a nested config leaves its errors to the outer one, which knows the full
+# path ("resnet.depths.0") and reports all errors at once.
 _inside: ContextVar[bool] = ContextVar("_inside", default=False)
-LONGEST_SHOWN = 200
+MAX_SHOWN = 200
 
 
 class Frozen(BaseModel):
-    """A value that cannot change after it was checked. A fault raises `ConfigError`, never a pydantic error."""
+    """An immutable, validated config. Invalid values raise `ConfigError`, never a pydantic error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    called_elsewhere: ClassVar[Mapping[str, str]] = {}
-    """What other libraries call some of the fields, and what they are called here."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Field names of other libraries, mapped to ours."""
 
     @_model_validator(mode="wrap")
     @classmethod
-    def _explain_faults(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _explain_errors(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         if _inside.get():
             return validate(data)
         token = _inside.set(True)
         try:
             return validate(data)
-        except ValidationError as fault:
-            raise ConfigError("; ".join(_sentence(cls, error) for error in fault.errors())) from None
+        except ValidationError as invalid:
+            raise ConfigError("; ".join(_sentence(cls, error) for error in invalid.errors())) from None
         finally:
             _inside.reset(token)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise ConfigError(f"a {type(self).__name__} does not change; make another one with replace({name}={value!r})")
+        raise ConfigError(f"a {type(self).__name__} is immutable; make a copy with replace({name}={value!r})")
 
     def __delattr__(self, name: str) -> None:
-        raise ConfigError(f"a {type(self).__name__} does not change; {name} stays")
+        raise ConfigError(f"a {type(self).__name__} is immutable; {name} cannot be deleted")
 
     def replace(self, **changes: Any) -> Self:
-        """Return a checked copy with some fields changed; the original stays as it was."""
+        """Return a validated copy with some fields changed."""
         return type(self).model_validate({**dict(self), **changes})
 
     def to_json(self) -> str:
-        """Return the config as JSON that `from_json` reads back to an equal config."""
+        """Return the config as JSON, which `from_json` reads."""
         return self.model_dump_json()
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote."""
+        """Read a config that `to_json` wrote."""
         try:
             return cls.model_validate_json(text)
-        except ValidationError as fault:  # not JSON at all: the check above never ran
-            raise ConfigError(f"{cls.__name__}: {fault.errors()[0]['msg']}") from None
+        except ValidationError as invalid:  # not JSON, so the validator above never ran
+            raise ConfigError(f"{cls.__name__}: {invalid.errors()[0]['msg']}") from None
 
 
 def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
-    """Say one validation error: where, what was found, what would be valid."""
-    path = ".".join(str(part) for part in error["loc"]) or cls.__name__
+    """Turn a validation error into a sentence: the path, the value, what would be valid."""
+    path = ".".join(str(item) for item in error["loc"]) or cls.__name__
     found = error.get("input")
     match error["type"]:
         case "extra_forbidden":
@@ -81,19 +81,19 @@ def _sentence(cls: type[BaseModel], error: ErrorDetails) -> str:
 
 
 def _shown(found: Any) -> str:
-    """Write what was found, and not so much of it that what is wrong with it is lost."""
+    """Return the value's repr, truncated."""
     text = repr(found)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def _suggested(cls: type[BaseModel], key: str) -> str:
-    """Name the field that is meant by another library's name, else those that are written alike."""
-    known = cls.called_elsewhere.get(key) if issubclass(cls, Frozen) else None
-    return suggest(key, cls.model_fields) if known is None else f"; did you mean {known!r}?"
+    """Suggest the field for another library's name, else the closest field names."""
+    ours = cls.aliases.get(key) if issubclass(cls, Frozen) else None
+    return suggest(key, cls.model_fields) if ours is None else f"; did you mean {ours!r}?"
 
 
 def _config_at(cls: type[BaseModel], parents: list[int | str]) -> type[BaseModel]:
-    """Return the config that lies at `parents` inside `cls`."""
+    """Return the config class at the path `parents` inside `cls`."""
     for parent in parents:
         if not isinstance(parent, str) or parent not in cls.model_fields:
             continue  # a list index, or a branch of a union
@@ -105,23 +105,23 @@ def _configs_in(annotation: Any) -> Iterator[type[BaseModel]]:
     """Find the configs in an annotation such as `tuple[ConvLayer, ...] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for part in get_args(annotation):
-        yield from _configs_in(part)
+    for inner in get_args(annotation):
+        yield from _configs_in(inner)
 
 
 def _as_whole(value: Any) -> Any:
-    """Accept whatever Python takes for an index (NumPy's integers, say) as a whole number; a truth value is none."""
+    """Convert anything with `__index__`, such as a NumPy integer, to int; leave bool alone."""
     return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
 def _as_pair(value: Any) -> Any:
-    """Read 16 as (16, 16), and accept a list where JSON or TOML gave one."""
+    """Read 16 as (16, 16), and accept a list from JSON or TOML."""
     value = _as_whole(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return (value, value)
     if isinstance(value, (tuple, list)) and len(value) == 2:
         return tuple(value)
-    raise PydanticCustomError("pair", "it should be one whole number, or two (height, width)")
+    raise PydanticCustomError("pair", "expected one integer, or two (height, width)")
 
 
 def _as_tuple(value: Any) -> Any:
@@ -129,11 +129,11 @@ def _as_tuple(value: Any) -> Any:
 
 
 LIMIT = 1_000_000
-"""No size of a model or an image is larger; a larger number is a slip that would end in a lack of memory."""
+"""The largest size allowed for a model or an image; a larger one is a typo that would run out of memory."""
 Positive = Annotated[int, BeforeValidator(_as_whole), Field(gt=0, le=LIMIT)]
 Count = Annotated[int, BeforeValidator(_as_whole), Field(ge=0, le=LIMIT)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_as_pair)]
-"""Height and width; one number stands for both."""
+"""Height and width; one integer sets both."""
 Sequence = BeforeValidator(_as_tuple)
-"""Lets a tuple field be given as a list."""
+"""Accepts a list for a tuple field."""

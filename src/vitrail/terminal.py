@@ -1,4 +1,4 @@
-"""Text from files on a terminal: class names, file names and messages, in which anybody may have written anything."""
+"""Safe terminal output of untrusted text: class names, file names and messages."""
 
 import re
 
@@ -7,9 +7,9 @@ _IN_TEXT, _IN_LINE = re.compile(f"[{_UNSAFE}]"), re.compile(f"[\n\t{_UNSAFE}]")
 
 
 def printable(text: str, *, line: bool = False) -> str:
-    r"""Write out what would command a terminal instead of being seen: escape sequences, changes of direction.
+    r"""Escape control characters: terminal escape sequences and bidirectional overrides.
 
-    Line breaks and tabs stay, unless it is to be one `line`. The form is JSON's, so that JSON stays what it is.
+    Line breaks and tabs are kept, unless `line` is set. Escapes are written as in JSON, so JSON stays valid.
 
     >>> print(printable("cat\x1b]0;owned\x07"))
     cat\u001b]0;owned\u0007

@@ -196,7 +196,7 @@ def test_a_failed_export_is_deleted(made: Bundle, tmp_path: Path, monkeypatch: p
     wrong = Bundle(scramble(ViT(made.model.config), seed=1), made.preprocess)
     monkeypatch.setattr(exporting, "trace", lambda graph: trace(Graph(wrong.model, graph.preprocess)))
     (tmp_path / "model.pt2").write_text("old")
-    with pytest.raises(CheckpointError, match=r"answers differently \(by .* so it was thrown away"):
+    with pytest.raises(CheckpointError, match=r"the exported .* differ by .* so it was deleted"):
         export(made, tmp_path / "model.pt2", to="torch", overwrite=True)
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"model.pt2": "old"}
 
@@ -258,9 +258,9 @@ def test_the_command(
     words = ("export", folder, tmp_path / "new" / "model.pt2", "--to", "torch", "--preprocess", "--channels-last")
     said = run(monkeypatch, capsys, *words)
     assert (said.code, said.err) == (0, "")
-    assert "takes pixels, batch × 16 × 32 × 3, uint8; gives logits" in said.out
+    assert "input pixels: batch × 16 × 32 × 3, uint8; output: logits" in said.out
     assert "checked on 32 random images: logits differ by at most " in said.out
-    assert "the first answer is the same for 32 of 32" in said.out
+    assert "the top-1 class is the same for 32 of 32" in said.out
     assert "note:" not in said.out
     again = run(monkeypatch, capsys, *words)
     assert (again.code, again.out) == (2, "")
@@ -279,7 +279,7 @@ def test_a_head_that_was_never_trained_is_mentioned(
     fresh.model.reset_head(5)
     folder = fresh.save(tmp_path / "bundle")
     said = run(monkeypatch, capsys, "export", folder, tmp_path / "model.pt2", "--to", "torch")
-    assert "note: the model outputs the same to every image" in said.out
+    assert "note: the model gives the same output for every image" in said.out
 
 
 @pytest.mark.parametrize(
@@ -288,23 +288,23 @@ def test_a_head_that_was_never_trained_is_mentioned(
         (("nowhere", "model.pt2", "--to", "torch"), "nowhere"),
         (
             ("BUNDLE", "model.onnx", "--to", "onxx"),
-            "nothing can be exported to 'onxx'; the formats are onnx (.onnx), torch (.pt2) and openvino (.xml); did "
+            "cannot export to 'onxx'; the formats are onnx (.onnx), torch (.pt2) and openvino (.xml); did "
             "you mean 'onnx'?",
         ),
         (
             ("nowhere", "model.mlmodel", "--to", "coreml"),
-            "nothing can be exported to 'coreml'; the formats are onnx (.onnx), torch (.pt2) and openvino (.xml)",
+            "cannot export to 'coreml'; the formats are onnx (.onnx), torch (.pt2) and openvino (.xml)",
         ),
         (
             ("nowhere", "model.tflite"),
-            "onnx is written as a file that ends in .onnx, and 'model.tflite' does not; the formats are onnx (.onnx), "
+            "onnx files end in .onnx, and 'model.tflite' does not; the formats are onnx (.onnx), "
             "torch (.pt2) and openvino (.xml)",
         ),
-        (("nowhere", "model.xml"), "and 'model.xml' does not; say --to openvino (to='openvino')"),
-        (("BUNDLE", "model.pth", "--to", "torch"), "torch is written as a file that ends in .pt2, and 'model.pth'"),
-        (("BUNDLE", "model", "--to", "openvino"), "openvino is written as a file that ends in .xml, and 'model' does"),
+        (("nowhere", "model.xml"), "and 'model.xml' does not; use --to openvino (to='openvino')"),
+        (("BUNDLE", "model.pth", "--to", "torch"), "torch files end in .pt2, and 'model.pth'"),
+        (("BUNDLE", "model", "--to", "openvino"), "openvino files end in .xml, and 'model' does"),
         (("BUNDLE", "model.onnx", "--opset", "9"), "opset is 9; choose one from 18 to 23"),
-        (("BUNDLE", "model.pt2", "--to", "torch", "--opset", "18"), "an opset is ONNX's"),
+        (("BUNDLE", "model.pt2", "--to", "torch", "--opset", "18"), "--opset applies to ONNX only"),
         (("BUNDLE", "folder.pt2", "--to", "torch", "--overwrite"), "is a folder, and what would be written is a file"),
         (("BUNDLE", "file/model.pt2", "--to", "torch"), "could not be written: "),
     ],

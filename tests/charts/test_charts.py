@@ -1,4 +1,4 @@
-"""Charts: what they say is in them, they are valid XML whatever they are given, and text stays text."""
+"""Charts: they show their values, are valid XML for any input, and escape text."""
 
 import math
 import xml.etree.ElementTree as ET
@@ -32,21 +32,21 @@ def charts(name: str) -> list[str]:
     ]
 
 
-def test_text_stays_text() -> None:
+def test_text_is_escaped() -> None:
     for svg in charts(EVIL):
-        root = ET.fromstring(svg)  # valid XML in spite of signs that XML forbids
+        root = ET.fromstring(svg)  # valid XML despite forbidden characters
         assert not list(root.iter(f"{SVG}script"))
         assert any("<script>alert('1')</script>" in text for text in [*texts(svg), *texts(svg, "title")])
 
 
-def test_a_chart_by_itself_brings_its_style_and_one_in_a_page_does_not() -> None:
+def test_only_standalone_charts_include_their_style() -> None:
     series = [Series("a", [0, 1], [0, 1])]
     alone, inside = line_chart(series, title="t"), line_chart(series, title="t", standalone=False)
     assert "prefers-color-scheme:dark" in "".join(texts(alone, "style"))
     assert not texts(inside, "style")
 
 
-def test_every_chart_is_named_for_who_cannot_see_it() -> None:
+def test_charts_have_accessible_names() -> None:
     for svg in charts("name"):
         root = ET.fromstring(svg)
         assert root.get("role") == "img"
@@ -55,8 +55,8 @@ def test_every_chart_is_named_for_who_cannot_see_it() -> None:
         assert (root[1].text or "").strip()
 
 
-def test_points_lie_where_their_numbers_are() -> None:
-    """Marks of a line from (0, 0) to (4, 1) lie on a straight line, the middle one in the middle."""
+def test_points_are_at_their_values() -> None:
+    """The marks of a line from (0, 0) to (4, 1) are on a straight line, the middle one in the middle."""
     svg = line_chart([Series("a", [0, 2, 4], [0, 0.5, 1], marks=True)], title="t", y_low=0, y_high=1)
     marks = [(float(c.get("cx", "")), float(c.get("cy", ""))) for c in ET.fromstring(svg).iter(f"{SVG}circle")]
     (x0, y0), (x1, y1), (x2, y2) = marks
@@ -66,7 +66,7 @@ def test_points_lie_where_their_numbers_are() -> None:
     assert 2 * y1 == pytest.approx(y0 + y2, abs=0.2)
 
 
-def test_what_is_not_a_number_is_left_out() -> None:
+def test_values_that_are_not_finite_are_skipped() -> None:
     svg = line_chart([Series("a", [0, 1, 2], [1, math.nan, math.inf], marks=True)], title="t")
     assert "nan" not in svg
     assert "inf" not in svg
@@ -84,58 +84,58 @@ def test_what_is_not_a_number_is_left_out() -> None:
         lambda: heat_map([], rows=[], columns=[], title="t"),
     ],
 )
-def test_without_numbers_a_chart_says_so(empty: Callable[[], str]) -> None:
+def test_empty_charts(empty: Callable[[], str]) -> None:
     assert any(text.startswith(("there is nothing", "there are no")) for text in texts(empty()))
 
 
-def test_a_logarithmic_axis_gives_each_power_of_ten_the_same_room() -> None:
+def test_log_axes_space_powers_of_ten_evenly() -> None:
     axis = Axis(0.01, 1, log=True)
-    assert [axis.place(value) for value in (0.01, 0.1, 1)] == pytest.approx([0, 0.5, 1])
+    assert [axis.position(value) for value in (0.01, 0.1, 1)] == pytest.approx([0, 0.5, 1])
     assert axis.ticks() == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
     assert around([1e-8, 1], log=True).ticks() == pytest.approx([1e-8, 1e-6, 1e-4, 1e-2, 1])
-    assert not around([0, 1], log=True).log, "0 has no logarithm"
+    assert not around([0, 1], log=True).log, "log(0) is undefined"
     short_stretch = around([2.39, 2.43], log=True).ticks()
     assert len(short_stretch) > 2, "an axis without numbers says nothing"
     assert all(2.15 <= tick <= 2.68 for tick in short_stretch)
 
 
 @pytest.mark.parametrize(
-    ("axis", "said"),
+    ("axis", "labels"),
     [
         (Axis(0, 1, unit="percent"), ["0%", "20%", "40%", "60%", "80%", "100%"]),
-        (Axis(0, 4000, unit="whole"), ["0", "1,000", "2,000", "3,000", "4,000"]),
-        (Axis(0, 2, unit="whole"), ["0", "1", "2"]),
+        (Axis(0, 4000, unit="integer"), ["0", "1,000", "2,000", "3,000", "4,000"]),
+        (Axis(0, 2, unit="integer"), ["0", "1", "2"]),
         (Axis(0, 4e-4), ["0", "1e-4", "2e-4", "3e-4", "4e-4"]),
     ],
 )
-def test_ticks_are_round(axis: Axis, said: list[str]) -> None:
-    assert [axis.said(tick) for tick in axis.ticks()] == said
+def test_ticks_are_round(axis: Axis, labels: list[str]) -> None:
+    assert [axis.format(tick) for tick in axis.ticks()] == labels
 
 
-def test_numbers_are_written_as_people_do() -> None:
+def test_short_numbers() -> None:
     assert [short(value) for value in (0, 0.5, 12000, 5e-4, 1 / 3, 2.5e7)] == [
         "0", "0.5", "12,000", "5e-4", "0.3333", "2.5e7",
     ]  # fmt: skip
 
 
-def test_a_small_matrix_has_its_counts_and_a_large_one_stays_small() -> None:
+def test_small_matrices_show_counts_and_large_ones_stay_small() -> None:
     svg = heat_map(
         [[0.9, 0.1], [0, 1]], counts=[[9, 1], [0, 10]], rows=["cat", "dog"], columns=["cat", "dog"], title="t"
     )
     assert {"9", "1", "10", "cat", "dog"} <= set(texts(svg))
     assert "cat → dog: 1, 10.0%" in texts(svg, "title")
     generator = np.random.default_rng(0)
-    shares = generator.dirichlet(np.full(200, 0.05), 200)
+    fractions = generator.dirichlet(np.full(200, 0.05), 200)
     names = [f"a rather long name of class {i}" for i in range(200)]
-    large = heat_map(shares.tolist(), rows=names, columns=names, title="t")
+    large = heat_map(fractions.tolist(), rows=names, columns=names, title="t")
     assert len(large) < 700_000
     assert len(texts(large)) < 60, "200 names would lie over one another"
 
 
-def test_a_row_of_a_matrix_is_a_row() -> None:
-    shares = np.eye(3)
-    shares[0] = (0.6, 0, 0.4)
-    small = ET.fromstring(heat_map(shares.tolist(), rows=["a", "b", "c"], columns=["a", "b", "c"], title="t"))
+def test_matrix_rows_are_rows() -> None:
+    fractions = np.eye(3)
+    fractions[0] = (0.6, 0, 0.4)
+    small = ET.fromstring(heat_map(fractions.tolist(), rows=["a", "b", "c"], columns=["a", "b", "c"], title="t"))
     cells = {
         kind: [r for r in small.iterfind(f"{SVG}g/{SVG}rect") if (r.get("class") or "").startswith(kind)]
         for kind in ("hit", "miss")
@@ -150,7 +150,7 @@ def test_a_row_of_a_matrix_is_a_row() -> None:
     assert path.get("d") == "M50 3h1v1h-1z"
 
 
-def test_bars_of_reliability_are_as_high_as_the_share_that_is_right() -> None:
+def test_reliability_bars_show_the_accuracy() -> None:
     root = ET.fromstring(reliability_diagram([Bin(0.8, 0.9, 10, 0.85, 0.5), Bin(0.9, 1.0, 20, 0.95, 1.0)]))
     high = {
         kind: [float(r.get("height", "")) for r in root.iter(f"{SVG}rect") if r.get("class") == kind]
@@ -158,7 +158,7 @@ def test_bars_of_reliability_are_as_high_as_the_share_that_is_right() -> None:
     }
     assert high["fill1"][0] / high["fill1"][1] == pytest.approx(0.5, abs=0.01)
     assert high["fill2 pale"][0] / high["fill1"][1] == pytest.approx(0.35, abs=0.01)
-    assert high["fill1 pale"][0] / high["fill1 pale"][1] == pytest.approx(0.5, abs=0.05), "half as many answers"
+    assert high["fill1 pale"][0] / high["fill1 pale"][1] == pytest.approx(0.5, abs=0.05), "half as many predictions"
 
 
 def test_the_gap_of_an_overconfident_bin_is_drawn() -> None:

@@ -1,4 +1,4 @@
-"""The colours of a heat map: readable over every cell, and as strong as the share, whichever hue."""
+"""The colours of a heat map: readable in every cell, and as strong as the fraction in both hues."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -23,7 +23,7 @@ def as_rgb(code: str) -> Colour:
 
 
 def fills(scheme: str) -> dict[str, Colour]:
-    """Read from the stylesheet how each class is filled; what stands for dark comes last and wins."""
+    """Parse the fill colour of each class from the stylesheet; the dark scheme comes last and wins."""
     plain, _, dark = STYLE.partition("@media screen and (prefers-color-scheme:dark)")
     found: dict[str, Colour] = {}
     for part in (plain, dark) if scheme == "dark" else (plain,):
@@ -32,7 +32,7 @@ def fills(scheme: str) -> dict[str, Colour]:
 
 
 def strength(rgb: Colour, scheme: str) -> float:
-    """Return how far the lightness of a colour (CIE L*) is from that of the page."""
+    """Return the difference in lightness (CIE L*) between a colour and the page."""
 
     def lightness(one: Colour) -> float:
         y = (contrast(one, (0, 0, 0)) * 0.05) - 0.05
@@ -42,12 +42,17 @@ def strength(rgb: Colour, scheme: str) -> float:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_number_in_every_cell_can_be_read(scheme: str) -> None:
-    """A matrix with every share, hits and errors: what is written in a cell has a contrast of 4.5 and more."""
-    shares = np.arange(1, 21).reshape(20, 1) / 20 * np.ones((1, 20))
+def test_every_cell_is_readable(scheme: str) -> None:
+    """A matrix with every fraction, hits and errors: the text of every cell has a contrast of at least 4.5."""
+    fractions = np.arange(1, 21).reshape(20, 1) / 20 * np.ones((1, 20))
     names = [f"c{i}" for i in range(20)]
     svg = heat_map(
-        shares.tolist(), counts=(100 * shares).astype(int).tolist(), rows=names, columns=names, title="t", width=900
+        fractions.tolist(),
+        counts=(100 * fractions).astype(int).tolist(),
+        rows=names,
+        columns=names,
+        title="t",
+        width=900,
     )
     colours, seen = fills(scheme), set()
     for cell in ET.fromstring(svg).iterfind(f"{SVG}g"):
@@ -59,12 +64,12 @@ def test_every_number_in_every_cell_can_be_read(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_colour_is_as_strong_as_its_share_right_or_wrong(scheme: str) -> None:
+def test_colour_strength_matches_the_fraction(scheme: str) -> None:
     colours = fills(scheme)
     hits, misses = ([strength(colours[f"{kind}{step}"], scheme) for step in range(LEVELS)] for kind in HUES)
     for each in (hits, misses):
         assert min(np.diff(each)) > 3, "every step is stronger than the one before"
-    assert max(abs(np.subtract(hits, misses))) < 3, "hits and errors of one share are equally strong"
+    assert max(abs(np.subtract(hits, misses))) < 3, "hits and errors of one fraction are equally strong"
     assert misses[2] < hits[8] / 2, "an error of 20% is far from a hit of 80%"
 
 
@@ -73,7 +78,7 @@ def test_the_stylesheet_has_the_colours_of_the_scale() -> None:
         assert fills(scheme)["miss3"] == colour(scheme, "miss", 3)
 
 
-def test_the_words_of_the_legend_are_inside_the_drawing() -> None:
+def test_the_legend_is_inside_the_drawing() -> None:
     drawn = heat_map([[1.0, 0.0], [0.5, 0.5]], title="t", rows=["0", "1"], columns=["0", "1"])
     (right,) = re.findall(r'<text[^>]* x="([\d.]+)"[^>]*>wrong<', drawn)
     assert float(right) > 5 * 6.6  # five letters end there

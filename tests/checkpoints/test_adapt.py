@@ -1,4 +1,4 @@
-"""A checkpoint fitted to another job, and the record of it."""
+"""Adapting a checkpoint, and the record of it."""
 
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,8 @@ def test_nothing_to_do_changes_nothing() -> None:
 
 @pytest.mark.parametrize("method", ["repeat", "mean"])
 @pytest.mark.parametrize("channels", [1, 2, 4, 13])
-def test_a_grey_image_looks_the_same(method: Any, channels: int) -> None:
-    """An image whose channels are all alike gets the embedding it had in colour, where the rule promises it."""
+def test_grey_images_give_the_same_embedding(method: Any, channels: int) -> None:
+    """An image with identical channels keeps its embedding, where the method guarantees it."""
     kernel = torch.randn(5, 3, 4, 4)
     grey = torch.randn(1, 1, 4, 4)
     before = (grey.expand(-1, 3, -1, -1) * kernel).sum(dim=(1, 2, 3))
@@ -88,7 +88,7 @@ def test_hybrids_change_their_root() -> None:
     assert bundle.preprocess.channels == 4
 
 
-def test_what_cannot_be_done() -> None:
+def test_impossible_adaptations() -> None:
     with pytest.raises(CheckpointError, match="normalises whole patches"):
         adapt(tiny(stem="linear_norm"), channels=1)
     with pytest.raises(CheckpointError, match="choose repeat or mean"):

@@ -1,4 +1,4 @@
-"""What a file does not say: opened right, said, or refused; never guessed in silence."""
+"""Fields that a file does not record: inferred, logged as assumptions, or an error; never guessed silently."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def saved(peer: nn.Module, folder: Path) -> Path:
 
 
 class MeanOfAll(nn.Module):
-    """What vit-pytorch computed with pool='mean' while it still kept the class token there."""
+    """vit-pytorch's pool='mean' from when it still had a class token."""
 
     def __init__(self, peer: Any) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_mean_pooling_of_vit_pytorch_takes_all_tokens(tmp_path: Path) -> None:
     assert assumed(plain)["pool"] == "cls"
     assert_same_logits(plain, peer)
     patches = load(file, overrides={"heads": 3, "pool": "mean", "pool_over": "patches"})
-    with pytest.raises(CheckpointError, match="pool_over='patches' beside a class token"):
+    with pytest.raises(CheckpointError, match="pool_over='patches' with a class token"):
         convert(patches, tmp_path / "x.pt", to="lucidrains")
 
 
@@ -70,7 +70,7 @@ def test_mean_pooling_of_vit_pytorch_takes_all_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["timm", "torchvision", "transformers", "lucidrains"])
-def test_heads_of_a_size_that_nobody_published_are_refused(family: str, tmp_path: Path) -> None:
+def test_heads_of_an_unpublished_size_must_be_set(family: str, tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False} if family == "lucidrains" else {}
     bundle = tiny(width=96, heads=3, norm_eps=1e-5 if family == "lucidrains" else 1e-6, **fields)
     if family == "transformers":
@@ -78,20 +78,20 @@ def test_heads_of_a_size_that_nobody_published_are_refused(family: str, tmp_path
         file = (tmp_path / "hf" / "model.safetensors").rename(tmp_path / "vit.safetensors")
     else:
         file = convert(bundle, tmp_path / "vit.pth", to=family).target
-    with pytest.raises(CheckpointError, match=r"width 96, 2 blocks.*; say it with --override heads=N .* divides 96"):
+    with pytest.raises(CheckpointError, match=r"width 96, 2 blocks.*; set it with --override heads=N .* divides 96"):
         load(file)
-    told = load(file, overrides={"heads": 3, "norm_eps": bundle.model.config.norm_eps})
-    assert "heads" not in assumed(told)
-    assert_same_logits(told, bundle.model)
+    opened = load(file, overrides={"heads": 3, "norm_eps": bundle.model.config.norm_eps})
+    assert "heads" not in assumed(opened)
+    assert_same_logits(opened, bundle.model)
 
 
-def test_heads_of_a_published_size_are_assumed_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_of_a_published_size_are_assumed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = ViT(ViTConfig(image_size=32, patch_size=16, width=192, depth=12, heads=3, classes=3))
     bundle = load(saved(model, tmp_path))
     assert (bundle.model.config.heads, assumed(bundle)["heads"]) == (3, 3)
     lines = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert lines[0] == (
-        "assumed: heads=3 (64 wide, as in the published models of this size); --override heads=N changes it"
+        "assumed: heads=3 (64 wide, as in the published models of this size); change it with --override heads=N"
     )
     assert bundle.provenance["assumed"] == [line.removeprefix("assumed: ") for line in lines]
 
@@ -106,13 +106,13 @@ def test_a_bundle_assumes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("position", ["none", "sincos_2d", "rope_2d"])
-def test_positions_without_a_table_are_refused_until_they_are_said(position: str, tmp_path: Path) -> None:
+def test_positions_without_a_table_must_be_set(position: str, tmp_path: Path) -> None:
     model = scramble(tiny(position=position).model)
     file = saved(model, tmp_path)
-    with pytest.raises(CheckpointError, match=r"no table of positions.*say it with --override position=sincos_2d"):
+    with pytest.raises(CheckpointError, match=r"no position table.*set it with --override position=sincos_2d"):
         load(file, heads=2)
-    told = load(file, heads=2, overrides={"position": position, "image_size": 32})
-    assert_same_logits(told, model)
+    opened = load(file, heads=2, overrides={"position": position, "image_size": 32})
+    assert_same_logits(opened, model)
 
 
 def test_a_file_without_a_table_of_positions_is_noted_by_convert(tmp_path: Path) -> None:
@@ -139,18 +139,18 @@ def test_a_file_without_a_table_of_positions_is_noted_by_convert(tmp_path: Path)
     ],
     ids=str,
 )
-def test_what_timms_bare_files_leave_open(
+def test_assumptions_about_bare_timm_files(
     options: dict[str, Any], field: str, right: str | None, tmp_path: Path
 ) -> None:
-    """Each is said where it is assumed; where we have it, saying it gives timm's own numbers."""
+    """Each assumption is logged; overriding it, where supported, gives timm's outputs."""
     peer = scramble(import_peer("timm").create_model("vit_base_patch16_224", **SMALL, **options)).eval()
     file = saved(peer, tmp_path)
     bundle = load(file, heads=2)
     assert {field, "norm_eps", "preprocess.mean"} <= set(assumed(bundle))
     if right is not None:
-        told = load(file, heads=2, overrides={field: right})
-        assert field not in assumed(told)
-        assert_same_logits(told, peer)
+        opened = load(file, heads=2, overrides={field: right})
+        assert field not in assumed(opened)
+        assert_same_logits(opened, peer)
 
 
 @pytest.mark.parametrize(
@@ -162,30 +162,30 @@ def test_what_timms_bare_files_leave_open(
         ("vit_base_patch16_rpn_224", "--override norm_order=pre"),
     ],
 )
-def test_bare_files_that_no_guess_can_open(name: str, words: str, tmp_path: Path) -> None:
+def test_ambiguous_bare_files(name: str, words: str, tmp_path: Path) -> None:
     peer = scramble(import_peer("timm").create_model(name, depth=1, num_classes=3))
     heads = peer.blocks[0].attn.num_heads
     with pytest.raises(CheckpointError, match=words):
         load(saved(peer, tmp_path), heads=heads)
-    if "pe_" in name:  # also where somebody has said which GELU
+    if "pe_" in name:  # also with the GELU set
         with pytest.raises(CheckpointError, match=words):
             load(tmp_path / "vit.pth", heads=heads, overrides={"activation": "gelu"})
 
 
-def test_preprocessing_is_assumed_aloud_and_can_be_said(tmp_path: Path) -> None:
+def test_preprocessing_assumptions_are_logged_and_can_be_overridden(tmp_path: Path) -> None:
     file = saved(tiny().model, tmp_path)
     bundle = load(file, heads=2)
     assert assumed(bundle)["preprocess.mean"] == (0.5, 0.5, 0.5)
     assert any("DeiT's have mean 0.485" in line for line in bundle.provenance["assumed"])
-    said = {"preprocess.mean": [0.485, 0.456, 0.406], "preprocess.std": 0.25, "preprocess.resize": "squash"}
-    told = load(file, heads=2, overrides=said)
-    assert (told.preprocess.mean, told.preprocess.std) == ((0.485, 0.456, 0.406), (0.25, 0.25, 0.25))
-    assert not [field for field in assumed(told) if field.startswith("preprocess.")]
+    overrides = {"preprocess.mean": [0.485, 0.456, 0.406], "preprocess.std": 0.25, "preprocess.resize": "squash"}
+    opened = load(file, heads=2, overrides=overrides)
+    assert (opened.preprocess.mean, opened.preprocess.std) == ((0.485, 0.456, 0.406), (0.25, 0.25, 0.25))
+    assert not [field for field in assumed(opened) if field.startswith("preprocess.")]
     with pytest.raises(ConfigError, match=r"no option 'maen'.*did you mean 'preprocess\.mean'"):
         load(file, heads=2, overrides={"preprocess.maen": 0.5})
 
 
-# ── what a timm config says ──
+# ── timm configs ──
 
 
 @pytest.mark.parametrize(
@@ -202,17 +202,17 @@ def test_preprocessing_is_assumed_aloud_and_can_be_said(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_every_argument_of_a_timm_config_is_followed_or_refused(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_every_argument_of_a_timm_config_is_used_or_an_error(arguments: dict[str, Any], tmp_path: Path) -> None:
     timm = import_peer("timm")
     peer = timm.create_model("vit_base_patch16_224", **SMALL)
     timm.models.save_for_hf(peer, tmp_path, model_args={**SMALL, **arguments})
     (name, _) = arguments.popitem()
-    with pytest.raises(CheckpointError, match=f"its config says {name}"):
+    with pytest.raises(CheckpointError, match=f"its config has {name}"):
         load(tmp_path)
 
 
-def test_every_argument_that_timm_has_is_known() -> None:
-    """A version of timm with another argument fails here, and somebody decides what it means."""
+def test_every_argument_of_timm_is_handled() -> None:
+    """A new argument in timm fails here, so that someone decides how to handle it."""
     import inspect
 
     from vitrail.checkpoints.timm_folder import _FOLLOWED, _IN_SHAPES, _IN_TRAINING, _ONLY
@@ -223,15 +223,15 @@ def test_every_argument_that_timm_has_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit_pe_core_tiny_patch16_384", "vit_pe_spatial_tiny_patch16_512", "vit_of_tomorrow"])
-def test_names_of_timm_that_may_hide_something_are_refused(name: str, tmp_path: Path) -> None:
+def test_unsupported_timm_names(name: str, tmp_path: Path) -> None:
     timm = import_peer("timm")
-    known = name != "vit_of_tomorrow"
-    peer = timm.create_model(name if known else "vit_tiny_patch16_224", depth=1)
+    exists = name != "vit_of_tomorrow"
+    peer = timm.create_model(name if exists else "vit_tiny_patch16_224", depth=1)
     timm.models.save_for_hf(peer, tmp_path)
-    if not known:
+    if not exists:
         config = tmp_path / "config.json"
         config.write_text(config.read_text().replace("vit_tiny_patch16_224", name))
-    with pytest.raises(CheckpointError, match=f"timm's {name} is another architecture"):
+    with pytest.raises(CheckpointError, match=f"timm's {name} is not a plain ViT"):
         load(tmp_path)
 
 
@@ -243,11 +243,11 @@ def early(module: Any, strides: tuple[int, ...], channels: tuple[int, ...], size
     return scramble(module.VisionTransformer(size, 8, 2, 2, 128, 96, num_classes=7, conv_stem_configs=layers))
 
 
-def test_strides_of_early_convolutions_are_asked_for(tmp_path: Path) -> None:
+def test_strides_of_a_conv_stem_must_be_set(tmp_path: Path) -> None:
     module = import_peer("torchvision.models.vision_transformer")
     peer = early(module, (2, 2, 1, 2), (8, 16, 16, 32))
     file = saved(peer, tmp_path)
-    with pytest.raises(CheckpointError, match="say the size of its images with --override image_size=224"):
+    with pytest.raises(CheckpointError, match="set the image size with --override image_size=224"):
         load(file, heads=2)
     bundle = load(file, heads=2, overrides={"image_size": 32})
     assert assumed(bundle)["conv_stem"] == (2, 2, 1, 2)
@@ -256,29 +256,31 @@ def test_strides_of_early_convolutions_are_asked_for(tmp_path: Path) -> None:
     other = saved(early(module, (4, 1, 2), (8, 16, 32)), tmp_path)
     assert load(other, heads=2, overrides={"image_size": 32}).model.config.patch_size == (8, 8)
     odd = saved(early(module, (2, 2, 2, 1), (8, 16, 32, 64)), tmp_path)
-    with pytest.raises(CheckpointError, match=r"4 convolutions have to shrink the image 8 times.* conv_stem = "):
+    with pytest.raises(CheckpointError, match=r"4 convolutions have a total stride of 8.* conv_stem = "):
         load(odd, heads=2, overrides={"image_size": 32})
     stem = [{"channels": c, "kernel": 3, "stride": s} for c, s in ((8, 2), (16, 2), (32, 2), (64, 1))]
-    told = load(odd, heads=2, overrides={"image_size": 32, "conv_stem": stem})
-    assert "conv_stem" not in assumed(told)
+    opened = load(odd, heads=2, overrides={"image_size": 32, "conv_stem": stem})
+    assert "conv_stem" not in assumed(opened)
 
 
 # ── transformers' bare files ──
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "overrides"),
     [({"hidden_act": "quick_gelu"}, {"activation": "quick_gelu"}), ({"layer_norm_eps": 1e-3}, {"norm_eps": 1e-3})],
     ids=str,
 )
-def test_what_transformers_bare_files_leave_open(options: dict[str, Any], said: dict[str, Any], tmp_path: Path) -> None:
+def test_assumptions_about_bare_transformers_files(
+    options: dict[str, Any], overrides: dict[str, Any], tmp_path: Path
+) -> None:
     module = import_peer("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     config = module.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3, **options)
     peer = scramble(module.ViTForImageClassification(config)).eval()
     file = saved(peer, tmp_path)
     assert {"activation", "norm_eps", "pool", "preprocess.mean"} <= set(assumed(load(file, heads=4)))
-    assert_same_logits(load(file, heads=4, overrides=said), peer)
+    assert_same_logits(load(file, heads=4, overrides=overrides), peer)
     bare = saved(scramble(module.ViTModel(config)), tmp_path)
     assert assumed(load(bare, heads=4))["pre_logits"] == "tanh"
 
@@ -289,7 +291,7 @@ def test_a_transformers_folder_assumes_only_what_it_leaves_out(tmp_path: Path) -
     peer = module.ViTForImageClassification(module.ViTConfig(**sizes, image_size=32, patch_size=8))
     peer.save_pretrained(tmp_path)
     assert {field.partition(".")[0] for field in assumed(load(tmp_path))} == {"preprocess"}
-    module.ViTModel(peer.config).save_pretrained(tmp_path)  # its config tells which activation the pooler has
+    module.ViTModel(peer.config).save_pretrained(tmp_path)  # its config records the pooler's activation
     assert {field.partition(".")[0] for field in assumed(load(tmp_path))} == {"preprocess"}
 
 
@@ -304,54 +306,54 @@ def test_a_timm_folder_assumes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("overrides", "words"),
     [
         ({"heads": "abc"}, "heads is 'abc': input should be a valid integer"),
         ({"heads": 0}, "heads is 0: input should be greater than 0"),
         ({"heads": 2.5}, "heads is 2.5: "),
-        ({"patch_size": "big"}, "patch_size is 'big': it should be one whole number, or two"),
+        ({"patch_size": "big"}, "patch_size is 'big': expected one integer, or two"),
         ({"pool": "max"}, "pool is 'max': input should be 'cls', 'mean', 'map' or 'none'"),
         ({"norm_eps": "small"}, "norm_eps is 'small': "),
     ],
     ids=str,
 )
-def test_overrides_that_cannot_be(said: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_invalid_overrides(overrides: dict[str, Any], words: str, tmp_path: Path) -> None:
     file = saved(tiny().model, tmp_path)
     with pytest.raises(ConfigError, match=re.escape(words)):
-        load(file, overrides={"heads": 2, **said})
+        load(file, overrides={"heads": 2, **overrides})
 
 
-def test_overrides_that_a_bundle_says_too(tmp_path: Path) -> None:
+def test_overrides_of_a_bundle(tmp_path: Path) -> None:
     grey = tiny(channels=1)
     with pytest.raises(CheckpointError, match=r"prepares images of 32×32 pixels in 3 channels .* before you save it"):
-        grey.save(tmp_path / "b")  # it could not be opened again
+        grey.save(tmp_path / "b")  # it could not be loaded again
     grey.preprocess = grey.preprocess.with_channels(1)
     grey.save(tmp_path / "b")
     (mean,) = grey.preprocess.mean
     same = {"heads": 2, "pool": "cls", "preprocess.mean": mean}
     assert load(tmp_path / "b", overrides=same).preprocess.mean == (mean,)
-    with pytest.raises(CheckpointError, match=rf"a bundle, which says preprocess\.mean=\({mean},\) itself"):
+    with pytest.raises(CheckpointError, match=rf"a bundle, which records preprocess\.mean=\({mean},\)"):
         load(tmp_path / "b", overrides={"preprocess.mean": 0.4})
 
 
-def test_one_number_is_a_square_patch(tmp_path: Path) -> None:
+def test_one_integer_is_a_square_patch(tmp_path: Path) -> None:
     peer = scramble(
         import_peer("vit_pytorch").ViT(
             image_size=32, patch_size=8, num_classes=7, dim=48, depth=2, heads=3, dim_head=16, mlp_dim=96, channels=1
         )
     )
     file = saved(peer, tmp_path)
-    with pytest.raises(CheckpointError, match="say them with --override patch_size=8 --override channels=1"):
+    with pytest.raises(CheckpointError, match="set them with --override patch_size=8 --override channels=1"):
         load(file, heads=3)
     assert_same_logits(load(file, heads=3, overrides={"patch_size": 8, "channels": 1}), peer)
     timm = saved(tiny().model, tmp_path)
     assert load(timm, heads=2, overrides={"patch_size": 8}).model.config.patch_size == (8, 8)
 
 
-# ── numbers ──
+# ── dtypes ──
 
 
-def test_a_float8_bundle_is_one_sentence(tmp_path: Path) -> None:
+def test_a_float8_bundle_is_an_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tiny().save(tmp_path / "b")
@@ -359,16 +361,14 @@ def test_a_float8_bundle_is_one_sentence(tmp_path: Path) -> None:
     state["norm.weight"] = state["norm.weight"].to(torch.float8_e4m3fn)
     save_file(state, tmp_path / "b" / "model.safetensors")
     config = json.loads((tmp_path / "b" / "config.json").read_text())
-    config["vitrail"].pop("weights_sha256", None)  # of a bundle that somebody has changed on purpose
+    config["vitrail"].pop("weights_sha256", None)  # as in a bundle that was edited on purpose
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CheckpointError, match=r"holds float8_e4m3fn numbers in norm\.weight; save the model in float32"
-    ):
+    with pytest.raises(CheckpointError, match=r"has float8_e4m3fn values in norm\.weight; save the model in float32"):
         load(tmp_path / "b")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float64"])
-def test_convert_writes_the_numbers_that_are_asked_for(dtype: Any, tmp_path: Path) -> None:
+def test_convert_writes_the_requested_dtype(dtype: Any, tmp_path: Path) -> None:
     bundle = tiny()
     convert(bundle, tmp_path / "other", dtype=dtype)
     assert bundle.model.head.weight.dtype == torch.float32
@@ -382,7 +382,7 @@ def test_convert_writes_the_numbers_that_are_asked_for(dtype: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "float64"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_a_bundle_in_other_numbers_computes(dtype: Any, precision: Any, tmp_path: Path) -> None:
+def test_bundles_of_any_dtype_compute(dtype: Any, precision: Any, tmp_path: Path) -> None:
     tiny().save(tmp_path / "b")
     bundle = load(tmp_path / "b", dtype=dtype)
     image = np.zeros((32, 32, 3), np.uint8)
@@ -392,10 +392,10 @@ def test_a_bundle_in_other_numbers_computes(dtype: Any, precision: Any, tmp_path
     assert bundle.model.head.weight.dtype != torch.float32
 
 
-# ── norms that mean the same ──
+# ── equivalent norms ──
 
 
-def test_a_norm_after_the_class_token_was_read_is_one_before(tmp_path: Path) -> None:
+def test_a_norm_after_class_token_pooling_moves_before_it(tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False, "norm_eps": 1e-5}
     bundle = tiny(final_norm="after_pool", **fields)
     done = convert(bundle, tmp_path / "vit.pt", to="lucidrains")

@@ -1,4 +1,4 @@
-"""Full-size models of every peer, saved in their own way, opened here with the same logits, and written back."""
+"""Full-size models of every peer, saved by the peer, opened with the same logits, and written back."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Any format to any other: written by us, opened by the real peer, with the same answers."""
+"""Conversion between all formats: written by us, opened by the real peer, with the same outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def test_to_transformers_distilled(tmp_path: Path) -> None:
 def test_oblong_images_that_transformers_cannot_cover(tmp_path: Path) -> None:
     bundle = tiny(image_size=(32, 48))
     bundle.preprocess = bundle.preprocess.replace(size=(32, 48), resize="cover", resize_to=(36, 54))
-    words = r"preprocess\.resize='cover' to 36×54, cut to 32×48 \(no image processor of transformers does that"
+    words = r"preprocess\.resize='cover' to 36×54, crop to 32×48 \(no image processor of transformers supports it"
     with pytest.raises(CheckpointError, match=words):
         convert(bundle, tmp_path / "hf", to="transformers")
     done = convert(bundle, tmp_path / "hf", to="transformers", approximate=True)
@@ -98,8 +98,8 @@ def test_to_dinov2_in_transformers(activation: Any, registers: int, hidden: int,
     model = scramble(ViT(ViTConfig(**{**TINY, **fields}, position_covers="class" if registers else None)))
     bundle = Bundle(model.eval(), Preprocess(size=(32, 32)))
     convert(bundle, tmp_path / "dino", to="dinov2-transformers")
-    peer, said = import_peer("transformers").AutoModel.from_pretrained(tmp_path / "dino", output_loading_info=True)
-    assert not any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    peer, info = import_peer("transformers").AutoModel.from_pretrained(tmp_path / "dino", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     x = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert relative_error(bundle.model(x), peer.eval()(x).pooler_output) <= 1e-5
@@ -109,7 +109,7 @@ def test_to_dinov2_in_transformers(activation: Any, registers: int, hidden: int,
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_an_mlp_that_no_dinov2_has(activation: Any, tmp_path: Path) -> None:
+def test_mlp_widths_that_dinov2_cannot_express(activation: Any, tmp_path: Path) -> None:
     bundle = tiny(classes=0, layer_scale=1e-5, activation=activation, mlp_width=100)
     with pytest.raises(CheckpointError, match="cannot express mlp_width=100 with width=128"):
         convert(bundle, tmp_path / "dino", to="dinov2-transformers")
@@ -125,13 +125,13 @@ def test_to_lucidrains(tmp_path: Path) -> None:
     same(bundle, peer)
 
 
-def test_to_google_needs_its_gelu_or_leave_to_approximate(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"activation='gelu' \(it computes with 'gelu_tanh'\); allow it with"):
+def test_to_google_needs_its_gelu_or_approximate(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"activation='gelu' \(the target has 'gelu_tanh'\); allow it with"):
         convert(tiny(), tmp_path / "vit.npz", to="google")
     assert not (tmp_path / "vit.npz").exists()
     done = convert(tiny(), tmp_path / "vit.npz", to="google", approximate=True)
     assert 1e-6 < done.change < 1e-2
-    assert done.differences == ["activation='gelu' (it computes with 'gelu_tanh')"]
+    assert done.differences == ["activation='gelu' (the target has 'gelu_tanh')"]
     exact = convert(tiny(activation="gelu_tanh"), tmp_path / "exact.npz", to="google")
     assert exact.change <= 1e-6
 
@@ -139,7 +139,7 @@ def test_to_google_needs_its_gelu_or_leave_to_approximate(tmp_path: Path) -> Non
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("registers", [0, 4])
 def test_dinov2_backbones(activation: Any, registers: int, tmp_path: Path) -> None:
-    """facebook's own code is not on PyPI; its names are checked, and that the file is read as it was written."""
+    """Meta's code is not on PyPI; the names and a round trip are checked."""
     covers = "class" if registers else None
     fields = {"classes": 0, "registers": registers, "position_covers": covers, "layer_scale": 1e-5, "mlp_width": 96}
     config = ViTConfig(**{**TINY, **fields, "activation": activation})
@@ -157,8 +157,8 @@ def test_dinov2_backbones(activation: Any, registers: int, tmp_path: Path) -> No
     assert torch.equal(again.model(x), model(x))
 
 
-def test_there_and_back_again(tmp_path: Path) -> None:
-    """bundle -> timm -> transformers -> torchvision -> bundle: the weights are the same to the bit."""
+def test_round_trip_through_all_formats(tmp_path: Path) -> None:
+    """bundle -> timm -> transformers -> torchvision -> bundle: the weights are bit-identical."""
     bundle = tiny()
     first = {name: tensor.clone() for name, tensor in bundle.model.state_dict().items()}
     convert(bundle, tmp_path / "a", to="bundle")
@@ -173,11 +173,11 @@ def test_there_and_back_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "to", "words"),
     [
-        ({"norm_order": "post"}, "timm", r"timm cannot express norm_order='post' \(it has only 'pre'\)"),
+        ({"norm_order": "post"}, "timm", r"timm cannot express norm_order='post' \(supported: 'pre'\)"),
         ({"registers": 2}, "torchvision", "registers=2"),
         ({"position": "rope_2d"}, "google", "position='rope_2d'"),
         ({}, "lucidrains", "stem='conv'.*qkv_bias=True"),
-        ({"norm_eps": 1e-3}, "timm", "timm has no plain ViT|slightly other numbers"),
+        ({"norm_eps": 1e-3}, "timm", "timm has no plain ViT|would differ slightly"),
         ({}, "onnx", "no format is called 'onnx'; choose one of bundle, google"),
     ],
 )

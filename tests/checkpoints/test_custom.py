@@ -1,4 +1,4 @@
-"""A ViT nobody knows, opened and written by a table its owner wrote."""
+"""A custom ViT, opened and written with a key table."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ for theirs, ours in {"norm_a": "norm1", "norm_b": "norm2", "up": "mlp.fc1", "dow
 
 
 def their_file(model: PostNormTransformer, path: Path) -> dict[str, torch.Tensor]:
-    """Save the model as its owner did: kernels transposed, keys and values in one tensor."""
+    """Save the model in a custom layout: transposed kernels, keys and values in one tensor."""
     state = dict(model.state_dict())
     state["patch.weight"] = state["patch.weight"].reshape(24, 3, 4, 4)
     state["token"], state["place"] = state["token"][None, None], state["place"][None]
@@ -74,7 +74,7 @@ def their_file(model: PostNormTransformer, path: Path) -> dict[str, torch.Tensor
     return state
 
 
-def test_a_home_made_vit_both_ways(tmp_path: Path) -> None:
+def test_a_custom_vit_both_ways(tmp_path: Path) -> None:
     peer = PostNormTransformer()
     scramble(peer)
     state = their_file(peer, tmp_path / "mine.pth")
@@ -98,7 +98,10 @@ def test_a_home_made_vit_both_ways(tmp_path: Path) -> None:
         (lambda t: t + "\n[[keys]]", "KeyTable needs keys"),
         (lambda t: t.replace('ours = "head.bias"', 'ours = "head.weight"'), r"names head\.weight twice among ours"),
         (lambda _: "keys = ", "is not TOML"),
-        (lambda t: t.replace('theirs = "out.bias"', 'theirs = "exit.bias"'), r"1 of its .* not known there: out\.bias"),
+        (
+            lambda t: t.replace('theirs = "out.bias"', 'theirs = "exit.bias"'),
+            r"1 of .* do not belong to it: out\.bias",
+        ),
     ],
 )
 def test_bad_tables(change: Any, words: str, tmp_path: Path) -> None:
@@ -116,17 +119,17 @@ def test_own_needs_a_table(tmp_path: Path) -> None:
     their_file(peer, tmp_path / "mine.pth")
     (tmp_path / "map.toml").write_text(TABLE)
     bundle = load(tmp_path / "mine.pth", keys=tmp_path / "map.toml")
-    with pytest.raises(CheckpointError, match="'own' needs one"):
+    with pytest.raises(CheckpointError, match="'own' needs a key table"):
         convert(bundle, tmp_path / "x.pth", to="own")
     with pytest.raises(CheckpointError, match=r"nowhere\.toml cannot be read"):
         load(tmp_path / "mine.pth", keys=tmp_path / "nowhere.toml")
 
 
-# ── a ViT as people write it for MNIST: a table without a batch axis, flattened kernels, queries scaled elsewhere ──
+# ── a typical MNIST ViT: a position table without a batch axis, flattened kernels, queries scaled elsewhere ──
 
 
-class HomeMade(torch.nn.Module):
-    """Class token, learned positions, pre-norm; attention multiplies queries by 2, and positions count half."""
+class CustomViT(torch.nn.Module):
+    """Class token, learned positions, pre-norm; queries are multiplied by 2, positions by 0.5."""
 
     def __init__(self, hidden: bool = False) -> None:
         super().__init__()
@@ -152,7 +155,7 @@ class HomeMade(torch.nn.Module):
         return self.out(x if self.hidden is None else torch.nn.functional.gelu(self.hidden(x)))  # type: ignore[no-any-return]
 
 
-def home_made_table(*, hidden: bool = False, shapes: bool = True) -> str:
+def custom_table(*, hidden: bool = False, shapes: bool = True) -> str:
     text = """
 [config]
 heads = 4
@@ -194,11 +197,11 @@ scale = [2, 1, 1]
     return text
 
 
-def test_a_table_reshapes_scales_and_says_the_preprocessing(tmp_path: Path) -> None:
-    peer = HomeMade()
+def test_a_key_table_with_reshape_scale_and_preprocess(tmp_path: Path) -> None:
+    peer = CustomViT()
     scramble(peer)
     torch.save(peer.state_dict(), tmp_path / "mnist.pth")
-    (tmp_path / "map.toml").write_text(home_made_table())
+    (tmp_path / "map.toml").write_text(custom_table())
     bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
     x = torch.randn(2, 1, 32, 32)
     with torch.no_grad():
@@ -208,31 +211,31 @@ def test_a_table_reshapes_scales_and_says_the_preprocessing(tmp_path: Path) -> N
     convert(bundle, tmp_path / "again.pth", to="own", keys=tmp_path / "map.toml")
     written = torch.load(tmp_path / "again.pth", weights_only=True)
     assert all(torch.equal(written[name], tensor) for name, tensor in peer.state_dict().items())
-    (tmp_path / "map.toml").write_text(home_made_table(shapes=False))
-    with pytest.raises(CheckpointError, match=r"token is reshaped when it is read.*add shape = "):
+    (tmp_path / "map.toml").write_text(custom_table(shapes=False))
+    with pytest.raises(CheckpointError, match=r"token is reshaped on reading.*add shape = "):
         convert(bundle, tmp_path / "no.pth", to="own", keys=tmp_path / "map.toml")
 
 
-def test_a_head_that_is_not_ours_is_said(tmp_path: Path) -> None:
-    """GELU in the head cannot be expressed: mapped onto our layer with tanh, it is opened and said."""
-    torch.save(scramble(HomeMade(hidden=True)).state_dict(), tmp_path / "mnist.pth")
-    (tmp_path / "map.toml").write_text(home_made_table(hidden=True))
+def test_an_unsupported_head_activation_is_reported(tmp_path: Path) -> None:
+    """GELU in the head is not supported: mapped to our tanh layer, it opens with a reported assumption."""
+    torch.save(scramble(CustomViT(hidden=True)).state_dict(), tmp_path / "mnist.pth")
+    (tmp_path / "map.toml").write_text(custom_table(hidden=True))
     bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
-    assert [(said.field, said.value) for said in bundle.assumptions] == [("pre_logits", "tanh")]
+    assert [(assumption.field, assumption.value) for assumption in bundle.assumptions] == [("pre_logits", "tanh")]
     assert "a layer with another activation cannot be opened" in str(bundle.assumptions[0])
 
 
-def test_what_a_table_leaves_out_is_said(tmp_path: Path) -> None:
-    torch.save(scramble(HomeMade()).state_dict(), tmp_path / "mnist.pth")
-    lines = home_made_table().splitlines()
+def test_fields_missing_in_a_key_table_are_reported(tmp_path: Path) -> None:
+    torch.save(scramble(CustomViT()).state_dict(), tmp_path / "mnist.pth")
+    lines = custom_table().splitlines()
     left_out = ("norm_eps", "activation", "pool", "norm_order", "class_token", "mean", "std", "resize")
     (tmp_path / "map.toml").write_text("\n".join(line for line in lines if not line.startswith(left_out)))
     bundle = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")
-    fields = {said.field for said in bundle.assumptions}
+    fields = {assumption.field for assumption in bundle.assumptions}
     images = {"preprocess.mean", "preprocess.std", "preprocess.resize"}
     assert fields == {"activation", "norm_eps", "pool", "norm_order", "class_token", *images}
     mean = load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml", overrides={"pool": "mean"})
-    assert ("pool_over", "patches") in [(said.field, said.value) for said in mean.assumptions]
+    assert ("pool_over", "patches") in [(assumption.field, assumption.value) for assumption in mean.assumptions]
 
 
 @pytest.mark.parametrize(
@@ -240,15 +243,15 @@ def test_what_a_table_leaves_out_is_said(tmp_path: Path) -> None:
     [
         ("reshape = [1, 17, 32]", "reshape = [1, 16, 32]", r"where is \(17, 32\), which cannot be reshaped to"),
         ("reshape = [1, 17, 32]", "reshape = [-1, -1, 32]", "one of which may be -1"),
-        ("scale = [2, 1, 1]", "scale = [2, 1]", "should be one number other than 0, or 3 of them"),
-        ("scale = 0.5", "scale = 0", "should be one number other than 0"),
-        ("patch_size = 8", "patch_size = 'x'", "patch_size is 'x': it should be one whole number"),
+        ("scale = [2, 1, 1]", "scale = [2, 1]", "should be one non-zero number, or 3 of them"),
+        ("scale = 0.5", "scale = 0", "should be one non-zero number"),
+        ("patch_size = 8", "patch_size = 'x'", "patch_size is 'x': expected one integer"),
         ("mean = [0.1307]", "mean = [0.1, 0.2]", "for 1 channels|for 3 channels|give one for each"),
         ("mean = [0.1307]", "maen = [0.1307]", "no option 'maen'"),
     ],
 )
 def test_bad_reshapes_and_scales(old: str, new: str, words: str, tmp_path: Path) -> None:
-    torch.save(scramble(HomeMade()).state_dict(), tmp_path / "mnist.pth")
-    (tmp_path / "map.toml").write_text(home_made_table().replace(old, new, 1))
+    torch.save(scramble(CustomViT()).state_dict(), tmp_path / "mnist.pth")
+    (tmp_path / "map.toml").write_text(custom_table().replace(old, new, 1))
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path / "mnist.pth", keys=tmp_path / "map.toml")

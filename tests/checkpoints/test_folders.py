@@ -1,4 +1,4 @@
-"""Folders as the peers write them: what their configs say is followed, and what we do not have is refused."""
+"""Folders written by the peers: their configs are used, and unsupported options are errors."""
 
 import json
 from pathlib import Path
@@ -30,11 +30,11 @@ HF: dict[str, Any] = {
 
 
 def timm_folder(folder: Path, name: str = "vit_base_patch16_224", **options: Any) -> Any:
-    """Save a model as timm itself prepares it for the hub; its arguments are said as people say them there."""
+    """Save a model as timm prepares it for the hub, with its arguments."""
     timm = import_peer("timm")
-    given = {**SMALL, **options} if name == "vit_base_patch16_224" else options
-    peer = scramble(timm.create_model(name, **given)).eval()
-    timm.models.save_for_hf(peer, folder, model_args=given)
+    arguments = {**SMALL, **options} if name == "vit_base_patch16_224" else options
+    peer = scramble(timm.create_model(name, **arguments)).eval()
+    timm.models.save_for_hf(peer, folder, model_args=arguments)
     return peer
 
 
@@ -56,7 +56,7 @@ def timm_folder(folder: Path, name: str = "vit_base_patch16_224", **options: Any
     ],
     ids=str,
 )
-def test_what_timm_says_is_followed(options: dict[str, Any], tmp_path: Path) -> None:
+def test_timm_configs_are_used(options: dict[str, Any], tmp_path: Path) -> None:
     peer = timm_folder(tmp_path, **options)
     bundle = load(tmp_path)
     assert_same_logits(bundle, peer)
@@ -69,19 +69,19 @@ def test_what_timm_says_is_followed(options: dict[str, Any], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("vit_base_patch16_224", {"global_pool": "max"}, "global_pool 'max', which we do not have"),
-        ("vit_base_patch16_224", {"act_layer": "silu"}, "activation 'silu', which we do not have"),
-        ("vit_base_patch16_rpn_224", {"depth": 1}, "is another architecture than a plain ViT"),
+        ("vit_base_patch16_224", {"global_pool": "max"}, "global_pool 'max', which is not supported"),
+        ("vit_base_patch16_224", {"act_layer": "silu"}, "activation 'silu', which is not supported"),
+        ("vit_base_patch16_rpn_224", {"depth": 1}, "is not a plain ViT"),
     ],
 )
-def test_what_timm_has_and_we_do_not_is_refused(name: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_timm_options(name: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
     timm_folder(tmp_path, name, **options)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["vit_base_patch16_clip_quickgelu_224", "vit_huge_patch14_224", "test_vit3"])
-def test_what_only_the_architectures_name_says(name: str, tmp_path: Path) -> None:
+def test_fields_implied_by_the_architecture_name(name: str, tmp_path: Path) -> None:
     peer = timm_folder(tmp_path, name, depth=1, num_classes=5)
     assert_same_logits(load(tmp_path), peer)
 
@@ -105,11 +105,11 @@ def test_relu_both_ways(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        ("ViTForImageClassification", {"hidden_act": "silu"}, "activation 'silu', which we do not have"),
-        ("ViTModel", {"pooler_act": "gelu"}, "pooler_act 'gelu', and ours is tanh"),
+        ("ViTForImageClassification", {"hidden_act": "silu"}, "activation 'silu', which is not supported"),
+        ("ViTModel", {"pooler_act": "gelu"}, "pooler_act 'gelu'; only tanh is supported"),
     ],
 )
-def test_what_transformers_has_and_we_do_not(kind: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_transformers_options(kind: str, options: dict[str, Any], words: str, tmp_path: Path) -> None:
     transformers_folder(tmp_path, kind, **options)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
@@ -121,7 +121,7 @@ def test_deit_with_one_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ViTModel", "DeiTModel"])
-def test_bare_models_with_their_pooler(kind: str, tmp_path: Path) -> None:
+def test_headless_models_with_a_pooler(kind: str, tmp_path: Path) -> None:
     peer = transformers_folder(tmp_path, kind)
     bundle = load(tmp_path)
     x = torch.randn(2, 3, 32, 32)
@@ -138,17 +138,17 @@ def test_bare_models_with_their_pooler(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_pooler_before_a_head_is_not_transformers(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"representation=40 \(it has one only in a model without a head"):
+    with pytest.raises(CheckpointError, match=r"representation=40 \(supported: in a model without a head"):
         convert(tiny(representation=40), tmp_path / "x", to="transformers")
 
 
-def test_a_mask_token_makes_no_dinov2(tmp_path: Path) -> None:
+def test_a_mask_token_alone_is_not_dinov2(tmp_path: Path) -> None:
     module = import_peer("transformers")
     peer = scramble(module.ViTModel(module.ViTConfig(**HF), use_mask_token=True)).eval()
     peer.save_pretrained(tmp_path)
     bundle = load(tmp_path)
     assert bundle.provenance["family"] == "transformers"
-    assert "1 tensors were left out: embeddings.mask_token" in bundle.provenance["notes"]
+    assert "1 tensors were dropped: embeddings.mask_token" in bundle.provenance["notes"]
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:
@@ -158,11 +158,11 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_same_logits(load(tmp_path), peer)
     next(tmp_path.glob("model-00002*.safetensors")).unlink()
-    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-.*, which model\.safetensors\.index\.json names"):
+    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-.*, which model\.safetensors\.index\.json lists"):
         load(tmp_path)
 
 
-def test_a_trainers_folder(tmp_path: Path) -> None:
+def test_a_trainer_folder(tmp_path: Path) -> None:
     peer = transformers_folder(tmp_path)
     torch.save({"lr": 1}, tmp_path / "training_args.bin")
     torch.save({"state": {}}, tmp_path / "optimizer.pt")
@@ -195,7 +195,7 @@ CROP = {"do_center_crop": True, "crop_size": {"height": 32, "width": 32}}
     ],
     ids=str,
 )
-def test_what_a_processor_says_is_followed(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_image_processor_configs_are_used(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
     processor = getattr(import_peer("transformers"), kind)(**options)
     processor.save_pretrained(tmp_path)
@@ -208,32 +208,32 @@ def test_what_a_processor_says_is_followed(kind: str, options: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"size": 36, "crop_size": 32, "do_center_crop": True, "resample": 3},
         {"size": {"height": 64, "width": 64}},
     ],
 )
-def test_preprocessing_is_fitted_to_the_model(said: dict[str, Any], tmp_path: Path) -> None:
+def test_preprocessing_is_fitted_to_the_model(fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
     bundle = load(tmp_path)
     assert bundle.preprocess.size == (32, 32)
-    assert bundle.preprocess.resize_to == ((36, 36) if "crop_size" in said else None)
-    fitted = [note for note in bundle.provenance.get("notes", []) if "fitted to the model" in note]
-    assert len(fitted) == (0 if "crop_size" in said else 1)
+    assert bundle.preprocess.resize_to == ((36, 36) if "crop_size" in fields else None)
+    fitted = [note for note in bundle.provenance.get("notes", []) if "adapted to the model" in note]
+    assert len(fitted) == (0 if "crop_size" in fields else 1)
 
 
-@pytest.mark.parametrize("said", [{"do_resize": False}, {"size": {"longest_edge": 3}}, {"crop_pct": 0.9}])
-def test_what_is_not_followed_is_said(said: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [{"do_resize": False}, {"size": {"longest_edge": 3}}, {"crop_pct": 0.9}])
+def test_ignored_options_are_noted(fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
-    content = {"size": {"height": 32, "width": 32}, **said}
+    content = {"size": {"height": 32, "width": 32}, **fields}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     assert any("its preprocessor" in note for note in load(tmp_path).provenance["notes"])
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "fields"),
     [
         ("config.json", {"num_attention_heads": "x"}),
         ("config.json", {"image_size": [32]}),
@@ -243,15 +243,15 @@ def test_what_is_not_followed_is_said(said: dict[str, Any], tmp_path: Path) -> N
         ("preprocessor_config.json", {"size": 32, "crop_size": {"height": 3}, "do_center_crop": True}),
     ],
 )
-def test_configs_of_nonsense(file: str, said: dict[str, Any], tmp_path: Path) -> None:
+def test_nonsense_configs(file: str, fields: dict[str, Any], tmp_path: Path) -> None:
     transformers_folder(tmp_path)
     old = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
-    (tmp_path / file).write_text(json.dumps({**old, **said}))
-    with pytest.raises(CheckpointError, match=r"^the configs in .* are not as their library writes them: [^\n]+$"):
+    (tmp_path / file).write_text(json.dumps({**old, **fields}))
+    with pytest.raises(CheckpointError, match=r"^the configs in .* are invalid: [^\n]+$"):
         load(tmp_path)
 
 
-def test_names_that_are_no_names(tmp_path: Path) -> None:
+def test_class_names_that_are_not_strings(tmp_path: Path) -> None:
     transformers_folder(tmp_path, num_labels=3)
     config = json.loads((tmp_path / "config.json").read_text())
     for labels in ({"0": "a", "2": "b", "5": "c"}, {"0": 1, "1": 2, "2": 3}):
@@ -259,47 +259,47 @@ def test_names_that_are_no_names(tmp_path: Path) -> None:
         assert load(tmp_path).classes is None
 
 
-# ── what is known otherwise ──
+# ── overrides ──
 
 
-def test_what_a_file_does_not_tell_can_be_said(tmp_path: Path) -> None:
+def test_fields_missing_in_a_file_can_be_overridden(tmp_path: Path) -> None:
     bundle = tiny(image_size=(16, 64), pool="mean", activation="gelu_tanh")
     bundle.preprocess = Preprocess(size=(16, 64))
     done = convert(bundle, tmp_path / "vit.pth", to="timm")
     assert done.change == 0
     assert done.notes == [
-        "a file holds weights alone: the preprocessing and class names stay behind",
-        "the file does not say heads=2; say it when you open it (--override heads=…)",
-        "the file does not say image_size=(16, 64); say it when you open it (--override image_size=…)",
-        "the file does not say activation='gelu_tanh'; say it when you open it (--override activation=…)",
-        "the file does not say pool='mean'; say it when you open it (--override pool=…)",
+        "the file holds only weights: the preprocessing and class names are not in it",
+        "the file does not record heads=2; set it when you open it (--override heads=…)",
+        "the file does not record image_size=(16, 64); set it when you open it (--override image_size=…)",
+        "the file does not record activation='gelu_tanh'; set it when you open it (--override activation=…)",
+        "the file does not record pool='mean'; set it when you open it (--override pool=…)",
     ]
-    said = {"heads": 2, "image_size": (16, 64), "pool": "mean", "activation": "gelu_tanh"}
-    again = load(tmp_path / "vit.pth", overrides=said)
+    fields = {"heads": 2, "image_size": (16, 64), "pool": "mean", "activation": "gelu_tanh"}
+    again = load(tmp_path / "vit.pth", overrides=fields)
     x = torch.randn(1, 3, 16, 64)
     assert torch.equal(again.model(x), bundle.model(x))
     with pytest.raises(ConfigError, match="ViTConfig has no option 'pol'; did you mean 'pool'"):
         load(tmp_path / "vit.pth", overrides={"pol": "mean"})
 
 
-def test_a_bundle_says_everything_itself(tmp_path: Path) -> None:
+def test_a_bundle_records_everything(tmp_path: Path) -> None:
     tiny().save(tmp_path / "b")
     assert load(tmp_path / "b", heads=2).model.config.heads == 2
-    with pytest.raises(CheckpointError, match="is a bundle, which says heads=2 itself; open it without heads="):
+    with pytest.raises(CheckpointError, match="is a bundle, which records heads=2; open it without heads="):
         load(tmp_path / "b", heads=4)
-    with pytest.raises(CheckpointError, match="open it without a key table"):
+    with pytest.raises(CheckpointError, match="open it without --keys"):
         load(tmp_path / "b", keys=tmp_path / "nowhere.toml")
 
 
-def test_shapes_that_tell_the_heads_are_believed(tmp_path: Path) -> None:
+def test_heads_inferred_from_shapes_win(tmp_path: Path) -> None:
     convert(tiny(activation="gelu_tanh"), tmp_path / "vit.npz", to="google")
-    with pytest.raises(CheckpointError, match="has 2 heads, as its shapes tell; open it without heads=4"):
+    with pytest.raises(CheckpointError, match="has 2 heads, by its shapes; open it without heads=4"):
         load(tmp_path / "vit.npz", heads=4)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model.", "backbone."])
 @pytest.mark.parametrize("family", ["timm", "torchvision", "lucidrains"])
-def test_wrappers_are_taken_off(family: Any, prefix: str, tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_stripped(family: Any, prefix: str, tmp_path: Path) -> None:
     fields = {"stem": "linear_norm", "qkv_bias": False, "norm_eps": 1e-5} if family == "lucidrains" else {}
     bundle = tiny(**fields)
     convert(bundle, tmp_path / "plain.pth", to=family)
@@ -307,24 +307,24 @@ def test_wrappers_are_taken_off(family: Any, prefix: str, tmp_path: Path) -> Non
     wrapped = {f"{prefix}{name}": tensor for name, tensor in state.items()}
     torch.save({"model_state_dict": {**wrapped, "n_averaged": torch.tensor(3)}, "epoch": 1}, tmp_path / "run.pt")
     again = load(tmp_path / "run.pt", heads=2)
-    assert "the weights are those under 'model_state_dict' in the file" in again.provenance["notes"]
+    assert "the weights were read from the key 'model_state_dict'" in again.provenance["notes"]
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(again.model(x), bundle.model(x))
 
 
-def test_averaged_weights_come_first_and_are_said(tmp_path: Path) -> None:
+def test_averaged_weights_come_first_and_are_noted(tmp_path: Path) -> None:
     one, other = tiny().model, tiny().model
     with torch.no_grad():
         other.get_parameter("head.bias").add_(1)
     torch.save({"state_dict": one.state_dict(), "state_dict_ema": other.state_dict()}, tmp_path / "run.pth")
     bundle = load(tmp_path / "run.pth", heads=2)
     assert torch.equal(bundle.model.head.bias, other.head.bias)
-    assert "the weights are those under 'state_dict_ema' in the file" in bundle.provenance["notes"]
+    assert "the weights were read from the key 'state_dict_ema'" in bundle.provenance["notes"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_numbers_and_mixed_ones(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A model is opened in float32 whatever its file has, and in what is asked for."""
+def test_other_and_mixed_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A model is opened in float32 by default, and in the requested dtype."""
     state = {name: tensor.to(dtype) for name, tensor in tiny().model.state_dict().items()}
     torch.save(state, tmp_path / "other.pth")
     assert load(tmp_path / "other.pth", heads=2).model(torch.randn(1, 3, 32, 32)).dtype == torch.float32
@@ -337,10 +337,10 @@ def test_other_numbers_and_mixed_ones(dtype: torch.dtype, tmp_path: Path) -> Non
     torch.save({**state, "norm.bias": torch.zeros(128)}, tmp_path / "mixed.pth")
     mixed = load(tmp_path / "mixed.pth", heads=2, dtype="keep")
     assert {p.dtype for p in mixed.model.parameters()} == {torch.float32}
-    assert any("all were brought to float32" in note for note in mixed.provenance["notes"])
+    assert any("all were converted to float32" in note for note in mixed.provenance["notes"])
 
 
-def test_a_bundle_keeps_the_numbers_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_bundle_keeps_the_requested_dtype(tmp_path: Path) -> None:
     model = ViT(tiny().model.config.replace(position="sincos_2d")).to(torch.bfloat16)
     Bundle(model.eval(), Preprocess(size=(32, 32))).save(tmp_path / "b")
     assert load(tmp_path / "b").model(torch.randn(1, 3, 32, 32)).dtype == torch.float32
@@ -351,7 +351,7 @@ def test_a_bundle_keeps_the_numbers_that_were_asked_for(tmp_path: Path) -> None:
         load(tmp_path / "b", dtype="float23")
 
 
-def test_tied_tensors_are_written_apart(tmp_path: Path) -> None:
+def test_tied_tensors_are_written_separately(tmp_path: Path) -> None:
     bundle = tiny()
     blocks: Any = bundle.model.blocks
     blocks[1].norm1.weight = blocks[0].norm1.weight
@@ -360,11 +360,11 @@ def test_tied_tensors_are_written_apart(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "b").model(x), bundle.model(x))
 
 
-def test_names_for_a_head_that_had_none(tmp_path: Path) -> None:
+def test_naming_the_classes_of_a_head(tmp_path: Path) -> None:
     torch.save(tiny().model.state_dict(), tmp_path / "a.pth")
     before = load(tmp_path / "a.pth", heads=2)
     named = load(tmp_path / "a.pth", heads=2, classes=("a", "b", "c"))
     assert torch.equal(named.model.head.weight, before.model.head.weight)
     assert (named.classes, named.provenance["adapted"]) == (("a", "b", "c"), ["3 classes named"])
-    with pytest.raises(ConfigError, match="classes is 'cat'; give their number, or a tuple of their names"):
+    with pytest.raises(ConfigError, match="classes is 'cat'; pass their number, or a tuple of names"):
         load(tmp_path / "a.pth", heads=2, classes="cat")

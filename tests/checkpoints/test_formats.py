@@ -1,4 +1,4 @@
-"""Each family, both ways: what the real peer wrote is read with the same logits, what we write the peer opens."""
+"""Each family, both ways: we read the peer's files with the same logits, and the peer opens ours."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def assert_same_logits(bundle: Bundle, peer: nn.Module) -> None:
 
 
 def assert_writes_back(bundle: Bundle, family: Any, peer: nn.Module, strict: bool = True) -> None:
-    """Our weights in the family's form are the peer's own tensors, to the bit."""
+    """Our weights in the family's format are bit-identical to the peer's tensors."""
     written = family.write(bundle.model.state_dict(), bundle.model.config)
     theirs = {name: tensor for name, tensor in peer.state_dict().items() if tensor.numel()}
     assert set(written) == set(theirs)
@@ -67,8 +67,8 @@ SMALL: dict[str, Any] = {
 def test_timm(options: dict[str, Any], tmp_path: Path) -> None:
     peer = scramble(import_peer("timm.models.vision_transformer").VisionTransformer(**{**SMALL, **options}))
     torch.save(peer.state_dict(), tmp_path / "model.pth")
-    said = {"heads": 2, **({"activation": "gelu"} if "pre_norm" in options else {})}
-    bundle = load(tmp_path / "model.pth", overrides=said)
+    overrides = {"heads": 2, **({"activation": "gelu"} if "pre_norm" in options else {})}
+    bundle = load(tmp_path / "model.pth", overrides=overrides)
     assert bundle.provenance["family"] == "timm"
     assert_same_logits(bundle, peer)
     assert_writes_back(bundle, timm.FAMILY, peer)
@@ -107,9 +107,9 @@ def test_timm_rope(prefix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["vit_small_patch16_rope_mixed_224", "vit_small_patch16_rope_ape_224", "vit_small_patch16_dinov3"]
 )
-def test_other_rotations_of_timm_are_refused(name: str, tmp_path: Path) -> None:
+def test_other_timm_rope_models_are_an_error(name: str, tmp_path: Path) -> None:
     torch.save(import_peer("timm").create_model(name, depth=1).state_dict(), tmp_path / "other.pth")
-    with pytest.raises(CheckpointError, match=r"looks like timm, but \d of its \d+ tensors are not known there: "):
+    with pytest.raises(CheckpointError, match=r"looks like timm, but \d of its \d+ tensors do not belong to it: "):
         load(tmp_path / "other.pth")
 
 
@@ -150,7 +150,7 @@ HF: dict[str, Any] = {
 
 
 def legacy(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Spell the names as before version 5."""
+    """Use the names from before version 5."""
     table = {
         ".layers.": ".encoder.layer.",
         "attention.q_proj": "attention.attention.query",
@@ -231,7 +231,7 @@ def test_lucidrains(pool: str, heads: int, head_dim: int, tmp_path: Path) -> Non
         assert_writes_back(bundle, lucidrains.FAMILY, peer, strict=False)
 
 
-def test_lucidrains_older_forms(tmp_path: Path) -> None:
+def test_older_versions_of_lucidrains(tmp_path: Path) -> None:
     """Names with `fn` and position tables with a batch axis, as older versions wrote them."""
     peer = scramble(
         import_peer("vit_pytorch").ViT(
@@ -270,7 +270,7 @@ def test_dinov2_in_transformers(swiglu: bool, kind: str, old_names: bool, tmp_pa
             .replace("mlp.down_proj", "mlp.weights_out"): tensor
             for name, tensor in peer.state_dict().items()
         }
-        for gate in [name for name in state if "gate_proj" in name]:  # one tensor in the older files
+        for gate in [name for name in state if "gate_proj" in name]:  # one tensor in older files
             joined = torch.cat([state.pop(gate), state.pop(gate.replace("gate_proj", "up_proj"))])
             state[gate.replace("gate_proj", "weights_in")] = joined
         torch.save(state, tmp_path / "pytorch_model.bin")
@@ -479,7 +479,7 @@ def test_google_hybrids(depths: tuple[int, ...], old_shapes: bool, tmp_path: Pat
 def test_what_stands_in_the_way_is_named(family: Any) -> None:
     model = ViT(ViTConfig(image_size=32, patch_size=8, width=48, depth=1, heads=3, norm_order="post"))
     with pytest.raises(
-        CheckpointError, match=rf"{family.name} cannot express .*norm_order='post' \(it has only 'pre'\)"
+        CheckpointError, match=rf"{family.name} cannot express .*norm_order='post' \(supported: 'pre'\)"
     ):
         family.write(model.state_dict(), model.config)
 

@@ -1,9 +1,9 @@
-"""A Google checkpoint gives the logits of Google's own arithmetic.
+"""A Google checkpoint gives the logits of a reference implementation of Google's code.
 
-No package of theirs can run here, so the forward pass of vision_transformer and big_vision is written out below, in
-numpy's float64, on the arrays as their files hold them: their names, channels last, an axis for the heads. It shares
-nothing with our model or our key table; random files of each form must give the same logits in both. The keys' biases
-alone stay unproven: softmax cancels them, in Google's code as in ours.
+Google's packages are not available here, so the forward pass of vision_transformer and big_vision is written below in
+NumPy float64, on the arrays as they are in the files: same names, channels last, a separate axis for heads. It shares
+nothing with our model or key table; random files of each format must give the same logits in both. Only the key biases
+are not tested: softmax cancels them, in Google's code as in ours.
 """
 
 import math
@@ -29,12 +29,12 @@ LINEN = ("LayerNorm_0", "MultiHeadDotProductAttention_0", "LayerNorm_1", "MlpBlo
 INSIDE, ON_TOP = "Transformer/posembed_input/pos_embedding", "pos_embedding"
 CLASSES = 7
 STREAM = 0.1
-"""The scale of what is added to the tokens: small, so that LayerNorm's eps is seen in the logits."""
+"""The scale of the embeddings: small, so that LayerNorm's eps affects the logits."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way in which Google's code writes a ViT."""
+    """One format in which Google's code writes a ViT."""
 
     numbering: tuple[str, str, str, str] = ORIGINAL
     prefix: str = ""
@@ -116,12 +116,12 @@ def file_shapes(form: Form) -> Shapes:
 
 
 def draw(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> Array:
-    """Draw an array that shows in the logits, as does every constant around it, and that saturates nothing."""
+    """Draw an array that affects the logits, as does every epsilon, without saturating anything."""
     noise = random.standard_normal(shape)
     if name.endswith("scale"):
         noise = 1 + 0.3 * noise
     elif "conv" in name:
-        # Standardising forgets scale and mean, but for its eps and GroupNorm's, which only faint kernels reveal.
+        # Standardisation removes scale and mean, except for its eps and GroupNorm's, visible only with small kernels.
         noise = (noise + random.standard_normal(shape[-1])) * 10 ** random.uniform(-9, -1, shape[-1])
     elif name.endswith("kernel"):
         axes = shape[1:] if "encoderblock/" in name else shape
@@ -129,9 +129,9 @@ def draw(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> Arra
     elif name.endswith("bias"):
         noise *= 0.2
     if name.endswith("Dense_0/bias"):
-        noise -= 2  # about there GELU and its approximation by tanh differ most
+        noise -= 2  # where GELU and its tanh approximation differ most
     if name.endswith("Dense_1/kernel"):
-        noise *= 3  # and this makes up for the little that GELU lets through
+        noise *= 3  # to compensate for GELU's small output
     adds_to_the_tokens = ("embedding/", "cls", "pos_embedding", "probe", "/out/", "Dense_1/")
     noise *= STREAM if any(part in name for part in adds_to_the_tokens) else 1
     return noise.astype(np.float32)
@@ -169,8 +169,8 @@ def relu(x: Array) -> Array:
 
 def softmax(x: Array) -> Array:
     raised = np.exp(x - x.max(-1, keepdims=True))
-    shares: Array = raised / raised.sum(-1, keepdims=True)
-    return shares
+    weights: Array = raised / raised.sum(-1, keepdims=True)
+    return weights
 
 
 def dense(p: Arrays, x: Array) -> Array:
@@ -181,10 +181,10 @@ def mlp(p: Arrays, x: Array) -> Array:
     return dense(under(p, "Dense_1"), gelu(dense(under(p, "Dense_0"), x)))
 
 
-def attention(p: Arrays, asking: Array, asked: Array) -> Array:
+def attention(p: Arrays, queries: Array, keys: Array) -> Array:
     query, key, value = (
         np.einsum("bnd,dhk->bnhk", x, p[f"{part}/kernel"]) + p[f"{part}/bias"]
-        for part, x in (("query", asking), ("key", asked), ("value", asked))
+        for part, x in (("query", queries), ("key", keys), ("value", keys))
     )
     weights = softmax(np.einsum("bqhk,bnhk->bhqn", query, key) / np.sqrt(query.shape[-1]))
     mixed: Array = np.einsum("bhqn,bnhk,hkd->bqd", weights, value, p["out/kernel"])
@@ -212,7 +212,7 @@ POOLS: dict[str, Callable[[Arrays, Array], Array]] = {
 
 
 def taps(x: Array, size: int, stride: int, padding: float = 0.0) -> Array:
-    """Return what each tap of a window sees, (size, size, B, h, w, C), padded as TensorFlow's SAME."""
+    """Return the input of each kernel tap, (size, size, B, h, w, C), with TensorFlow's SAME padding."""
     out = [-(-side // stride) for side in x.shape[1:3]]
     lacking = [max((o - 1) * stride + size - side, 0) for o, side in zip(out, x.shape[1:3], strict=True)]
     before_after = [(n // 2, n - n // 2) for n in lacking]  # the odd pixel comes after
@@ -253,7 +253,7 @@ def forward(p: Arrays, x: Array, form: Form) -> Array:
     x = x if form.resnet is None else resnet(p, x, form.resnet)
     x = convolve(p["embedding/kernel"], x, form.patch) + p["embedding/bias"]
     x = x.reshape(len(x), -1, form.width)
-    x = x + p[ON_TOP] if form.position == ON_TOP else x  # big_vision adds it before the class token comes
+    x = x + p[ON_TOP] if form.position == ON_TOP else x  # big_vision adds it before the class token
     x = np.concatenate([np.tile(p["cls"], (len(x), 1, 1)), x], axis=1) if form.pool == "cls" else x
     x = x + p[INSIDE] if form.position == INSIDE else x
     for i in range(form.depth):

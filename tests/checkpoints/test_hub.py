@@ -1,4 +1,4 @@
-"""Models on a hub: a small one is served on loopback, and huggingface_hub talks to it."""
+"""Models on a hub: a small hub on loopback, used through huggingface_hub."""
 
 import hashlib
 import os
@@ -40,16 +40,16 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def endpoint(repositories: Path) -> Iterator[str]:
     class Hub(BaseHTTPRequestHandler):
-        def answer(self, body: bool) -> None:
+        def respond(self, body: bool) -> None:
             parts = self.path.strip("/").split("/")
             folder = repositories / "/".join(parts[:2])
             if not folder.is_dir():
-                return self.refuse("RepoNotFound")
+                return self.fail("RepoNotFound")
             if parts[3] not in ("main", COMMIT):
-                return self.refuse("RevisionNotFound")
+                return self.fail("RevisionNotFound")
             file = folder / "/".join(parts[4:])
             if not file.is_file():
-                return self.refuse("EntryNotFound")
+                return self.fail("EntryNotFound")
             content = file.read_bytes()
             self.send_response(200)
             self.send_header("X-Repo-Commit", COMMIT)
@@ -60,17 +60,17 @@ def endpoint(repositories: Path) -> Iterator[str]:
                 self.wfile.write(content)
             return None
 
-        def refuse(self, code: str) -> None:
+        def fail(self, code: str) -> None:
             self.send_response(404)
             self.send_header("X-Error-Code", code)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
         def do_HEAD(self) -> None:
-            self.answer(body=False)
+            self.respond(body=False)
 
         def do_GET(self) -> None:
-            self.answer(body=True)
+            self.respond(body=True)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -83,7 +83,7 @@ def endpoint(repositories: Path) -> Iterator[str]:
 
 
 def inspect(source: str, endpoint: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run in a process of its own, because huggingface_hub reads its settings when it is imported."""
+    """Run in a separate process, because huggingface_hub reads its settings on import."""
     environment = {
         **os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1", "NO_COLOR": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1", **more,
@@ -103,14 +103,14 @@ def test_fetch_then_offline_then_unreachable(endpoint: str, tmp_path: Path) -> N
     missing = inspect("hf:org/other", "http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE="1")
     assert missing.returncode == 2
     assert "could not be reached for org/other" in missing.stderr
-    assert "in the cache there is org/vit" in missing.stderr
+    assert "the cache has org/vit" in missing.stderr
     assert "Traceback" not in missing.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "train"])
-def test_without_a_connection_there_is_one_sentence(command: str, tmp_path: Path) -> None:
-    """Nobody listens there: the client's own lines about its retries, half a minute of them, are kept away."""
+def test_without_a_connection_there_is_one_error_line(command: str, tmp_path: Path) -> None:
+    """Nothing listens on that port; the client's log of retries is silenced."""
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     name = "timm:vit_tiny_patch16_224.augreg_in21k"
     words = [
@@ -123,11 +123,10 @@ def test_without_a_connection_there_is_one_sentence(command: str, tmp_path: Path
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert (
-        "the hub could not be reached for timm/vit_tiny_patch16_224.augreg_in21k, and nothing is in the cache"
-        in done.stderr
+        "the hub could not be reached for timm/vit_tiny_patch16_224.augreg_in21k, and the cache is empty" in done.stderr
     )
     assert "download config.json and model.safetensors from http://127.0.0.1:9/timm/vit_tiny" in done.stderr
-    assert "give the folder instead of the name" in done.stderr
+    assert "pass the folder instead of the name" in done.stderr
 
 
 def test_a_revision_and_timms_names(endpoint: str, tmp_path: Path) -> None:
@@ -142,12 +141,12 @@ def test_a_revision_and_timms_names(endpoint: str, tmp_path: Path) -> None:
     [
         ("hf:org/nothing", "the hub has no model org/nothing, or it is private"),
         ("hf:org/vit@v9", "but not its revision 'v9'"),
-        ("hf:org/empty", "org/empty has no weights we know"),
-        ("hf:just-a-name", "names no model on a hub; write hf:organisation/name"),
-        ("hf:org/../../etc", "names no model on a hub"),
+        ("hf:org/empty", "org/empty has no supported weights"),
+        ("hf:just-a-name", "is not the name of a model on a hub; write hf:organisation/name"),
+        ("hf:org/../../etc", "is not the name of a model on a hub"),
     ],
 )
-def test_names_the_hub_does_not_have(source: str, words: str, endpoint: str, tmp_path: Path) -> None:
+def test_unknown_hub_names(source: str, words: str, endpoint: str, tmp_path: Path) -> None:
     done = inspect(source, endpoint, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
@@ -160,5 +159,5 @@ def test_names() -> None:
     assert parse("timm:vit_base_patch16_224.augreg_in21k") == HubName("timm/vit_base_patch16_224.augreg_in21k", None)
     assert parse("runs/pets/best") is None
     assert parse("C:/models/vit.npz") is None
-    with pytest.raises(CheckpointError, match="names no model"):
+    with pytest.raises(CheckpointError, match="is not the name of a model"):
         parse("hf:a/b/c")

@@ -1,4 +1,4 @@
-"""Opening files: what is assumed is said, and what cannot be opened is explained in one sentence."""
+"""Opening files: assumptions are logged, and errors are one sentence."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.imagenet import imagenet_names
 from vitrail.checkpoints.load import load
 from vitrail.checkpoints.strict import load_weights
-from vitrail.checkpoints.writing import whole_file, whole_folder
+from vitrail.checkpoints.writing import atomic_file, atomic_folder
 from vitrail.data.preprocess import HALF, Preprocess
 from vitrail.errors import CheckpointError
 from vitrail.models.config import ViTConfig
@@ -51,7 +51,7 @@ def test_a_thousand_outputs_are_assumed_to_be_imagenet(tmp_path: Path) -> None:
     assert load(tmp_path / "b.pth", heads=3).classes is None
 
 
-def test_a_zero_head_is_said(tmp_path: Path) -> None:
+def test_a_zero_head_is_noted(tmp_path: Path) -> None:
     model = tiny(activation="gelu_tanh")
     with torch.no_grad():
         model.head.weight.zero_()
@@ -69,7 +69,7 @@ def test_coverage_and_preprocessing_are_the_familys(tmp_path: Path) -> None:
     assert not bundle.model.training
 
 
-def test_every_kind_of_file_gives_the_same(tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_weights(tmp_path: Path) -> None:
     model = tiny()
     state = model.state_dict()
     torch.save(state, tmp_path / "a.pth")
@@ -83,7 +83,7 @@ def test_every_kind_of_file_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_bfloat16_arrays(tmp_path: Path) -> None:
-    """JAX writes bfloat16 as raw pairs of bytes; the numbers come back as they were."""
+    """JAX writes bfloat16 as raw pairs of bytes; the values are restored exactly."""
     arrays = google_arrays(tiny(activation="gelu_tanh"))
     halves = {
         name: torch.from_numpy(array.copy()).to(torch.bfloat16).view(torch.int16).numpy().view(np.dtype("V2"))
@@ -95,7 +95,7 @@ def test_bfloat16_arrays(tmp_path: Path) -> None:
     assert torch.equal(model.head.weight, expected)
 
 
-# ── what cannot be opened ──
+# ── files that cannot be opened ──
 
 
 class Evil:
@@ -112,18 +112,18 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         return folder / name
 
     torch.save(state, folder / "whole.pth")
-    add("cut.pth", "copied whole").write_bytes((folder / "whole.pth").read_bytes()[:5000])
+    add("cut.pth", "copied completely").write_bytes((folder / "whole.pth").read_bytes()[:5000])
     add("empty.pth", "is empty").write_bytes(b"")
-    add("text.pth", "no weight file we know").write_text("these are not the weights you are looking for")
+    add("text.pth", "is not a supported weight file").write_text("these are not the weights you are looking for")
     with zipfile.ZipFile(add("photos.zip", "neither a PyTorch checkpoint nor a NumPy archive"), "w") as archive:
         archive.writestr("holiday.jpg", b"...")
     torch.save({"model": Evil()}, add("evil.pth", "opening it could run code"))
     add("evil.pkl", "opening it could run code").write_bytes(pickle.dumps(Evil(), protocol=2))
     header = json.dumps({"a": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
-    add("lying.safetensors", "damaged safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
-    add("huge.safetensors", "damaged safetensors").write_bytes((10**15).to_bytes(8, "little") + b"{}" * 20)
-    torch.save([1, 2, 3], add("list.pth", "holds no tensors by name"))
-    torch.save({"encoder.weight": torch.zeros(2)}, add("text-model.pth", "is no Vision Transformer we know"))
+    add("lying.safetensors", "corrupt safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"123")
+    add("huge.safetensors", "corrupt safetensors").write_bytes((10**15).to_bytes(8, "little") + b"{}" * 20)
+    torch.save([1, 2, 3], add("list.pth", "has no named tensors"))
+    torch.save({"encoder.weight": torch.zeros(2)}, add("text-model.pth", "is not a supported Vision Transformer"))
     module = import_peer("torchvision.models.vision_transformer")
     other = module.VisionTransformer(32, 8, 1, 3, 48, 96).state_dict()
     torch.save({**state, **other}, add("mixed.pth", "several families"))
@@ -137,7 +137,7 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
     return files
 
 
-def test_bad_files_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, (path, words) in bad_files(tmp_path).items():
         with pytest.raises(CheckpointError) as caught:
@@ -147,14 +147,14 @@ def test_bad_files_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "should-not-exist").exists()
 
 
-def test_bad_folders_are_explained(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist; give a folder or a weight file"):
+def test_bad_folders(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist; pass a folder or a weight file"):
         load(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="holds no weight file"):
+    with pytest.raises(CheckpointError, match="has no weight file"):
         load(tmp_path)
     for name in ("a.pth", "b.pth"):
         torch.save(tiny().state_dict(), tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"several weight files \(a\.pth, b\.pth\); name one"):
+    with pytest.raises(CheckpointError, match=r"several weight files \(a\.pth, b\.pth\); pass one"):
         load(tmp_path)
 
 
@@ -183,7 +183,7 @@ def test_a_wrong_number_of_heads(tmp_path: Path) -> None:
     torch.save(tiny().state_dict(), tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match="5 heads do not divide the attention's width 48"):
         load(tmp_path / "a.pth", heads=5)
-    with pytest.raises(CheckpointError, match=r"no published ViT has this size .*; say it with --override heads=N"):
+    with pytest.raises(CheckpointError, match=r"no published ViT has this size .*; set it with --override heads=N"):
         load(tmp_path / "a.pth")
 
 
@@ -198,7 +198,7 @@ def test_fresh_names_may_be_missing() -> None:
     assert torch.equal(model.head.weight, before)
 
 
-def test_fresh_names_start_fresh_and_are_said(tmp_path: Path) -> None:
+def test_fresh_names_are_initialised_and_reported(tmp_path: Path) -> None:
     state = tiny().state_dict()
     del state["blocks.1.norm1.bias"]
     torch.save(state, tmp_path / "less.pth")
@@ -217,7 +217,7 @@ def test_fresh_names_start_fresh_and_are_said(tmp_path: Path) -> None:
     assert load(tmp_path / "bundle", fresh=("blocks.*",)).provenance["fresh"] == ["blocks.1.norm1.bias"]
 
 
-def test_the_load_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save(tiny().state_dict(), tmp_path / "a.pth")
     with caplog.at_level("INFO", logger="vitrail"):
         bundle = load(tmp_path / "a.pth", heads=3, classes=5, image_size=48, position_method="google")
@@ -226,16 +226,16 @@ def test_the_load_says_what_it_did(tmp_path: Path, caplog: pytest.LogCaptureFixt
     count = sum(p.numel() for p in tiny().parameters()) / 1e6
     whole = f"{len(tiny().state_dict())} of {len(tiny().state_dict())} tensors, {count:.2f} M parameters"
     assert bundle.coverage == f"{whole}, {position}, image 32x32 -> 48x48, head reset {old.classes} -> 5"
-    told = [record.message for record in caplog.records if record.levelname == "INFO"]
-    assert told == [f"{tmp_path / 'a.pth'}: {bundle.coverage}"]
+    messages = [record.message for record in caplog.records if record.levelname == "INFO"]
+    assert messages == [f"{tmp_path / 'a.pth'}: {bundle.coverage}"]
     assumed = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert assumed == [f"assumed: {assumption}" for assumption in bundle.assumptions]
 
 
-def test_the_wanted_size_explains_an_oblong_table(tmp_path: Path) -> None:
+def test_the_target_size_explains_a_non_square_table(tmp_path: Path) -> None:
     config = tiny().config.replace(image_size=(2 * tiny().config.patch_size[0], 5 * tiny().config.patch_size[1]))
     torch.save(ViT(config).state_dict(), tmp_path / "oblong.pth")
-    with pytest.raises(CheckpointError, match="not a square grid; say the image's size with --override image_size="):
+    with pytest.raises(CheckpointError, match="not a square grid; set the image size with --override image_size="):
         load(tmp_path / "oblong.pth", heads=3)
     with pytest.raises(CheckpointError, match="do not fit an image of 32×32"):
         load(tmp_path / "oblong.pth", heads=3, image_size=32)
@@ -244,10 +244,10 @@ def test_the_wanted_size_explains_an_oblong_table(tmp_path: Path) -> None:
     assert "position" not in bundle.coverage
 
 
-# ── whole or not at all ──
+# ── atomic writes ──
 
 
-def test_a_bundle_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_a_bundle_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, target = Bundle(tiny(), Preprocess(size=(32, 32))), tmp_path / "b"
     bundle.save(target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
@@ -276,12 +276,12 @@ def test_overwriting_replaces_the_whole_folder(tmp_path: Path) -> None:
 
 def test_an_interrupted_write_leaves_no_trace(tmp_path: Path) -> None:
     def half_a_folder() -> None:
-        with whole_folder(tmp_path / "x") as folder:
+        with atomic_folder(tmp_path / "x") as folder:
             (folder / "half").write_text("…")
             raise KeyboardInterrupt
 
     def half_a_file() -> None:
-        with whole_file(tmp_path / "y") as file:
+        with atomic_file(tmp_path / "y") as file:
             file.write_text("…")
             raise KeyboardInterrupt
 
@@ -289,6 +289,6 @@ def test_an_interrupted_write_leaves_no_trace(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             write()
     assert list(tmp_path.iterdir()) == []
-    with whole_file(tmp_path / "y") as file:
+    with atomic_file(tmp_path / "y") as file:
         file.write_text("done")
     assert (tmp_path / "y").read_text() == "done"

@@ -1,4 +1,4 @@
-"""The checks themselves: a writer that is wrong is caught, what is somebody's is not overwritten, tables are tables."""
+"""The checks themselves: a wrong writer is caught, user files are not overwritten, key tables are validated."""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from vitrail.checkpoints.infer import infer_config
 from vitrail.checkpoints.keys import KeyMap, rule
 from vitrail.checkpoints.load import load
 from vitrail.checkpoints.strict import load_weights
-from vitrail.checkpoints.writing import whole_file
+from vitrail.checkpoints.writing import atomic_file
 from vitrail.errors import CheckpointError
 
 
 @pytest.mark.parametrize("damage", [1.001, float("nan"), float("inf")])
 @pytest.mark.parametrize("approximate", [False, True])
-def test_a_writer_that_is_wrong_is_caught(
+def test_a_wrong_writer_is_caught(
     damage: float, approximate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Family.write
@@ -36,9 +36,9 @@ def test_a_writer_that_is_wrong_is_caught(
     monkeypatch.setattr(Family, "write", wrong)
     bundle = tiny()
     with torch.no_grad():
-        bundle.model.get_parameter("head.weight").zero_()  # the logits alone would prove nothing
+        bundle.model.get_parameter("head.weight").zero_()  # the logits alone prove nothing
     to, name = ("google", "x.npz") if approximate else ("torchvision", "x.pth")
-    with pytest.raises(CheckpointError, match="answers differently"):
+    with pytest.raises(CheckpointError, match=r"the logits of the converted .* differ by"):
         convert(bundle, tmp_path / name, to=to, approximate=approximate)
     assert list(tmp_path.iterdir()) == []
 
@@ -53,11 +53,11 @@ def test_the_callers_model_keeps_its_mode(tmp_path: Path) -> None:
 def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
     full = tmp_path / "full"
     full.mkdir()
-    convert(tiny(), full)  # an empty folder is nobody's
+    convert(tiny(), full)  # an empty folder may be used
     convert(tiny(), full, overwrite=True)
     (full / "precious.txt").write_text("mine")
     with pytest.raises(
-        CheckpointError, match=r"holds more than a checkpoint \(precious\.txt\), and replacing it would"
+        CheckpointError, match=r"contains more than a checkpoint \(precious\.txt\), and replacing it would"
     ):
         convert(tiny(), full, overwrite=True)
     with pytest.raises(CheckpointError, match="is a folder, and what would be written is a file"):
@@ -67,7 +67,7 @@ def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
         convert(tiny(), tmp_path / "file", overwrite=True)
     assert (tmp_path / "full.pth" / "precious.txt").read_text() == "mine"
     words = "exists already; choose another name, or replace it with --overwrite"
-    with pytest.raises(CheckpointError, match=words), whole_file(tmp_path / "file"):
+    with pytest.raises(CheckpointError, match=words), atomic_file(tmp_path / "file"):
         pass
 
 
@@ -78,13 +78,13 @@ def _renamed(old: Path, new: Path) -> Path:
 def test_the_source_is_not_its_own_target(tmp_path: Path) -> None:
     tiny().save(tmp_path / "models" / "vit")
     for target in (tmp_path / "models" / "vit", tmp_path / "models"):
-        with pytest.raises(CheckpointError, match="is, or holds, what is being converted"):
+        with pytest.raises(CheckpointError, match="is or contains the source"):
             convert(tmp_path / "models" / "vit", target, overwrite=True)
     with pytest.raises(CheckpointError, match="is the name of a model on a hub"):
         convert(tmp_path / "models" / "vit", "hf:org/x")
 
 
-def test_folders_made_for_nothing_are_taken_away(tmp_path: Path) -> None:
+def test_unused_parent_folders_are_removed(tmp_path: Path) -> None:
     bundle = tiny()
     with torch.no_grad():
         bundle.model.get_parameter("norm.bias").fill_(float("nan"))
@@ -96,13 +96,13 @@ def test_folders_made_for_nothing_are_taken_away(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "name", "words"),
     [
-        ("torchvision", "x", r"torchvision is written as a file; give it a name that ends in \.safetensors or"),
-        ("google", "x.pth", r"google is written as a file; give it a name that ends in \.npz$"),
-        ("transformers", "x.pth", "transformers is written as a folder, but x.pth is the name of a file"),
+        ("torchvision", "x", r"torchvision is written as a file; use a name that ends in \.safetensors or"),
+        ("google", "x.pth", r"google is written as a file; use a name that ends in \.npz$"),
+        ("transformers", "x.pth", "transformers is written as a folder, but x.pth is a file name"),
         ("bundle", "x.safetensors", "bundle is written as a folder"),
     ],
 )
-def test_names_that_do_not_fit(to: Any, name: str, words: str, tmp_path: Path) -> None:
+def test_unsuitable_target_names(to: Any, name: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         convert(tiny(activation="gelu_tanh", norm_eps=1e-6), tmp_path / name, to=to)
 
@@ -116,17 +116,17 @@ def test_permissions_are_those_of_other_files(tmp_path: Path) -> None:
         assert file.stat().st_mode == (tmp_path / "other" / "file").stat().st_mode
 
 
-def test_eps_of_transformers_comes_near_enough_to_timm(tmp_path: Path) -> None:
+def test_the_eps_of_transformers_is_close_enough_for_timm(tmp_path: Path) -> None:
     bundle = tiny(norm_eps=1e-12)
-    with pytest.raises(CheckpointError, match=r"norm_eps=1e-12 \(it computes with 1e-06\); allow it"):
+    with pytest.raises(CheckpointError, match=r"norm_eps=1e-12 \(the target has 1e-06\); allow it"):
         convert(bundle, tmp_path / "timm", to="timm")
     done = convert(bundle, tmp_path / "timm", to="timm", approximate=True)
-    assert 0 < done.change < module.LARGEST_CHANGE
+    assert 0 < done.change < module.APPROXIMATE_TOLERANCE
     assert load(tmp_path / "timm").model.config.norm_eps == 1e-6
     assert convert(bundle, tmp_path / "timm.pth", to="timm").change == 0
 
 
-# ── files of nonsense ──
+# ── nonsense files ──
 
 
 @pytest.mark.parametrize(
@@ -135,27 +135,27 @@ def test_eps_of_transformers_comes_near_enough_to_timm(tmp_path: Path) -> None:
         ({"blocks.999999999.attn.qkv.weight": torch.zeros(3)}, "layer 2 of 1000000000 is missing from the weights"),
         (
             {"patch_embed.proj.weight": torch.zeros(128, 192)},
-            r"patch_embed\.proj\.weight is \(128, 192\), where 4 axes",
+            r"patch_embed\.proj\.weight is \(128, 192\), expected 4 non-empty axes",
         ),
-        ({"reg_token": torch.zeros(3)}, r"reg_token is \(3,\), where 3 axes"),
-        ({"head.weight": torch.tensor(1.0)}, r"head\.weight is \(\), where 2 axes"),
+        ({"reg_token": torch.zeros(3)}, r"reg_token is \(3,\), expected 3 non-empty axes"),
+        ({"head.weight": torch.tensor(1.0)}, r"head\.weight is \(\), expected 2 non-empty axes"),
         (
             {"norm.bias": torch.zeros(128, dtype=torch.int8)},
-            r"holds int8 numbers in norm\.bias; save the model in float32",
+            r"has int8 values in norm\.bias; save the model in float32",
         ),
-        ({"norm.bias": torch.zeros(128).to_sparse()}, r"holds sparse numbers in norm\.bias"),
-        ({"norm.bias": torch.zeros(128, device="meta")}, r"holds no numbers in norm\.bias|damaged"),
+        ({"norm.bias": torch.zeros(128).to_sparse()}, r"has sparse values in norm\.bias"),
+        ({"norm.bias": torch.zeros(128, device="meta")}, r"has no values in norm\.bias|corrupt"),
     ],
 )
-def test_shapes_and_numbers_of_nonsense(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_nonsense_shapes_and_values(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     torch.save({**tiny().model.state_dict(), **change}, tmp_path / "odd.pth")
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path / "odd.pth", heads=2)
 
 
-def test_archives_of_nonsense(tmp_path: Path) -> None:
+def test_nonsense_archives(tmp_path: Path) -> None:
     np.savez(tmp_path / "words.npz", a=np.array(["x"]))
-    with pytest.raises(CheckpointError, match="is a NumPy archive that is damaged, or holds other things"):
+    with pytest.raises(CheckpointError, match="is a NumPy archive that is corrupt or contains something other"):
         load(tmp_path / "words.npz")
     convert(tiny(activation="gelu_tanh"), tmp_path / "whole.npz", to="google")
     arrays = dict(np.load(tmp_path / "whole.npz"))
@@ -164,11 +164,11 @@ def test_archives_of_nonsense(tmp_path: Path) -> None:
     assert load(tmp_path / "big-endian.npz").model.config.depth == 2
     less = {name: array for name, array in arrays.items() if "encoderblock_0/MultiHead" not in name}
     np.savez(tmp_path / "less.npz", **less)
-    with pytest.raises(CheckpointError, match="looks like google, but its tensors are not shaped as there"):
+    with pytest.raises(CheckpointError, match="looks like google, but its tensors have other shapes"):
         load(tmp_path / "less.npz")
     key = "Transformer/encoderblock_1/MultiHeadDotProductAttention_1/key/kernel"
     np.savez(tmp_path / "no-key.npz", **{name: array for name, array in arrays.items() if name != key})
-    with pytest.raises(CheckpointError, match=r"needs .*key/kernel, which the file does not have; is it cut short"):
+    with pytest.raises(CheckpointError, match=r"needs .*key/kernel, which the file does not have; is it truncated"):
         load(tmp_path / "no-key.npz")
 
 
@@ -187,30 +187,35 @@ def test_unexpected_weights_and_long_lists() -> None:
         load_weights(model, {})
 
 
-def test_reading_empties_what_it_read() -> None:
+def test_reading_empties_the_weights() -> None:
     model = tiny().model
     weights = dict(model.state_dict())
     timm.FAMILY.read(weights, {})
     assert weights == {}
 
 
-def test_a_table_refuses_names_it_does_not_know() -> None:
-    with pytest.raises(CheckpointError, match=r"no place for norm\.bias"):
+def test_a_key_map_rejects_unknown_names() -> None:
+    with pytest.raises(CheckpointError, match=r"cannot store norm\.bias"):
         KeyMap([rule("a", "norm.weight")]).write({"norm.bias": torch.zeros(2)}, tiny().model.config)
-    with pytest.raises(CheckpointError, match=r"a has 1 axes, .*, where 2 are expected"):
+    with pytest.raises(CheckpointError, match=r"a has 1 axes, .*, expected 2"):
         KeyMap([rule("a", "norm.weight", permute=(1, 0))]).read({"a": torch.zeros(3)})
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours", "extra", "words"),
     [
-        ("a.{}", "norm.weight", "", "have other numbers of {}; each needs as many"),
-        ("a.{x}", "blocks.{}.norm1.weight", "", "has a brace that is no {}"),
-        ("a", "norm.weight", "transpose = [0, 0]", r"transpose = \[0, 0\] of norm\.weight is no order of axes"),
-        ("a", "norm.weight", "transpose = []", r"transpose = \[\] of norm\.weight is no order of axes"),
+        ("a.{}", "norm.weight", "", "differ in their number of {}; they must have the same number"),
+        ("a.{x}", "blocks.{}.norm1.weight", "", "has a brace that is not {}"),
+        (
+            "a",
+            "norm.weight",
+            "transpose = [0, 0]",
+            r"\[0, 0\] of norm\.weight is not a permutation of axes",
+        ),
+        ("a", "norm.weight", "transpose = []", r"transpose = \[\] of norm\.weight is not a permutation of axes"),
     ],
 )
-def test_key_tables_of_nonsense(theirs: str, ours: str, extra: str, words: str, tmp_path: Path) -> None:
+def test_nonsense_key_tables(theirs: str, ours: str, extra: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(f'[[keys]]\ntheirs = "{theirs}"\nours = "{ours}"\n{extra}\n')
     with pytest.raises(CheckpointError, match=words):
         read_key_table(tmp_path / "t.toml")

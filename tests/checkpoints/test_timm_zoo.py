@@ -1,4 +1,4 @@
-"""Every Vision Transformer that timm has a name for: opened with the same logits, or refused."""
+"""Every Vision Transformer in timm: opened with the same logits, or an error."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from tests.peers import import_peer, relative_error, scramble
 
 from vitrail.checkpoints.load import load
-from vitrail.checkpoints.timm_names import _NAMES, told_by_name
+from vitrail.checkpoints.timm_names import _NAMES, fields_from_name
 from vitrail.errors import CheckpointError
 
 MODULES = ("timm.models.vision_transformer", "timm.models.deit", "timm.models.vision_transformer_hybrid")
@@ -17,9 +17,9 @@ OTHER_ARCHITECTURES = (
     *("aimv2", "beit3", "18x2", "_rpn_", "_xp_", "vit_dlittle", "vit_dpwee", "vit_dwee", "vit_pwee", "test_vit4"),
     *("_resnet", "_mci_"),
 )
-"""RMSNorm, parallel or differential blocks, sub-norms, other stems: what our model does not have."""
+"""Unsupported: RMSNorm, parallel or differential blocks, sub-norms, other stems."""
 ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "SiLU": "gelu"}
-"""Ours by the names of timm's classes; a gated MLP is seen from the shapes, whatever is told."""
+"""Our activations by timm's class names; a gated MLP is inferred from shapes."""
 
 
 def zoo() -> list[str]:
@@ -33,43 +33,43 @@ def test_all_names_are_timms() -> None:
 
 
 @pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_name_tells_what_timm_builds(every: int) -> None:
-    """Built without weights: the heads, activation, eps and pooled tokens of every name that is opened."""
+def test_every_name_matches_the_timm_model(every: int) -> None:
+    """Built on the meta device: heads, activation, eps and pooled tokens of every supported name."""
     timm = import_peer("timm")
     for name in zoo()[::every]:
         if name not in _NAMES:
             eva = timm.model_entrypoint(name).__module__ == WITH_ROPE
             assert eva or any(word in name for word in OTHER_ARCHITECTURES), name
-            with pytest.raises(CheckpointError, match="another architecture than a plain ViT"):
-                told_by_name(name)
+            with pytest.raises(CheckpointError, match="is not a plain ViT"):
+                fields_from_name(name)
             continue
         with torch.device("meta"):
             peer = timm.create_model(name, depth=1)
-        block, told = peer.blocks[0], told_by_name(name)
+        block, fields = peer.blocks[0], fields_from_name(name)
         found = (block.attn.num_heads, ACTIVATIONS[type(block.mlp.act).__name__], block.norm1.eps)
-        assert (told["heads"], told["activation"], told["norm_eps"]) == found, name
-        assert (told.get("pool_over") == "all") == bool(getattr(peer, "pool_include_prefix", False)), name
+        assert (fields["heads"], fields["activation"], fields["norm_eps"]) == found, name
+        assert (fields.get("pool_over") == "all") == bool(getattr(peer, "pool_include_prefix", False)), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(4))
-def test_every_architecture_of_timm(share: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", range(4))
+def test_every_architecture_of_timm(shard: int, tmp_path: Path) -> None:
     timm = import_peer("timm")
-    for name in sorted(_NAMES)[share::4]:
-        # The largest of a family stand for the smaller: what differs between them is the width.
+    for name in sorted(_NAMES)[shard::4]:
+        # Skip the largest models: they differ from the smaller ones only in size.
         peer = scramble(timm.create_model(name, depth=1, num_classes=3)).eval()
         timm.models.save_for_hf(peer, tmp_path / name)
         model = load(tmp_path / name).model
-        assert relative_error(*answers(model, peer)) <= tolerance(name), name
+        assert relative_error(*outputs(model, peer)) <= tolerance(name), name
         for file in (tmp_path / name).iterdir():
             file.unlink()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(4))
-def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
-    """Without the config, heads given: the same logits, or refused, or what differs is among the assumptions."""
-    for name in zoo()[share::4]:
+@pytest.mark.parametrize("shard", range(4))
+def test_every_bare_file_of_timm(shard: int, tmp_path: Path) -> None:
+    """Without the config, with heads set: the same logits, an error, or a difference among the assumptions."""
+    for name in zoo()[shard::4]:
         peer = scramble(one_block(name)).eval()
         torch.save(peer.state_dict(), tmp_path / "vit.pth")
         heads = getattr(getattr(peer.blocks[0], "attn", None), "num_heads", 1)
@@ -78,16 +78,18 @@ def test_every_bare_file_of_timm(share: int, tmp_path: Path) -> None:
         except CheckpointError:
             continue
         assert name in _NAMES, name
-        if relative_error(*answers(bundle.model, peer)) > tolerance(name):
-            said = {assumption.field for assumption in bundle.assumptions}
+        if relative_error(*outputs(bundle.model, peer)) > tolerance(name):
+            assumed = {assumption.field for assumption in bundle.assumptions}
             pool = {"token": "cls", "avg": "mean", "map": "map"}[peer.global_pool]
-            told = {field: value for field, value in {**told_by_name(name), "pool": pool}.items() if field in said}
-            mended = load(tmp_path / "vit.pth", heads=heads, overrides=told)
-            assert relative_error(*answers(mended.model, peer)) <= tolerance(name), name
+            fields = {
+                field: value for field, value in {**fields_from_name(name), "pool": pool}.items() if field in assumed
+            }
+            fixed = load(tmp_path / "vit.pth", heads=heads, overrides=fields)
+            assert relative_error(*outputs(fixed.model, peer)) <= tolerance(name), name
 
 
 def tolerance(name: str) -> float:
-    """Return how far logits may be apart: dozens of convolutions, summed in another order, differ by a little more."""
+    """Return the tolerance of the logits; dozens of convolutions in another summation order differ a little more."""
     return 1e-4 if any(part.startswith("r") and part[1:].isdigit() for part in name.split("_")) else 1e-5
 
 
@@ -95,14 +97,14 @@ def one_block(name: str) -> Any:
     timm = import_peer("timm")
     try:
         return timm.create_model(name, depth=1, num_classes=3)
-    except AssertionError:  # a list with an entry for every block
+    except AssertionError:  # a list with one entry per block
         return timm.create_model(name, depth=1, num_classes=3, num_kv_heads=1)
 
 
 @torch.no_grad()
-def answers(model: Any, peer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(model: Any, peer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(1, model.config.channels, *model.config.image_size)
     size = getattr(peer.patch_embed, "img_size", None) or x.shape[2:]
-    # timm lets an image hold a part of a patch, which it ignores.
+    # timm allows partial patches at the border, and ignores them.
     height, width = (there - here for there, here in zip(size, x.shape[2:], strict=True))
     return model(x), peer(torch.nn.functional.pad(x, (0, width, 0, height)))

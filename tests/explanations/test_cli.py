@@ -54,7 +54,7 @@ def test_images_beside_their_maps(run: Callable[..., Done]) -> None:
     assert size("explanations/cat-relevance-owl.png") == (2 * 224 + 8, 134 + CAPTION)
     assert np.load("explanations/cat-relevance-owl.npy").shape == (3, 5)
     lines = done.out.splitlines()
-    assert lines[0].split() == ["image", "class", "sure", "written"]
+    assert lines[0].split() == ["image", "class", "confidence", "written"]
     assert lines[1].startswith("cat.png")
     assert "owl" in lines[1]
     assert "explanations/cat-relevance-owl.png" in lines[1]
@@ -88,7 +88,7 @@ def test_of_many_images_the_first_are_listed(run: Callable[..., Done]) -> None:
     assert len(lines) == 22
     assert lines[-1] == "… and 3 more in explanations"
     assert max(map(len, lines)) < 250, "a long name is cut short"
-    assert done.err.splitlines()[-1] == "left out: 3 more"
+    assert done.err.splitlines()[-1] == "skipped: 3 more"
 
 
 def test_grids(run: Callable[..., Done]) -> None:
@@ -112,7 +112,7 @@ def test_one_bad_image_does_not_stop_the_others(run: Callable[..., Done]) -> Non
     done = run(".")
     assert done.code == 0
     assert len(done.out.splitlines()) == 3
-    assert "left out: " in done.err
+    assert "skipped: " in done.err
     assert "bad.png" in done.err
     assert run("bad.png").code == 2
 

@@ -91,7 +91,7 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     expected = vitrail.explain(ours, noise(), method="attention", layer=1, head=-1, device="cpu")
     assert np.array_equal(found.map, expected.map)
     for wrong in (np.float64(1), True, torch.tensor([1, 2])):
-        with pytest.raises(vitrail.InputError, match="a layer is a whole number"):
+        with pytest.raises(vitrail.InputError, match="expected an integer layer"):
             vitrail.explain(ours, noise(), method="attention", layer=wrong, device="cpu")  # type: ignore[call-overload]
 
 
@@ -125,7 +125,7 @@ def test_channels_that_are_no_colours() -> None:
         ("class first", {"method": "attention", "layer": 3}, "layer 3 does not exist: this model has layers 0 to 2"),
         ("class first", {"method": "pca", "layer": -4}, "layer -4 does not exist: this model has layers 0 to 2"),
         ("class first", {"method": "attention", "head": 3}, "head 3 does not exist: this model has heads 0 to 2"),
-        ("class first", {"method": "attention", "head": 0.5}, "a head is a whole number, found 0.5"),
+        ("class first", {"method": "attention", "head": 0.5}, "expected an integer head, found 0.5"),
         (
             "class first",
             {"method": "attention", "query": "3,0"},

@@ -12,7 +12,7 @@ from PIL import Image
 
 from vitrail.__main__ import main
 from vitrail.checkpoints.bundle import Bundle
-from vitrail.cli.figures import _drawn
+from vitrail.cli.figures import _sample
 from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, InputError
@@ -93,7 +93,7 @@ def test_without_images_it_says_what_is_left_out(run: Run) -> None:
     done = run("model", "-o", "some")
     assert done.code == 0
     assert files("some") == ["captions.md", "filters.png", "positions.png"]
-    assert done.err == "left out: distance and rollout, which need images; name some after the model\n"
+    assert done.err == "not drawn: distance and rollout, which need images; pass some after the model\n"
 
 
 def test_only_some(run: Run) -> None:
@@ -107,15 +107,17 @@ def test_a_figure_that_the_model_has_not(run: Run) -> None:
     done = run("rope", "-o", "some")
     assert done.code == 0
     assert files("some") == ["captions.md", "filters.png"]
-    assert "positions: none, because this model has no table of positions: it rotates queries and keys" in done.out
-    assert "There is no such figure: this model has no table" in Path("some", "captions.md").read_text(encoding="utf-8")
+    assert "positions: not drawn, because this model has no table of positions: it rotates queries and keys" in done.out
+    assert "This figure cannot be drawn: this model has no table" in Path("some", "captions.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_images_that_cannot_be_read_are_told(run: Run) -> None:
     Path("photos", "5.png").write_bytes(b"no image")
     done = run("model", "photos", "-o", "some")
     assert done.code == 0
-    assert done.err == "left out: photos/5.png: it is not an image: the file begins with b'no pictu'\n"
+    assert done.err == "skipped: photos/5.png: it is not an image: the file begins with b'no pictu'\n"
     assert "over all patches of 5 images" in Path("some", "captions.md").read_text(encoding="utf-8")
 
 
@@ -128,10 +130,10 @@ def test_images_that_cannot_be_read_are_told(run: Run) -> None:
         (["model", "--only", "filter"], "no figure is called 'filter'; did you mean 'filters'?"),
         (
             ["model", "--only", "distance"],
-            "the figure 'distance' needs images; name files or folders after the model",
+            "the figure 'distance' needs images; pass files or folders after the model",
         ),
         (["model", "nowhere"], "there is no nowhere; give files, folders"),
-        (["model", "empty"], "there are no images in the places given"),
+        (["model", "empty"], "there are no images in these paths"),
         (["model", "bad.png"], "none of the images can be read"),
         (["model", "photos", "--out", "taken"], "filters.png exists already; choose another name, or replace it"),
         (["model", "photos", "--out", "bad.png"], "bad.png is a file, and figures are written to a folder"),
@@ -168,13 +170,13 @@ def test_overwrite_replaces(run: Run) -> None:
 
 def test_of_many_images_some_are_drawn_evenly_and_always_the_same() -> None:
     items = [Item(b"%d" % number) for number in range(2000)]
-    chosen = [int(item.name) for item in _drawn(items, 128)]
-    assert chosen == [int(item.name) for item in _drawn(iter(items), 128)]
+    chosen = [int(item.name) for item in _sample(items, 128)]
+    assert chosen == [int(item.name) for item in _sample(iter(items), 128)]
     assert chosen == sorted(set(chosen))
     assert len(chosen) == 128
     # A folder lists class after class: every tenth of it has its share.
     assert min(np.histogram(chosen, bins=10, range=(0, 2000))[0]) >= 5
-    assert [int(item.name) for item in _drawn(items[:3], 128)] == [0, 1, 2]
+    assert [int(item.name) for item in _sample(items[:3], 128)] == [0, 1, 2]
 
 
 # ── examples ──

@@ -97,7 +97,7 @@ def test_a_image_that_cannot_be_read_has_no_row(
     done = run("embed", whole, photos, "-o", f"x.{suffix}", "--batch", 4)
     assert done.code == 0
     assert done.out.startswith(f"20 × 16 float32 in x.{suffix}")
-    assert done.err.splitlines()[0] == "1 image could not be read and left out:"
+    assert done.err.splitlines()[0] == "1 image could not be read and was skipped:"
     assert done.err.splitlines()[1].startswith(f"  {photos / 'cat' / '00.png'}: ")
     (good, _), (found, rows) = read(Path(f"good.{suffix}")), read(Path(f"x.{suffix}"))
     np.testing.assert_allclose(found, good, atol=1e-6)

@@ -62,7 +62,7 @@ def test_a_folder_as_jsonl(run: Run) -> None:
     done = run("bundle", "p")
     assert done.code == 0
     assert done.err.startswith("9 images; ")
-    assert done.err.endswith(" a second, float32\n")
+    assert done.err.endswith(" images/s, float32\n")
     assert len(done.rows) == 9
     first = done.rows[0]
     assert list(first) == ["number", "path", "error", "classes", "probabilities"]
@@ -84,7 +84,7 @@ def test_what_was_skipped_is_said(run: Run) -> None:
     assert "vitrail: 1 file was skipped, because its name does not end as an image's (p/notes.txt)" in done.err
     assert not run("bundle", "p", "--output", "other.jsonl", "--quiet").err
     again = run("bundle", "p", "--output", "rows.jsonl", "--resume")
-    assert "nothing was left to do" in again.err
+    assert "nothing left to do" in again.err
     assert "p/notes.txt" in again.err
     for image in Path("p").glob("*.png"):
         image.unlink()
@@ -149,7 +149,7 @@ def test_ctrl_c_says_how_to_go_on_where_that_is_possible(run: Run, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Output, "write", interrupt)
-    said = "vitrail: stopped; the same command with --resume goes on with o.csv"
+    said = "vitrail: stopped; rerun the same command with --resume to resume o.csv"
     done = run("bundle", "p", "-o", "o.csv")
     assert done.code != 0
     assert said in done.err
@@ -161,7 +161,7 @@ def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
     assert run("bundle", "p", "-o", "o.csv", "--overwrite").code == 0
     done = run("bundle", "p", "-o", "o.csv", "--resume")
     assert done.code == 0
-    assert "all of them from before; nothing was left to do (with --overwrite it is all done again)" in done.err
+    assert "all predicted earlier; nothing left to do (use --overwrite to predict them again)" in done.err
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_the_command(run: Run) -> None:
     done = run("probe", model, "digits", "--only", "knn,fewshot", "--k", "10,20", "--shots", "2", "--seeds", 2)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
-    assert lines[0] == "359 test images and 1,259 train images of 10 classes, in splits drawn from the data."
+    assert lines[0] == "359 test images and 1,259 train images of 10 classes, in random stratified splits."
     assert [line.split("  ")[0] for line in lines[2:]] == ["few-shot", "k-NN", "k-NN"]
     assert "±" in lines[2]
     found = json.loads(run("probe", model, "digits", "--only", "fewshot", "--shots", "2", "--seeds", 2, "--json").out)
@@ -173,7 +173,7 @@ def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
     )
     done = run("probe", model, "parted", "--split", "val")
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith("6 val images and 20 train images of 2 classes, in the splits that the data names.")
+    assert done.out.startswith("6 val images and 20 train images of 2 classes, in the splits of the dataset.")
     assert "linear" in done.out
 
 
@@ -181,18 +181,18 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
     model = bundle().save(Path("run", "best"))
     Path("run", "split.json").write_text(json.dumps(open_data(photos, seed=5, val=0.2, test=0.3).record))
     done = run("probe", model, photos, "--only", "fewshot")
-    assert done.out.startswith("6 test images and 10 train images of 2 classes, in the splits of the model's own run.")
-    assert "in splits drawn from the data." in run("probe", model, "digits", "--only", "knn").out
+    assert done.out.startswith("6 test images and 10 train images of 2 classes, in the splits of the model's run.")
+    assert "in random stratified splits." in run("probe", model, "digits", "--only", "knn").out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--shots", "1,9"), "9 shots need 9 train images of every class, but class 'cat' has only 4; ask for fewer"),
-        (("--shots", "five"), "'five' should be whole numbers, such as 1,5,10"),
+        (("--shots", "five"), "'five' should be integers, such as 1,5,10"),
         (("--shots", "0"), "shots is 0; it should be 1 or more"),
         (("--k", "500"), "k is 500; it should be from 1 to 11, the number of examples"),
-        (("--k", "-1"), "'-1' should be whole numbers"),
+        (("--k", "-1"), "'-1' should be integers"),
         (("--seeds", "0"), "--seeds"),
         (
             ("--only", "knn,fewshots"),

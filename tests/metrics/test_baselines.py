@@ -1,11 +1,11 @@
-"""What guessing gives, and when a result is said to be worth little."""
+"""Baselines, and warnings about untrustworthy results."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.metrics.baselines import FAR_APART, PRETRAINED, TOO_FEW, baselines, warning_about_gap, warnings_about
+from vitrail.metrics.baselines import GAP, PRETRAINED, TOO_FEW, baselines, warning_about_gap, warnings_about
 from vitrail.metrics.intervals import wilson_interval
 
 PIECES = ("Bishop", "King", "Knight", "Pawn", "Queen", "Rook")
@@ -22,7 +22,7 @@ def guessed(images: list[int], predicted: int) -> np.ndarray:
     return matrix
 
 
-def test_chess_pieces_that_are_guessed() -> None:
+def test_guessed_chess_pieces() -> None:
     """Photographs of chess pieces from scratch gave 20.2% where always Pawn gives 19.3%."""
     images = [17, 15, 21, 21, 16, 19]
     right = [3, 3, 5, 5, 3, 3]
@@ -30,30 +30,30 @@ def test_chess_pieces_that_are_guessed() -> None:
     assert round(100 * np.trace(matrix) / matrix.sum(), 1) == 20.2
     found = baselines(matrix)
     assert (PIECES[found.majority_class], found.majority, found.chance) == ("Knight", 21 / 109, 1 / 6)
-    said = warnings(matrix)
-    assert len(said) == 1
-    assert said[0].startswith("no better than guessing: the 95% interval ")
-    assert "reaches 19.3%, what always predicting 'Knight' gives (chance 16.7%); next: " in said[0]
-    assert PRETRAINED in said[0]
+    warning = warnings(matrix)
+    assert len(warning) == 1
+    assert warning[0].startswith("no better than guessing: the 95% interval ")
+    assert "reaches 19.3%, the accuracy of always predicting 'Knight' (chance 16.7%); next: " in warning[0]
+    assert PRETRAINED in warning[0]
 
 
 def test_one_class_takes_nearly_all_predictions() -> None:
-    said = warnings(guessed([40, 40, 40], 1))
-    assert said[0].startswith("no better than guessing")
-    assert said[1].startswith("nearly all predictions (100.0%) are 'King', the class of 33.3% of the images")
+    warning = warnings(guessed([40, 40, 40], 1))
+    assert warning[0].startswith("no better than guessing")
+    assert warning[1].startswith("nearly all predictions (100.0%) are 'King', the class of 33.3% of the images")
     # Rare classes that are never predicted: the accuracy of 90% is that of the largest class.
     assert [text.split()[0] for text in warnings(guessed([90, 5, 5], 0))] == ["no", "nearly"]
 
 
-def test_a_good_result_is_not_doubted() -> None:
+def test_a_good_result_has_no_warnings() -> None:
     assert warnings(np.diag([40, 40, 40])) == []
     assert warnings(np.array([[95, 1], [1, 23]])) == []
     assert warnings(np.diag([0, 20])) == [], "images of one class cannot be guessed wrongly"
 
 
-def test_few_images_are_called_few() -> None:
-    (said,) = warnings(np.diag([2, 1]))
-    assert said.startswith("too few images to tell this from guessing")
+def test_too_few_images() -> None:
+    (warning,) = warnings(np.diag([2, 1]))
+    assert warning.startswith("too few images to distinguish this from guessing")
 
 
 @settings(derandomize=True, deadline=None, max_examples=80)
@@ -74,19 +74,19 @@ def test_baselines_are_what_such_classifiers_reach(rows: list[list[int]]) -> Non
 def test_training_and_validation_far_apart() -> None:
     assert warning_about_gap(0.9, 0.8, 1000) == []
     assert warning_about_gap(0.4, 0.8, 1000) == []
-    (said,) = warning_about_gap(0.982, 0.45, 40)
-    assert said.startswith(
-        "overfitting: 98.2% on the training images, as augmented, and 45.0% on the 40 images of the validation split "
+    (warning,) = warning_about_gap(0.982, 0.45, 40)
+    assert warning.startswith(
+        "overfitting: 98.2% on the augmented training images, 45.0% on the 40 images of the validation split "
         "(95% interval 30.7–60.2); next: "
     )
 
 
 @given(st.floats(0, 1), st.integers(1, 500), st.data())
-def test_overfitting_is_said_only_beyond_the_interval(training: float, images: int, data: st.DataObject) -> None:
+def test_overfitting_is_reported_only_beyond_the_interval(training: float, images: int, data: st.DataObject) -> None:
     right = data.draw(st.integers(0, images))
-    said = warning_about_gap(training, right / images, images)
-    beyond = training > wilson_interval(right, images).high and training - right / images >= FAR_APART
-    assert bool(said) == (beyond and images >= TOO_FEW)
+    warning = warning_about_gap(training, right / images, images)
+    beyond = training > wilson_interval(right, images).high and training - right / images >= GAP
+    assert bool(warning) == (beyond and images >= TOO_FEW)
 
 
 def test_four_images_do_not_show_that_one_class_takes_all() -> None:

@@ -1,4 +1,4 @@
-"""Calibration, against a loop over the bins and values worked out by hand."""
+"""Calibration, against a loop over the bins and values computed by hand."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_as_a_loop_over_the_bins(case: tuple[int, int, int, int]) -> None:
     edges = np.linspace(0, 1, bins + 1)
     rows = [(max(row), row.index(max(row)) == label) for row, label in zip(probabilities.tolist(), labels, strict=True)]
     for number, found in enumerate(table):
-        inside = [(sure, right) for sure, right in rows if edges[number] < sure <= edges[number + 1]]
+        inside = [(confidence, right) for confidence, right in rows if edges[number] < confidence <= edges[number + 1]]
         assert (found.low, found.high, found.images) == (edges[number], edges[number + 1], len(inside))
         if inside:
             confidence, accuracy = (sum(column) / len(inside) for column in zip(*inside, strict=True))
@@ -55,13 +55,13 @@ def test_values_worked_out_by_hand() -> None:
     probabilities = np.array([[0.9, 0.1], [0.1, 0.9], [0.75, 0.25], [0.75, 0.25]], np.float32)
     table = reliability(probabilities, np.array([0, 0, 0, 0]))
     assert len(table) == BINS
-    # 0.9 lies in (13/15, 14/15] with one right of two, 0.75 in (11/15, 12/15] with both right.
+    # 0.9 is in (13/15, 14/15] with one right of two, 0.75 in (11/15, 12/15] with both right.
     assert [number for number, row in enumerate(table) if row.images] == [11, 13]
     assert (table[13].accuracy, table[11].accuracy) == (0.5, 1)
     assert expected_calibration_error(table) == pytest.approx(0.5 * 0.4 + 0.5 * 0.25)
 
 
-def test_sure_and_right_is_calibrated_sure_and_wrong_is_not() -> None:
-    sure = np.eye(3, dtype=np.float32)
-    assert expected_calibration_error(reliability(sure, np.array([0, 1, 2]))) == 0
-    assert expected_calibration_error(reliability(sure, np.array([1, 2, 0]))) == 1
+def test_confident_and_right_is_calibrated_confident_and_wrong_is_not() -> None:
+    confidence = np.eye(3, dtype=np.float32)
+    assert expected_calibration_error(reliability(confidence, np.array([0, 1, 2]))) == 0
+    assert expected_calibration_error(reliability(confidence, np.array([1, 2, 0]))) == 1

@@ -1,4 +1,4 @@
-"""Accuracy, F1 and their like, against loops that follow the definitions and values worked out by hand."""
+"""Classification metrics, against loops that follow the definitions and values computed by hand."""
 
 import math
 
@@ -57,8 +57,8 @@ def test_confusion_matrix_counts_every_image_once(case: tuple[int, int, int, boo
     classes, predicted = probabilities.shape[1], probabilities.argmax(1)
     matrix = confusion_matrix(labels, predicted, classes)
     naive = [[0] * classes for _ in range(classes)]
-    for true, answer in zip(labels.tolist(), predicted.tolist(), strict=True):
-        naive[true][answer] += 1
+    for true, guess in zip(labels.tolist(), predicted.tolist(), strict=True):
+        naive[true][guess] += 1
     assert matrix.tolist() == naive
     assert matrix.sum(1).tolist() == np.bincount(labels, minlength=classes).tolist()
     assert matrix.sum(0).tolist() == np.bincount(predicted, minlength=classes).tolist()
@@ -98,7 +98,7 @@ def test_values_worked_out_by_hand() -> None:
     assert balanced_accuracy(HAND) == pytest.approx(3 / 4)
 
 
-def test_a_class_without_images_is_left_out_of_the_means() -> None:
+def test_classes_without_images_are_not_averaged() -> None:
     matrix = np.array([[2, 0, 0], [0, 1, 1], [0, 0, 0]])
     scores = per_class(matrix)
     assert math.isnan(scores.recall[2])
@@ -116,7 +116,7 @@ def test_log_loss_by_its_definition(case: tuple[int, int, int, bool]) -> None:
     assert log_loss(probabilities, labels) == pytest.approx(sum(naive) / len(naive))
 
 
-def test_an_impossible_answer_costs_much_and_is_finite() -> None:
+def test_the_log_loss_of_probability_zero_is_finite() -> None:
     assert 87 < log_loss(np.array([[1, 0]], np.float32), np.array([1])) < 88
 
 
@@ -145,11 +145,11 @@ def test_the_most_frequent_confusions() -> None:
     ("probabilities", "labels", "message"),
     [
         (np.zeros((0, 3)), np.zeros(0, int), "no images"),
-        (np.ones((2, 3)) / 3, np.array([0]), "give"),
-        (np.ones((1, 3)) / 3, np.array([3]), "from 0 to 2"),
+        (np.ones((2, 3)) / 3, np.array([0]), "pass"),
+        (np.ones((1, 3)) / 3, np.array([3]), "must be 0 to 2"),
         (np.ones((1, 3)) / 3, np.array([-1]), "from -1"),
     ],
 )
-def test_what_does_not_fit(probabilities: np.ndarray, labels: np.ndarray, message: str) -> None:
+def test_invalid_arguments(probabilities: np.ndarray, labels: np.ndarray, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_labels(probabilities, labels)

@@ -1,4 +1,4 @@
-"""Intervals, against SciPy and against drawing images again one by one."""
+"""Intervals, against SciPy and against resampling images."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ PROPERTY = settings(derandomize=True, deadline=None, max_examples=60)
 
 @PROPERTY
 @given(st.integers(1, 5000), st.floats(0, 1), st.sampled_from([0.5, 0.9, 0.95, 0.99]))
-def test_wilson_is_scipys(images: int, share: float, level: float) -> None:
-    right = round(share * images)
+def test_wilson_is_scipys(images: int, fraction: float, level: float) -> None:
+    right = round(fraction * images)
     expected = scipy.stats.binomtest(right, images).proportion_ci(level, method="wilson")
     found = wilson_interval(right, images, level)
     assert found == pytest.approx((expected.low, expected.high), abs=1e-12)
@@ -32,7 +32,7 @@ def test_wilson_at_the_ends() -> None:
 
 @PROPERTY
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.integers(0, 99))
-def test_the_mean_lies_in_its_interval(values: list[float], seed: int) -> None:
+def test_the_interval_contains_the_mean(values: list[float], seed: int) -> None:
     found = bootstrap_mean(np.array(values), seed=seed, resamples=200)
     assert found.low <= np.mean(values) <= found.high
     assert found == bootstrap_mean(np.array(values), seed=seed, resamples=200)
@@ -55,7 +55,7 @@ def test_drawing_in_chunks_changes_nothing_but_memory(monkeypatch: pytest.Monkey
     assert (bootstrap_mean(values, resamples=99), bootstrap_scores(matrix, resamples=99)) == whole
 
 
-def test_scores_are_those_of_images_drawn_again() -> None:
+def test_bootstrap_scores_match_resampled_images() -> None:
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 4, 600)
     predicted = np.where(rng.random(600) < 0.8, labels, rng.integers(0, 4, 600))
@@ -72,8 +72,8 @@ def test_scores_are_those_of_images_drawn_again() -> None:
 
 @PROPERTY
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=6).filter(any), st.sampled_from([0.8, 0.95, 0.99]))
-def test_where_all_are_right_or_none_no_interval_is_narrower_than_wilsons(images: list[int], level: float) -> None:
-    """120 images, all right: the plain bootstrap said 100.0–100.0, and Wilson says 96.9–100.0 of the accuracy."""
+def test_perfect_results_are_at_least_as_wide_as_wilson(images: list[int], level: float) -> None:
+    """120 images, all right: the plain bootstrap gave 100.0–100.0, Wilson's interval of the accuracy is 96.9–100.0."""
     total = sum(images)
     all_right, none_right = np.diag(images), np.roll(np.diag(images), 1, axis=1)
     for low, high in bootstrap_scores(all_right, resamples=200, level=level):
@@ -88,18 +88,18 @@ def test_where_all_are_right_or_none_no_interval_is_narrower_than_wilsons(images
     ("right", "classes"), [(1.0, 4), (0.995, 4), (0.99, 4), (0.97, 4), (0.9, 4), (0.6, 4), (0.6, 24), (0.3, 24)]
 )
 def test_intervals_cover_the_truth(right: float, classes: int) -> None:
-    """With equal classes and mistakes spread evenly, both scores are the share of right predictions."""
+    """With equal classes and evenly spread mistakes, both scores equal the accuracy."""
     rng, covered, runs = np.random.default_rng(1), np.zeros(2), 150
     for _ in range(runs):
         labels = rng.integers(0, classes, 120)
         wrong = (labels + rng.integers(1, classes, 120)) % classes
         matrix = confusion_matrix(labels, np.where(rng.random(120) < right, labels, wrong), classes)
         covered += [low <= right <= high for low, high in bootstrap_scores(matrix, resamples=200)]
-    # A plain bootstrap covers 0.99 in 0.72 of the runs. Of five images a class, macro-F1 is covered too seldom.
+    # A plain bootstrap covers 0.99 in 0.72 of the runs. With five images per class, macro-F1 is covered too rarely.
     assert (covered / runs > (0.92 if classes == 4 else 0.88)).all()
 
 
-def test_one_class_that_cannot_be_mistaken() -> None:
+def test_a_single_class() -> None:
     assert set(bootstrap_scores(np.array([[120]]))) == {wilson_interval(120, 120)}
 
 
@@ -123,7 +123,7 @@ def test_macro_f1_of_each_resample(seed: int, images: int, classes: int) -> None
     assert found == bootstrap_scores(matrix, seed=seed, resamples=100)
 
 
-def test_what_does_not_fit() -> None:
+def test_invalid_arguments() -> None:
     for wrong in (
         lambda: wilson_interval(1, 0),
         lambda: wilson_interval(3, 2),

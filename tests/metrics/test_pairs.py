@@ -1,4 +1,4 @@
-"""Two classifiers on the same images, against scipy's binomial test and by hand."""
+"""Paired comparison, against SciPy's binomial test and by hand."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from vitrail.metrics.pairs import exact_mcnemar, paired
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 7), (5, 5), (40, 61), (3000, 2800), (0, 5000)])
-def test_chance_is_that_of_the_exact_binomial_test(a: int, b: int) -> None:
+def test_p_value_is_that_of_the_binomial_test(a: int, b: int) -> None:
     expected = binomtest(a, a + b, 0.5).pvalue if a + b else 1.0
     assert exact_mcnemar(a, b) == pytest.approx(expected, rel=1e-8, abs=1e-300)
 
@@ -22,12 +22,12 @@ def test_counts_and_difference() -> None:
     assert result.interval.low <= 0.2 <= result.interval.high
 
 
-def test_other_images_are_refused() -> None:
+def test_different_images_are_an_error() -> None:
     with pytest.raises(InputError, match="same images"):
         paired(np.zeros(3, bool), np.zeros(4, bool))
 
 
-def test_two_that_agree_on_every_image_are_not_equal_for_certain() -> None:
+def test_identical_predictions_have_a_non_empty_interval() -> None:
     for images in (1, 5, 100, 2000):
         right = np.ones(images, bool)
         low, high = paired(right, right).interval

@@ -11,7 +11,7 @@ rates = st.sampled_from([0.0, 0.3])
 
 @st.composite
 def configs(draw: st.DrawFn, /, **fixed: Any) -> ViTConfig:
-    """Draw a config that makes sense: each choice only offers what the choices before it allow."""
+    """Draw a valid config: each choice depends on the ones before."""
     fields: dict[str, Any] = {}
 
     def choose(name: str, options: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""No graph breaks, a dynamic batch in torch.export, and the same numbers."""
+"""No graph breaks, a dynamic batch in torch.export, and the same outputs."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def build(kind: str) -> nn.Module:
     return scramble(ViT(ViTConfig(**{**TINY, **KINDS[kind]})))
 
 
-QUICK = ("plain", "relative")  # the usual model, and the one whose graph is the oddest
+QUICK = ("plain", "relative")  # the usual model, and the one with the most unusual graph
 SLOW = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 
 
@@ -53,7 +53,7 @@ def test_one_graph(kind: str, training: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "rope", "relative", "resnet"])
-def test_inductor_gives_the_same_numbers(kind: str) -> None:
+def test_inductor_gives_the_same_outputs(kind: str) -> None:
     torch.compiler.reset()
     model = build(kind)
     x = torch.randn(2, 3, 16, 32)

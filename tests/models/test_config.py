@@ -1,4 +1,4 @@
-"""ViTConfig refuses what cannot work, in words that name the values and the remedy."""
+"""ViTConfig rejects invalid values, with errors that name the values and the fix."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"image_size": 225}, "image height 225 is not a multiple of patch height 16; use an image height of 224 or 240"),
     ({"image_size": (224, 8)}, "image width 8 is not a multiple of patch width 16; use an image width of 16"),
     ({"image_size": 0}, "image_size.0 is 0: input should be greater than 0"),
-    ({"image_size": (1, 2, 3)}, "image_size is (1, 2, 3): it should be one whole number, or two (height, width)"),
-    ({"image_size": "224"}, "image_size is '224': it should be one whole number, or two (height, width)"),
-    ({"image_size": 48.0}, "it should be one whole number, or two"),
+    ({"image_size": (1, 2, 3)}, "image_size is (1, 2, 3): expected one integer, or two (height, width)"),
+    ({"image_size": "224"}, "image_size is '224': expected one integer, or two (height, width)"),
+    ({"image_size": 48.0}, "expected one integer, or two"),
     ({"classes": 10**30}, "less than or equal to 1000000"),
     ({"image_size": 32_000, "patch_size": 16}, "make 4,000,001 tokens; at most 1,000,000 are allowed"),
     (
@@ -44,7 +44,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"resnet": ResNet()}, "resnet is set but stem is 'conv'"),
     ({"stem": "resnet", "patch_size": 8}, "patch_size 8×8 is not a multiple of the ResNet's total stride 16"),
     ({"stem": "conv_stem", "patch_size": 14}, "the default conv_stem needs a square patch of 2, 4, 8, 16"),
-    ({"stem": "conv_stem", "width": 36, "heads": 4}, "which is not a multiple of 8; give conv_stem a list"),
+    ({"stem": "conv_stem", "width": 36, "heads": 4}, "which is not a multiple of 8; set conv_stem to a list"),
     ({"stem": "conv_stem", "conv_stem": (ConvLayer(channels=8),)}, "multiply to 2, but patch_size is 16×16"),
     (
         {
@@ -59,8 +59,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"position": "learned_2d", "width": 9, "heads": 3}, "needs a width that is a multiple of 2, not 9"),
     ({"position": "rope_2d", "head_dim": 6}, "needs a head width that is a multiple of 4, not 6"),
     ({"class_token": "none"}, "pool='cls' needs a class token"),
-    ({"distillation_token": True, "pool": "mean"}, "a distillation token stands beside a class token"),
-    ({"pool_over": "all"}, "pool_over='all' means nothing with pool='cls'"),
+    ({"distillation_token": True, "pool": "mean"}, "a distillation token needs a class token"),
+    ({"pool_over": "all"}, "pool_over='all' has no effect with pool='cls'"),
     ({"classes": -1}, "classes is -1"),
 ]
 
@@ -72,7 +72,7 @@ def test_bad_settings_are_explained(fields: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_every_fault_is_named_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"width is 0.*heads is 'x'.*no option 'foo'"):
         ViTConfig.model_validate({"width": 0, "heads": "x", "foo": 1})
 
@@ -85,9 +85,9 @@ def test_resnet_width_fills_the_groups(factor: float) -> None:
 
 def test_a_config_cannot_change() -> None:
     config = ViTConfig()
-    with pytest.raises(ConfigError, match=r"does not change; make another one with replace\(width=3\)"):
+    with pytest.raises(ConfigError, match=r"is immutable; make a copy with replace\(width=3\)"):
         config.width = 3
-    with pytest.raises(ConfigError, match="width stays"):
+    with pytest.raises(ConfigError, match="width cannot be deleted"):
         del config.width
     assert config.replace(width=384, heads=6).width == 384
     assert config.width == 768
@@ -95,7 +95,7 @@ def test_a_config_cannot_change() -> None:
         config.replace(depht=3)
 
 
-def test_numbers_stand_for_pairs_and_lists_for_tuples() -> None:
+def test_integers_become_pairs_and_lists_become_tuples() -> None:
     config = ViTConfig.model_validate({"image_size": 96, "patch_size": [8, 16]})
     assert (config.image_size, config.patch_size, config.grid) == ((96, 96), (8, 16), (12, 6))
     numpy = ViTConfig(width=np.int64(48), heads=np.int32(3), image_size=np.int64(32))
@@ -103,7 +103,7 @@ def test_numbers_stand_for_pairs_and_lists_for_tuples() -> None:
     assert type(numpy.width) is int
 
 
-def test_text_that_is_no_config() -> None:
+def test_invalid_json() -> None:
     with pytest.raises(ConfigError, match="ViTConfig: Invalid JSON"):
         ViTConfig.from_json("{")
     with pytest.raises(ConfigError, match=r"ViTConfig is \[\]"):

@@ -1,4 +1,4 @@
-"""What must not change unnoticed: parameter names, config fields, the numbers of a known model (`make golden`)."""
+"""Golden values: parameter names, config fields and logits must not change unnoticed (`make golden`)."""
 
 import json
 
@@ -11,6 +11,6 @@ def test_contract(name: str) -> None:
     assert GOLDEN[name]() == (HERE / name).read_text(encoding="utf-8")
 
 
-def test_logits_of_a_known_model() -> None:
+def test_golden_logits() -> None:
     found, expected = (json.loads(text) for text in (logits(), (HERE / "logits.json").read_text(encoding="utf-8")))
     assert found == pytest.approx(expected, rel=1e-4)

@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture
 def _exact_float32() -> Any:
-    """Turn TF32 off, which would round float32 products to 10 bits."""
+    """Disable TF32, which would round float32 matmul inputs to 10 bits."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield
@@ -29,7 +29,7 @@ def _exact_float32() -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("_exact_float32")
-def test_the_same_numbers_as_on_the_processor(kind: str) -> None:
+def test_the_same_outputs_as_on_the_cpu(kind: str) -> None:
     model, x = scramble(ViT(ViTConfig(**{**TINY, **KINDS[kind]}))), torch.randn(4, 3, 16, 32)
     with torch.no_grad():
         expected = model(x)
@@ -64,7 +64,7 @@ def test_resize_stays_on_the_device() -> None:
 
 
 def test_tracing_one_layer_costs_the_memory_of_one_layer() -> None:
-    """At 384 pixels, asking for one layer's attention must not cost more in a deeper model."""
+    """At 384 pixels, tracing one layer's attention must not take more memory in a deeper model."""
     peaks = []
     for depth in (4, 12):
         model = ViT(variant_config("vit_tiny_patch16_384").replace(depth=depth)).cuda().eval()

@@ -1,4 +1,4 @@
-"""Initialisations: each parameter's distribution beside the peer's own, and the paper's beside its definition."""
+"""Initialisation: each parameter's distribution against the peer's, and the paper's against its definition."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ SIZE: dict[str, Any] = {"image_size": 32, "patch_size": 8, "width": 192, "depth"
 
 
 def spread(tensor: torch.Tensor) -> tuple[float, float]:
-    """Return standard deviation and largest size, which tell normal, truncated and uniform draws apart."""
+    """Return standard deviation and maximum, which distinguish normal, truncated and uniform distributions."""
     return float(tensor.double().square().mean().sqrt()), float(tensor.abs().max())
 
 
@@ -92,7 +92,7 @@ def test_lucidrains() -> None:
 
 
 def test_paper() -> None:
-    """Flax's definitions. Queries, keys and values are three layers of D -> D, not one of D -> 3D."""
+    """Flax's definitions. Query, key and value are three D -> D layers, not one D -> 3D layer."""
     D, hidden, inputs = 192, 768, 3 * 8 * 8
     config = ViTConfig(**SIZE, representation=96, registers=1)
     model = parameters(ViT(config))
@@ -124,14 +124,14 @@ def test_paper() -> None:
 
 
 @pytest.mark.parametrize("init", ["paper", "timm", "torchvision", "lucidrains"])
-def test_the_bias_of_a_head_can_be_chosen(init: Any) -> None:
+def test_head_bias(init: Any) -> None:
     model = ViT(ViTConfig(**SIZE, init=init, head_bias=-10.0, distillation_token=True))
     model.reset_head(7)
     assert model.head.bias.tolist() == model.head_dist.bias.tolist() == [-10.0] * 7
     assert not (parameters(model)["blocks.0.mlp.fc1.bias"] == -10).any()
 
 
-def test_paper_draws_each_half_of_swiglu_as_one_layer() -> None:
+def test_paper_initialises_each_half_of_swiglu_as_one_layer() -> None:
     model = parameters(ViT(ViTConfig(**SIZE, activation="swiglu")))
     bound = math.sqrt(6 / (192 + 768))
     assert 0.98 * bound < model["blocks.0.mlp.fc1.weight"].abs().max() <= bound

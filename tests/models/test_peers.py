@@ -1,4 +1,4 @@
-"""Same weights, same logits: our model beside timm's, torchvision's, vit-pytorch's and transformers'."""
+"""Same weights, same logits: our model against timm, torchvision, vit-pytorch and transformers."""
 
 from typing import Any
 
@@ -272,8 +272,8 @@ def test_transformers() -> None:
     assert_same(ViTConfig(**SMALL, mlp_width=96, norm_eps=1e-12), Logits(), state)
 
 
-def test_the_two_numerics_of_the_hybrid_differ_but_little() -> None:
-    """Google's and timm's small constants give nearly, but not exactly, the same image of the world."""
+def test_the_two_numerics_of_the_hybrid_differ_slightly() -> None:
+    """Google's and timm's epsilons give nearly, but not exactly, the same outputs."""
 
     def build(numerics: Any) -> ViTConfig:
         stem = ResNet(depths=(1, 1), numerics=numerics)

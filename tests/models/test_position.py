@@ -1,4 +1,4 @@
-"""Each kind of position against its definition, written out in loops."""
+"""Each position embedding against its definition, written as loops."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ def test_sincos_2d_is_the_plain_baselines() -> None:
         assert torch.allclose(table[0, n], torch.tensor(expected), atol=1e-6)
 
 
-def test_learned_2d_is_x_beside_y() -> None:
+def test_learned_2d_concatenates_x_and_y() -> None:
     row, column = torch.randn(3, 4), torch.randn(5, 4)
     table = outer(row, column)
     assert table.shape == (1, 15, 8)
@@ -34,7 +34,7 @@ def test_learned_2d_is_x_beside_y() -> None:
 
 
 def test_rope_makes_attention_depend_on_the_step_between_patches() -> None:
-    """The product of a rotated query and a rotated key is the same for every pair of patches with the same step."""
+    """The dot product of a rotated query and key is the same for all pairs of patches with the same offset."""
     config = ViTConfig(**TINY, position="rope_2d", registers=2)
     query, key = torch.randn(8), torch.randn(8)
     everywhere = rotate(query.expand(1, 1, config.tokens, 8), rope_2d(config))
@@ -46,7 +46,7 @@ def test_rope_makes_attention_depend_on_the_step_between_patches() -> None:
             step = (a // 5 - b // 5, a % 5 - b % 5)
             assert float(products[a, b]) == pytest.approx(by_step.setdefault(step, float(products[a, b])), abs=1e-5)
     assert len({round(value, 4) for value in by_step.values()}) > 20
-    # Special tokens are not turned.
+    # Special tokens are not rotated.
     assert torch.allclose(everywhere[0, 0, :3], query.expand(3, 8))
 
 
@@ -84,8 +84,8 @@ def test_relative_attention_is_the_papers() -> None:
 @pytest.mark.parametrize("position", ["learned_1d", "learned_2d", "sincos_2d"])
 @pytest.mark.parametrize("token", ["first", "last", "none"])
 @pytest.mark.parametrize("covers", ["patches", "class", "all"])
-def test_rows_of_the_table_meet_their_tokens(position: Any, token: Any, covers: Any) -> None:
-    """Whatever is covered, the row of a patch is added to that patch, and uncovered tokens get nothing."""
+def test_table_rows_match_their_tokens(position: Any, token: Any, covers: Any) -> None:
+    """The row of a patch is always added to that patch, and uncovered tokens get zero."""
     fields = {**TINY, "position": position, "class_token": token, "registers": 2, "pool": "mean"}
     if position == "learned_1d":
         fields["position_covers"] = covers
@@ -105,8 +105,8 @@ def test_rows_of_the_table_meet_their_tokens(position: Any, token: Any, covers: 
 
 
 @pytest.mark.parametrize("position", ["learned_1d", "learned_2d", "sincos_2d"])
-def test_the_three_places_of_table_8(position: Any) -> None:
-    """Stem: once. Shared: one table before every block. Every block: a table of its own for each."""
+def test_position_at_as_in_table_8(position: Any) -> None:
+    """Stem: once. Shared: one table before every block. Every block: a separate table for each."""
     x = torch.randn(2, 3, 12, 20)
     shared = ViT(ViTConfig(**TINY, position=position, position_at="shared"))
     scramble(shared)
@@ -132,7 +132,7 @@ def test_the_three_places_of_table_8(position: Any) -> None:
 
 
 def test_positions_matter() -> None:
-    """Shuffle the patches of an image: a model without positions cannot tell, every other one can."""
+    """Shuffled patches change the output of every model except one without positions."""
     image = torch.randn(1, 3, 12, 20)
     cells = image.unfold(2, 4, 4).unfold(3, 4, 4).reshape(3, 15, 4, 4)
     shuffled = cells[:, torch.randperm(15)].reshape(3, 3, 5, 4, 4).permute(0, 1, 3, 2, 4).reshape(1, 3, 12, 20)

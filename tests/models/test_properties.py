@@ -1,4 +1,4 @@
-"""What holds for every config, tried on random ones."""
+"""Properties of every config, tested on random ones."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from tests.peers import scramble
 
 from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import SCHEMES, role_of
-from vitrail.models.patches import cut, join
+from vitrail.models.patches import patchify, unpatchify
 from vitrail.models.resample import METHODS, resample_grid, resample_kernel, resample_offsets
 from vitrail.models.vit import ViT
 
-# The same examples every time, so that a change is what makes a test fail; the slow tests look further.
+# Deterministic examples, so that only a code change can make a test fail; the slow tests try more.
 quick = settings(deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 far = settings(quick, max_examples=500)
 
@@ -24,25 +24,25 @@ def image(config: ViTConfig, batch: int = 3) -> torch.Tensor:
 
 @quick
 @given(configs())
-def test_builds_runs_and_learns(config: ViTConfig) -> None:
+def test_builds_runs_and_trains(config: ViTConfig) -> None:
     assert_learns(config)
 
 
 @pytest.mark.slow
 @far
 @given(configs())
-def test_builds_runs_and_learns_further(config: ViTConfig) -> None:
+def test_builds_runs_and_trains_slow(config: ViTConfig) -> None:
     assert_learns(config)
 
 
 def assert_learns(config: ViTConfig) -> None:
-    """Forward and backward in training mode, every rate drawn: the gradient of every parameter exists and is finite."""
+    """Forward and backward in training mode with random dropout rates: every gradient exists and is finite."""
     torch.manual_seed(0)
     model = ViT(config).train()
     out = model(image(config))
-    answers = config.classes or config.pooled_width
+    outputs = config.classes or config.pooled_width
     kept = config.special_tokens + max(1, round(config.patches * (1 - config.patch_dropout)))
-    assert out.shape == ((3, kept, answers) if config.pool == "none" else (3, answers))
+    assert out.shape == ((3, kept, outputs) if config.pool == "none" else (3, outputs))
     assert out.isfinite().all()
     out.square().sum().backward()
     for name, parameter in model.named_parameters():
@@ -50,7 +50,7 @@ def assert_learns(config: ViTConfig) -> None:
         assert parameter.grad.isfinite().all(), name
 
 
-# Rectified units may all be asleep in so small a network, so ReLU is left out.
+# In such a small network all ReLU units may be inactive, so ReLU is excluded.
 connected = st.sampled_from(["gelu", "gelu_tanh", "quick_gelu", "swiglu"]).flatmap(
     lambda activation: configs(init="timm", patch_dropout=0.0, activation=activation)
 )
@@ -58,19 +58,19 @@ connected = st.sampled_from(["gelu", "gelu_tanh", "quick_gelu", "swiglu"]).flatm
 
 @quick
 @given(connected)
-def test_every_parameter_matters(config: ViTConfig) -> None:
+def test_every_parameter_gets_a_gradient(config: ViTConfig) -> None:
     assert_every_parameter_matters(config)
 
 
 @pytest.mark.slow
 @far
 @given(connected)
-def test_every_parameter_matters_further(config: ViTConfig) -> None:
+def test_every_parameter_gets_a_gradient_slow(config: ViTConfig) -> None:
     assert_every_parameter_matters(config)
 
 
 def assert_every_parameter_matters(config: ViTConfig) -> None:
-    """With every weight random, a parameter whose gradient is exactly zero would be a wire that leads nowhere."""
+    """With random weights, a gradient of exactly zero would mean that the parameter is not connected."""
     torch.manual_seed(0)
     model = scramble(ViT(config))
     out = model(image(config))
@@ -80,23 +80,23 @@ def assert_every_parameter_matters(config: ViTConfig) -> None:
 
 
 def excused(name: str, config: ViTConfig) -> bool:
-    """Say whether mathematics, not a mistake, makes a gradient vanish."""
-    lonely = config.tokens == 1  # softmax over a single token is 1, whatever query and key are
+    """Return whether a zero gradient is mathematically expected."""
+    single = config.tokens == 1  # softmax over a single token is always 1
     attention = ("attn.q_norm", "attn.k_norm", "attn.rel_pos")
-    if lonely and (any(part in name for part in attention) or "cls_token" in name):
+    if single and (any(part in name for part in attention) or "cls_token" in name):
         return True
-    # Softmax ignores what is equal for all keys: a key norm's bias without positions is nearly that.
+    # Softmax ignores what is equal for all keys, such as the bias of the key norm without positions.
     if "k_norm.bias" in name:
         return True
-    # Without a second patch there is no pair; and what the last block's patches see, a class token does not read.
+    # Without a second patch there is no pair; and a class token does not depend on the last block's patches.
     if "rel_pos" in name:
         unread = config.pool == "cls" and name.startswith(f"blocks.{config.depth - 1}.")
         return config.patches == 1 or unread
-    # A single key to choose from, for the pool's query.
+    # The pool's query has a single key.
     one_key = (config.patches if config.pool_over == "patches" else config.tokens) == 1
     if config.pool == "map" and one_key and name.startswith(("attn_pool.latent", "attn_pool.q.")):
         return True
-    # A LayerNorm over a single number answers with its bias.
+    # A LayerNorm over a single value returns its bias.
     if "norm_in" in name or "patch_embed.proj" in name:
         return config.stem == "linear_norm" and config.channels * config.patch_size[0] * config.patch_size[1] == 1
     return False
@@ -104,7 +104,7 @@ def excused(name: str, config: ViTConfig) -> bool:
 
 @quick
 @given(configs())
-def test_config_survives_json(config: ViTConfig) -> None:
+def test_config_json_round_trip(config: ViTConfig) -> None:
     assert ViTConfig.from_json(config.to_json()) == config
 
 
@@ -126,7 +126,7 @@ def test_tracing_changes_nothing(config: ViTConfig, data: st.DataObject) -> None
 
 @quick
 @given(configs(stem="conv"), st.data())
-def test_resizing_there_keeps_the_model_whole(config: ViTConfig, data: st.DataObject) -> None:
+def test_resized_models_work(config: ViTConfig, data: st.DataObject) -> None:
     model = scramble(ViT(config))
     grid, patch = (data.draw(st.tuples(st.integers(1, 5), st.integers(1, 5))) for _ in range(2))
     size = (grid[0] * patch[0], grid[1] * patch[1])
@@ -152,11 +152,11 @@ small = st.integers(1, 6)
 
 
 @given(small, small, small, small, st.integers(1, 4), st.sampled_from(["chw", "hwc"]))
-def test_patches_cut_and_joined(rows: int, columns: int, h: int, w: int, channels: int, order: str) -> None:
-    """Patch n lies in row n // columns, and holds the pixels that a slice of the image holds."""
+def test_patchify_and_unpatchify(rows: int, columns: int, h: int, w: int, channels: int, order: str) -> None:
+    """Patch n is in row n // columns, and holds the same pixels as a slice of the image."""
     x = torch.randn(2, channels, rows * h, columns * w)
-    patches = cut(x, (h, w), order)
-    assert torch.equal(join(patches, (rows, columns), (h, w), channels, order), x)
+    patches = patchify(x, (h, w), order)
+    assert torch.equal(unpatchify(patches, (rows, columns), (h, w), channels, order), x)
     for n in range(rows * columns):
         r, c = divmod(n, columns)
         piece = x[:, :, r * h : (r + 1) * h, c * w : (c + 1) * w]
@@ -185,7 +185,7 @@ def test_resampling_keeps_a_constant(rows: int, columns: int, to_rows: int, to_c
 
 @given(small, small, st.integers(0, 6), st.integers(0, 6))
 def test_an_enlarged_patch_gives_the_same_embedding(h: int, w: int, more_h: int, more_w: int) -> None:
-    """FlexiViT's promise: resize patch and kernel alike, and the embedding stays."""
+    """FlexiViT's guarantee: resizing patch and kernel keeps the embedding."""
     patch, kernel, new = torch.randn(2, 3, h, w), torch.randn(5, 3, h, w), (h + more_h, w + more_w)
     larger = torch.nn.functional.interpolate(patch, new, mode="bilinear")
     before = torch.einsum("bchw,dchw->bd", patch, kernel)

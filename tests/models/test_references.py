@@ -1,4 +1,4 @@
-"""Two models written from `torch.nn` pieces, as plainly as can be, and ours with the same weights."""
+"""Two plain reference models built from `torch.nn`, against ours with the same weights."""
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ class PostNormLayer(nn.Module):
 
 
 class PostNormTransformer(nn.Module):
-    """Patches, then the class token, positions, post-norm layers, and a score for every token."""
+    """Patches, then the class token, positions, post-norm layers, and logits for every token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_post_norm_encoder_with_class_token_last() -> None:
 
 
 class FirstLucidrains(nn.Module):
-    """vit-pytorch's ViT in its first form: no norms around the patch projection, the mean of all tokens as answer."""
+    """The first version of vit-pytorch's ViT: no norms around the patch projection, mean pooling over all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class FirstLucidrains(nn.Module):
         return y
 
 
-def test_first_form_of_lucidrains() -> None:
+def test_first_version_of_lucidrains() -> None:
     reference = FirstLucidrains()
     scramble(reference)
     config = ViTConfig(

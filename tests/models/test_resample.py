@@ -1,4 +1,4 @@
-"""Resampling against the functions it is named after."""
+"""Resampling against the libraries it is named after."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_transformers() -> None:
     peer = module.ViTEmbeddings(config)
     peer.position_embeddings.data.normal_()
     expected = peer.interpolate_pos_encoding(torch.zeros(1, 197, 6), 112, 448)
-    if torch.equal(expected, peer.position_embeddings):  # it, too, may keep the table when the counts agree
+    if torch.equal(expected, peer.position_embeddings):  # it may keep the table if the counts match
         expected = peer.interpolate_pos_encoding(torch.zeros(1, 1 + 7 * 27, 6), 112, 432)
         new = (7, 27)
     else:
@@ -57,9 +57,9 @@ def test_transformers() -> None:
 
 @pytest.mark.parametrize("new", [(16, 16), (37, 37), (10, 20)])
 def test_dinov2(new: tuple[int, int]) -> None:
-    """Facebook's rule from its definition: the scale is a tenth of a patch too large, and is used as it is.
+    """DINOv2's rule from its definition: the scale is a tenth of a patch too large, and used unchanged.
 
-    Output cell i lies at (i + 0.5) · old / (new + 0.1) − 0.5, read with torch's cubic kernel (a = −0.75).
+    Output cell i is at (i + 0.5) · old / (new + 0.1) − 0.5, read with torch's cubic kernel (a = −0.75).
     """
     table = torch.randn(1, 14 * 14, 3, dtype=torch.float64)
 
@@ -85,20 +85,20 @@ def test_dinov2(new: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", [(8, 8), (16, 16), (32, 24), (14, 14)])
 def test_patch_kernels_as_in_timm(size: tuple[int, int]) -> None:
-    """timm has the same rule, by default with another interpolation; with ours it must agree."""
+    """timm has the same rule with another default interpolation; with ours it must agree."""
     kernel = torch.randn(5, 3, 12, 12)
     function = import_peer("timm.layers").resample_patch_embed
     expected = function(kernel, list(size), interpolation="bilinear", antialias=False)
     assert torch.allclose(resample_kernel(kernel, size), expected, atol=1e-4)
 
 
-def test_lines_are_grids_of_one_column() -> None:
+def test_resample_line_is_a_grid_of_one_column() -> None:
     line = torch.linspace(0, 1, 5)[:, None]
     assert torch.allclose(resample_line(line, 9, "google"), torch.linspace(0, 1, 9)[:, None], atol=1e-6)
 
 
 def test_relative_offsets_keep_the_direction_of_a_step() -> None:
-    """A table that encodes (rows down, columns right) still does so on a grid of twice the size."""
+    """A table that encodes (rows down, columns right) still does so on a grid twice as large."""
     old, new = (5, 7), (10, 14)
 
     def steps(grid: tuple[int, int]) -> torch.Tensor:
@@ -108,13 +108,13 @@ def test_relative_offsets_keep_the_direction_of_a_step() -> None:
         return torch.stack([down / grid[0], (offset - down * grid[1]) / grid[1]], dim=1)
 
     found = resample_offsets(steps(old), old, new)
-    inner = steps(new).abs().amax(dim=1) < 0.4  # near the ends an offset can be read in two ways
+    inner = steps(new).abs().amax(dim=1) < 0.4  # near the ends an offset is ambiguous
     assert inner.sum() > 50
     assert torch.allclose(found[inner], steps(new)[inner], atol=1e-6)
 
 
 def test_a_resized_model_equals_timms() -> None:
-    """224 -> 384 with timm's own method, weights carried by each library's own code."""
+    """224 -> 384 with timm's method, resized by each library's code."""
     options: dict[str, Any] = {"patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
     peer = import_peer("timm.models.vision_transformer").VisionTransformer(img_size=64, **options).eval()
     ours = ViT(ViTConfig(image_size=64, patch_size=8, width=24, depth=2, heads=3, classes=5)).eval()

@@ -1,4 +1,4 @@
-"""The stems: shared weights, and what the hybrid's pieces compute."""
+"""The stems: shared weights, and the layers of the hybrid."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from vitrail.models.vit import ViT
 
 @pytest.mark.parametrize("channels", [1, 3, 4, 13])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_and_conv_are_one_function(channels: int, bias: bool) -> None:
+def test_linear_and_conv_are_equivalent(channels: int, bias: bool) -> None:
     size: dict[str, Any] = {"image_size": (12, 30), "patch_size": (4, 6), "width": 24, "depth": 1, "heads": 2}
     config = ViTConfig(**size, channels=channels, patch_bias=bias, classes=5)
     conv = scramble(ViT(config))
@@ -64,8 +64,8 @@ def test_shape_of_the_feature_map(depths: tuple[int, ...], factor: float, channe
     assert out.shape == (1, channels, 64 // stride, 96 // stride)
 
 
-def test_hybrids_cut_patches_out_of_the_feature_map() -> None:
-    """R+Ti/16: a feature map of stride 4, patches of 8×8 cells, 32 pixels a token."""
+def test_hybrids_split_the_feature_map_into_patches() -> None:
+    """R+Ti/16: a feature map of stride 4, patches of 8×8 cells, 32 pixels per token."""
     model = ViT(
         ViTConfig(image_size=64, patch_size=32, stem="resnet", resnet={"depths": ()}, width=24, heads=2, depth=1)
     )
@@ -101,10 +101,8 @@ def test_hybrids_cut_patches_out_of_the_feature_map() -> None:
     ],
     ids=lambda value: value.get("stem", "") if isinstance(value, dict) else None,
 )
-def test_the_stages_are_tensors_that_the_stem_makes(
-    options: dict[str, Any], expected: dict[str, tuple[int, ...]]
-) -> None:
-    """Only what the model computes is listed, each with its real shape."""
+def test_stages_list_the_tensors_of_the_stem(options: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> None:
+    """Only tensors that the model computes are listed, with their real shapes."""
     config = ViTConfig(image_size=(32, 64), patch_size=8, width=48, depth=1, heads=3, classes=2, **options)
     model = ViT(config).eval()
     found = stages(model, torch.zeros(1, 3, 32, 64))
@@ -115,7 +113,7 @@ def test_the_stages_are_tensors_that_the_stem_makes(
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_the_stages_of_a_hybrid_that_is_a_root_alone() -> None:
+def test_stages_of_a_hybrid_with_only_a_root() -> None:
     config = ViTConfig(
         image_size=32, patch_size=8, width=48, depth=1, heads=3, classes=2, stem="resnet", resnet={"depths": ()}
     )

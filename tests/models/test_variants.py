@@ -38,7 +38,7 @@ def test_every_variant_has_a_known_size() -> None:
 
 @pytest.mark.parametrize("paper", PARAMETERS)
 def test_parameter_counts(paper: str) -> None:
-    """Counted on the whole model, not by the shortcut that `cost` takes; both must agree."""
+    """Counted on the full model, not extrapolated as in `cost`; both must agree."""
     config = variant_config(paper)
     with torch.device("meta"):
         model = ViT(config)
@@ -92,11 +92,11 @@ def test_unknown_name(name: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("thing", [None, 3, {}, ["Ti/16"], b"Ti/16", ViTConfig])
-def test_what_is_no_name(thing: Any) -> None:
+def test_names_that_are_not_strings(thing: Any) -> None:
     for function in (vitrail.create, vitrail.describe):
-        with pytest.raises(ConfigError, match="expected a model's name, such as 'B/16', or a ViTConfig"):
+        with pytest.raises(ConfigError, match="expected a model name such as 'B/16', or a ViTConfig"):
             function(thing)
-    with pytest.raises(ConfigError, match="expected the name of a model"):
+    with pytest.raises(ConfigError, match="expected a model name"):
         variant_config(thing)
     with pytest.raises(ConfigError, match="ViT takes a ViTConfig"):
         ViT(thing)
@@ -123,7 +123,7 @@ def test_a_config_knows_its_name(variant: Any) -> None:
     assert variant_name(config.replace(depth=config.depth + 1)) is None
 
 
-def test_names_of_sizes_without_a_row() -> None:
+def test_variant_names_for_unlisted_patch_sizes() -> None:
     small = variant_config("S/16").replace(patch_size=14)
     assert variant_name(small) == "S/14"
     assert variant_name(small.replace(patch_size=(14, 16))) is None

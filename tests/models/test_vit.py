@@ -1,4 +1,4 @@
-"""The methods of ViT, and what it says to a tensor that does not fit."""
+"""The methods of ViT, and its errors for invalid inputs."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def tiny(**fields: Any) -> ViT:
         ),
     ],
 )
-def test_wrong_images_are_explained(shape: tuple[int, ...], words: str) -> None:
+def test_wrong_images(shape: tuple[int, ...], words: str) -> None:
     for method in ("forward", "features", "trace"):
         with pytest.raises(InputError) as caught:
             getattr(tiny(), method)(torch.zeros(shape))
@@ -45,7 +45,7 @@ def test_wrong_images_are_explained(shape: tuple[int, ...], words: str) -> None:
 
 
 @pytest.mark.parametrize("thing", [None, [1], "x", 3, np.zeros((1, 3, 12, 20), np.float32)])
-def test_what_is_no_tensor(thing: Any) -> None:
+def test_inputs_that_are_not_tensors(thing: Any) -> None:
     with pytest.raises(InputError, match=f"expected a tensor of images, found {type(thing).__name__}"):
         tiny()(thing)
 
@@ -61,8 +61,8 @@ def test_another_precision_or_device() -> None:
 
 
 @pytest.mark.parametrize("layers", [(0.5,), (True,), ("a",), 0, None, "all", torch.tensor([0.5])])
-def test_layers_that_are_no_numbers(layers: Any) -> None:
-    with pytest.raises(InputError, match=r"expected the numbers of layers|a layer is a whole number"):
+def test_layers_that_are_not_integers(layers: Any) -> None:
+    with pytest.raises(InputError, match=r"expected layer indices|expected an integer layer"):
         tiny().trace(torch.zeros(1, 3, 12, 20), attention=layers)
 
 
@@ -71,16 +71,16 @@ def test_layers_in_any_collection(layers: Any) -> None:
     assert set(tiny().trace(torch.zeros(1, 3, 12, 20), attention=layers).attention) == {0, 1}
 
 
-def test_whole_numbers_are_refused() -> None:
+def test_integer_images_are_an_error() -> None:
     with pytest.raises(InputError, match=r"found torch\.uint8; preprocess the image first"):
         tiny()(torch.zeros(1, 3, 12, 20, dtype=torch.uint8))
 
 
-def test_an_empty_batch_is_a_batch() -> None:
+def test_empty_batch() -> None:
     assert tiny()(torch.zeros(0, 3, 12, 20)).shape == (0, 5)
 
 
-def test_features_are_what_the_head_sees() -> None:
+def test_features_are_the_input_of_the_head() -> None:
     model, x = tiny(), torch.randn(2, 3, 12, 20)
     pooled, tokens = model.features(x).pooled, model.features(x).tokens
     assert tokens.shape == (2, 16, 24)
@@ -89,7 +89,7 @@ def test_features_are_what_the_head_sees() -> None:
 
 
 def test_features_as_grid() -> None:
-    """Cell (r, c) of the grid is the token of the patch in row r, column c, wherever special tokens stand."""
+    """Cell (r, c) of the grid is the token of the patch in row r, column c, wherever the special tokens are."""
     for fields in (
         {},
         {"class_token": "last", "registers": 2},
@@ -102,7 +102,7 @@ def test_features_as_grid() -> None:
         assert torch.equal(grid[:, :, 1, 2], tokens[:, 1 * 5 + 2])
 
 
-def test_features_of_a_layer_are_those_of_a_shorter_model() -> None:
+def test_features_of_a_layer_equal_a_truncated_model() -> None:
     model, x = tiny(), torch.randn(2, 3, 12, 20)
     shorter = ViT(model.config.replace(depth=2)).eval()
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("blocks.2.")}
@@ -140,7 +140,7 @@ def test_trace_is_differentiable_and_counts_from_the_end() -> None:
     assert torch.equal(traced.logits, model.head(model.norm(traced.tokens[-1])[:, 0]))
 
 
-def test_layers_not_asked_for_keep_the_fused_kernel() -> None:
+def test_other_layers_keep_the_fused_kernel() -> None:
     """Count the kernels: tracing one of three layers leaves two fused attentions."""
     model, x = tiny(), torch.randn(2, 3, 12, 20)
     with torch.profiler.profile(acc_events=True) as profile, torch.no_grad():
@@ -173,7 +173,7 @@ def test_reset_head_keeps_dtype_and_the_second_head() -> None:
         tiny().distilled(torch.randn(2, 3, 12, 20))
 
 
-def test_the_answer_is_the_mean_of_both_heads() -> None:
+def test_logits_are_the_mean_of_both_heads() -> None:
     model, x = tiny(distillation_token=True), torch.randn(2, 3, 12, 20)
     by_class, by_distillation = model.distilled(x)
     assert torch.allclose(model(x), (by_class + by_distillation) / 2)
@@ -190,8 +190,8 @@ def test_resize_and_back_runs_in_between() -> None:
     assert model(x).shape == before.shape
 
 
-def test_equal_token_counts_are_resampled_all_the_same() -> None:
-    """14×14 -> 7×28 keeps 196 patches; a table that is copied would be wrong in every row (timm copies it)."""
+def test_equal_token_counts_are_still_resampled() -> None:
+    """14×14 -> 7×28 keeps 196 patches; a copied table would be wrong in every row (timm copies it)."""
     model = ViT(ViTConfig(image_size=(56, 56), patch_size=4, width=24, depth=1, heads=3, classes=5))
     old = model.pos_embed.detach().clone()
     model.resize((28, 112))
@@ -202,8 +202,8 @@ def test_equal_token_counts_are_resampled_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_an_enlarged_image_of_enlarged_patches_looks_the_same(stem: str) -> None:
-    """Enlarge image patch by patch, and the resized model gives the same logits: FlexiViT's rule end to end."""
+def test_enlarged_images_with_enlarged_patches_give_the_same_logits(stem: str) -> None:
+    """With the image enlarged patch by patch, the resized model gives the same logits: FlexiViT end to end."""
     model, x = tiny(stem=stem), torch.randn(2, 3, 12, 20)
     before = model(x)
     cells = x.unfold(2, 4, 4).unfold(3, 4, 4).reshape(-1, 1, 4, 4)
@@ -218,7 +218,7 @@ def test_stems_bound_to_their_patch(stem: str) -> None:
     model = ViT(ViTConfig(image_size=64, patch_size=16, stem=stem, width=48, heads=3, depth=1))
     with pytest.raises(ConfigError, match=f"the stem '{stem}' is bound to its patch size"):
         model.resize(128, 32)
-    assert model.config.patch_size == (16, 16)  # a refusal changes nothing
+    assert model.config.patch_size == (16, 16)  # an error changes nothing
     model.resize(96)
     assert model(torch.randn(2, 3, 96, 96)).shape == (2, 1000)
 
@@ -240,8 +240,8 @@ def test_frozen_parameters_stay_frozen_through_resize() -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_gradient_checkpointing_changes_no_number() -> None:
-    """Also with dropout, stochastic depth and dropped patches, because the random state is replayed."""
+def test_gradient_checkpointing_changes_nothing() -> None:
+    """Also with dropout, stochastic depth and dropped patches, because the random state is restored."""
     rates = dict.fromkeys(
         ("embed_dropout", "attention_dropout", "mlp_dropout", "stochastic_depth", "patch_dropout"), 0.3
     )
@@ -273,12 +273,12 @@ def test_half_precision_weights(position: str) -> None:
     assert model(torch.randn(2, 3, 12, 20, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_state_dict_holds_only_what_was_learned() -> None:
+def test_state_dict_has_only_learned_tensors() -> None:
     for position in ("sincos_2d", "rope_2d"):
         assert not [k for k in tiny(position=position).state_dict() if "pos" in k or "rotation" in k]
 
 
-def test_a_model_built_without_memory_is_filled_by_its_weights() -> None:
+def test_a_meta_model_takes_weights_by_assignment() -> None:
     """Built on the meta device, a model takes weights by assignment and gives the same logits."""
     for position in ("learned_1d", "sincos_2d", "rope_2d", "relative"):
         model, x = tiny(position=position), torch.randn(2, 3, 12, 20)
@@ -288,8 +288,8 @@ def test_a_model_built_without_memory_is_filled_by_its_weights() -> None:
         assert torch.equal(empty.eval()(x), model(x))
 
 
-def test_patch_dropout_keeps_special_tokens_and_places() -> None:
-    """What the kept patches give must be what they would give in a sequence without the others."""
+def test_patch_dropout_keeps_special_tokens_and_positions() -> None:
+    """The output for the kept patches equals that of a sequence without the others."""
     for fields in (
         {"position": "learned_1d", "position_at": "every_block"},
         {"position": "learned_2d", "position_at": "shared"},
@@ -309,7 +309,7 @@ def test_patch_dropout_keeps_special_tokens_and_places() -> None:
         model.eval()
         whole, _ = model.embed(x)
         assert torch.equal(tokens, whole.gather(1, places.kept[..., None].expand(-1, -1, 24)))
-        # Attention over the kept tokens equals attention over all with the others out of sight.
+        # Attention over the kept tokens equals attention over all tokens with the others masked.
         block = model.blocks[0]
         short = block(tokens, places)
         hidden = torch.full((2, 1, 17, 17), float("-inf"))
@@ -320,7 +320,7 @@ def test_patch_dropout_keeps_special_tokens_and_places() -> None:
 
 
 def masked_block(model: ViT, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Run the first block on every token, with some keys hidden."""
+    """Run the first block on all tokens, with some keys masked."""
     original = nn.functional.scaled_dot_product_attention
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any, dropout_p: float) -> torch.Tensor:
@@ -340,4 +340,4 @@ def test_stochastic_depth_grows_with_depth_and_keeps_the_mean() -> None:
     out = drop(torch.ones(20_000, 2, 3))
     assert set(out.unique().tolist()) == {0.0, 2.0}
     assert out.mean() == pytest.approx(1.0, abs=0.03)
-    assert torch.equal(out[:, 0, 0], out[:, 1, 2])  # a whole image at a time
+    assert torch.equal(out[:, 0, 0], out[:, 1, 2])  # per image

@@ -1,4 +1,4 @@
-"""Each option reaches the place it is meant for, alone: what an end-to-end comparison can miss."""
+"""Each option, tested alone, has its intended effect: what an end-to-end comparison can miss."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ def images() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("token", ["first", "last", "none"])
-def test_tokens_stand_where_the_layout_says(token: Any) -> None:
+def test_tokens_follow_the_layout(token: Any) -> None:
     pool, distillation = ("mean", False) if token == "none" else ("cls", True)
     model = tiny(class_token=token, distillation_token=distillation, registers=2, position="none", pool=pool)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_each_head_reads_its_own_token(token: Any) -> None:
 
 @pytest.mark.parametrize("token", ["first", "last", "none"])
 @pytest.mark.parametrize("over", ["patches", "all"])
-def test_mean_is_over_what_it_says(token: Any, over: Any) -> None:
+def test_mean_pooling_follows_pool_over(token: Any, over: Any) -> None:
     model = tiny(class_token=token, registers=2, pool="mean", pool_over=over)
     found = model.features(images())
     chosen = found.tokens[:, model.config.layout.patches] if over == "patches" else found.tokens
@@ -69,7 +69,7 @@ def test_mean_is_over_what_it_says(token: Any, over: Any) -> None:
 
 
 @pytest.mark.parametrize("over", ["patches", "all"])
-def test_the_query_of_map_can_be_watched(over: Any) -> None:
+def test_map_pooling_can_be_traced(over: Any) -> None:
     model = tiny(class_token="last", registers=2, pool="map", pool_over=over)
     found = model.trace(images())
     assert found.pooling is not None
@@ -101,8 +101,8 @@ def test_resize_carries_patches_and_keeps_the_rest(token: Any, covers: Any, meth
 
 
 @pytest.mark.parametrize("rate", ["embed_dropout", "attention_dropout", "proj_dropout", "mlp_dropout"])
-def test_each_dropout_drops_in_its_place(rate: str) -> None:
-    """Alone, each rate changes the answer in training, none in evaluation; and dropping nearly all stops its signal."""
+def test_each_dropout_acts_where_it_should(rate: str) -> None:
+    """Each rate alone changes the output in training but not in evaluation; a rate near 1 stops its signal."""
     model, x = tiny(**{rate: 0.5}), images()
     assert torch.equal(model(x), model(x))
     model.train()
@@ -145,8 +145,8 @@ def test_every_layer_norm_has_the_eps_of_the_config(stem: Any) -> None:
         assert {norm.eps for norm in norms} == {0.125}
 
 
-def test_gradient_checkpointing_forgets_activations() -> None:
-    """With the switch on, the backward pass runs every block again."""
+def test_gradient_checkpointing_recomputes_blocks() -> None:
+    """If enabled, the backward pass runs every block again."""
     model, x = tiny().train(), images()
     calls = 0
 
@@ -163,7 +163,7 @@ def test_gradient_checkpointing_forgets_activations() -> None:
     assert calls == 2 + 4
 
 
-def test_a_fresh_head_is_drawn_by_the_scheme() -> None:
+def test_a_new_head_follows_the_init_scheme() -> None:
     model = tiny(init="paper")
     model.reset_head(7)
     assert not model.head.weight.any()
@@ -184,8 +184,8 @@ def test_cost_of_every_kind(position: Any, stem: Any) -> None:
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_emptied_and_filled_again(position: Any) -> None:
-    """Built without memory, given some, filled with weights: what follows from the config is there again."""
+def test_to_empty_recomputes_buffers(position: Any) -> None:
+    """After meta device, `to_empty` and loading weights, the computed buffers are restored."""
     model, x = tiny(position=position), images()
     with torch.device("meta"):
         empty = ViT(model.config)
@@ -196,7 +196,7 @@ def test_emptied_and_filled_again(position: Any) -> None:
 
 @pytest.mark.parametrize("position", POSITIONS)
 def test_functional_calls(position: Any) -> None:
-    """Per-sample gradients and ensembles call a model with other weights than its own."""
+    """Per-sample gradients and ensembles call a model with other weights."""
     model, x = tiny(position=position), images()
     weights = {name: 0.5 * p.detach() for name, p in model.named_parameters()}
     found = torch.func.functional_call(model, weights, (x,))
@@ -254,7 +254,7 @@ def test_resolved_configs_mean_the_same() -> None:
 
 
 def test_googles_hybrid_against_a_plain_reference() -> None:
-    """On a faint image the small constants decide: StdConv's 1e-5 outside the root, GroupNorm's eps of 1e-6."""
+    """On a faint image the epsilons matter: StdConv's 1e-5 outside the square root, GroupNorm's 1e-6."""
     backbone = scramble(ResNetBackbone(3, ResNet(depths=(1, 1))))
     x = 1e-4 * torch.randn(2, 3, 32, 32)
     state = {name: tensor.double() for name, tensor in backbone.state_dict().items()}

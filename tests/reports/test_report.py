@@ -18,7 +18,7 @@ import vitrail
 from vitrail.__main__ import main
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import ConfigError
-from vitrail.evaluation import Predictions, measure
+from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.metrics.intervals import wilson_interval
 from vitrail.reports.formatting import points, share, span
 from vitrail.reports.report import report, report_of_finished
@@ -287,7 +287,7 @@ def test_two_hundred_classes_stay_readable(bare: Path) -> None:
     probabilities[np.arange(2000), labels] += 0.5
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     source = Arrays(np.zeros((2000, 2, 2), np.uint8), labels, names)
-    measured = measure(Predictions(probabilities, labels, np.arange(2000)), source)
+    measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(2000)), source)
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     page = Page(report(bare))
     assert len(page.html) < 2_000_000
@@ -316,7 +316,7 @@ def test_a_class_has_its_own_interval_and_what_it_is_taken_for(bare: Path) -> No
     labels, answers = (np.repeat(places, matrix.flatten()) for places in np.indices(matrix.shape).reshape(2, -1))
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, ("a", "b", "c"))
     probabilities = np.eye(3, dtype=np.float32)[answers] * 0.7 + 0.1
-    measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(len(labels))), source)
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     html = Page(report(bare)).html.partition('<section id="classes"')[2].partition("</section>")[0]
     rows = [re.sub("<[^>]+>", " ", row).split() for row in re.findall("<tr>(.*?)</tr>", html)[1:]]
@@ -335,7 +335,7 @@ def test_a_class_that_is_never_recognised_is_not_among_those_of_highest_recall(b
     probabilities = np.full((len(labels), classes), 0.02, np.float32)
     probabilities[:, 0] = 0.9
     source = Arrays(np.zeros((len(labels), 2, 2), np.uint8), labels, tuple(f"class {n}" for n in range(classes)))
-    measured = measure(Predictions(probabilities, labels, np.arange(len(labels))), source)
+    measured = evaluate_predictions(Predictions(probabilities, labels, np.arange(len(labels))), source)
     (bare / "result.json").write_text(json.dumps(measured.as_dict()))
     page = Page(report(bare))
     assert "asiest" not in page.html

@@ -42,7 +42,7 @@ def test_a_journal_in_which_training_and_validation_part_ways() -> None:
         validations = [{"step": 50, "val_top1": 0.45, "best": 50}, {"step": 100, "val_top1": 0.5, "best": best}]
         said = gap_warning([*steps, *validations], 100)
         assert bool(said) == warned, "what counts is the checkpoint that is kept"
-    assert said[0].startswith("overfitting: 98.0% on the training images, as augmented, and 50.0% on the 100 ")
+    assert said[0].startswith("overfitting: 98.0% on the augmented training images, 50.0% on the 100 ")
     assert gap_warning(steps, 100) == []
     assert gap_warning(validations, 100) == []
     assert gap_warning([*steps, *validations], 4) == [], "two of four images may be chance"

@@ -10,7 +10,7 @@ import pytest
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.source import Arrays
 from vitrail.errors import CheckpointError
-from vitrail.evaluation import Predictions, measure
+from vitrail.evaluation import Predictions, evaluate_predictions
 from vitrail.training.prediction_file import write_test_predictions
 from vitrail.training.train import train
 
@@ -43,7 +43,7 @@ def test_every_column_is_what_it_says(classes: int, tmp_path: Path) -> None:
         assert row["top_classes"] == [f"class {number}" for number in ranked]
         assert row["top_probabilities"] == [answer[number] for number in ranked]
     assert json.loads(table.schema.metadata[b"classes"]) == list(source.classes)
-    assert measure(predictions, source).loss == pytest.approx(np.mean(table["log_loss"].to_numpy()))
+    assert evaluate_predictions(predictions, source).loss == pytest.approx(np.mean(table["log_loss"].to_numpy()))
     compressed = pq.ParquetFile(tmp_path / "test_predictions.parquet").metadata.row_group(0).column(0).compression
     assert (compressed, [path.name for path in tmp_path.iterdir()]) == ("ZSTD", ["test_predictions.parquet"])
 

@@ -117,7 +117,7 @@ def test_a_run_of_two_goes_on_with_another_number(after: int, by_one: Path, tmp_
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert errors.count("the run is saved, and the same command goes on with it") == 1
+    assert errors.count("the run is saved, rerun the same command to resume it") == 1
     assert 5 <= steps(folder) < 200
     done = run(folder, after, "steps=200", "save_minutes=0")
     assert done.returncode == 0, done.stderr

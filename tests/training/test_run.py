@@ -153,7 +153,7 @@ def test_a_signal_saves_first(straight: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "the run is saved, and the same command goes on with it" in errors
+    assert "the run is saved, rerun the same command to resume it" in errors
     assert _steps(folder) > 0
     assert run(folder, "--workers", "0").returncode == 0
     assert same(weights(folder), weights(straight))
@@ -542,4 +542,4 @@ def test_a_run_among_its_own_images(tmp_path: Path) -> None:
 def test_a_run_is_no_model(straight: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         vitrail.load(straight)
-    assert str(caught.value) == f"{straight} is a run; its best model is {straight / 'best'}"
+    assert str(caught.value) == f"{straight} is a run folder; its best model is {straight / 'best'}"

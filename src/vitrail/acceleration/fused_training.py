@@ -31,8 +31,8 @@ from vitrail.models.attention import Attention
 from vitrail.models.blocks import Block
 from vitrail.models.checks import check_images
 from vitrail.models.config import ViTConfig
-from vitrail.models.patches import cut
-from vitrail.models.position import Places
+from vitrail.models.patches import patchify
+from vitrail.models.position import TokenPositions
 from vitrail.models.vit import ViT
 
 
@@ -74,16 +74,20 @@ class FusedTraining(nn.Module):
         one = pooled_token(model.config) is not None and not model.config.patch_dropout
         return model._classify(self._run(_one_token if one else _all_tokens, last, tokens, places))
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, Places]:
+    def _embed(self, x: Tensor) -> tuple[Tensor, TokenPositions]:
         model, config = self.model, self.model.config
         if config.stem != "conv":
             return model.embed(x)
         check_images(x, config, next(model.parameters()))
         kernel = cast("nn.Conv2d", model.patch_embed.proj)
-        return model.placed(F.linear(cut(x, config.patch_size), kernel.weight.flatten(1), kernel.bias))
+        return model.add_positions(F.linear(patchify(x, config.patch_size), kernel.weight.flatten(1), kernel.bias))
 
     def _run(
-        self, function: Callable[[Block, Tensor, Places, bool], Tensor], block: Block, tokens: Tensor, places: Places
+        self,
+        function: Callable[[Block, Tensor, TokenPositions, bool], Tensor],
+        block: Block,
+        tokens: Tensor,
+        places: TokenPositions,
     ) -> Tensor:
         """Run one block, with gradient checkpointing if the model uses it."""
         if self.model.gradient_checkpointing and self.model.training:
@@ -94,9 +98,9 @@ class FusedTraining(nn.Module):
 # ── a block ──
 
 
-def _all_tokens(block: Block, x: Tensor, places: Places, can_attend: bool) -> Tensor:
+def _all_tokens(block: Block, x: Tensor, places: TokenPositions, can_attend: bool) -> Tensor:
     """Map (B, T, D) to (B, T, D); `can_attend` enables the short-attention kernel."""
-    x = block.place(x, places)
+    x = block.add_position(x, places)
     attention, normed, (weight, bias) = block.attn, _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)
     if normed.dtype != torch.bfloat16:
         query, key, value = F.linear(normed, weight, bias).chunk(3, dim=-1)
@@ -108,9 +112,9 @@ def _all_tokens(block: Block, x: Tensor, places: Places, can_attend: bool) -> Te
     return _add_branches(block, x, _attend(block, query, key, value))
 
 
-def _one_token(block: Block, x: Tensor, places: Places, _: bool) -> Tensor:
+def _one_token(block: Block, x: Tensor, places: TokenPositions, _: bool) -> Tensor:
     """Map (B, T, D) to the token the head reads, (B, 1, D)."""
-    x = block.place(x, places)
+    x = block.add_position(x, places)
     read = pooled_token(block.config) or 0  # looked up each time: a model can be resized
     here, inner = slice(read, read + 1), block.attn.heads * block.attn.head_width
     normed, (weight, bias) = _normed(x, block.norm1), _folded(block.norm1, block.attn.qkv)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from vitrail.models.blocks import Block, LayerScale, Mlp, gelu_tanh
 from vitrail.models.config import ViTConfig
-from vitrail.models.patches import cut
-from vitrail.models.position import Places
+from vitrail.models.patches import patchify
+from vitrail.models.position import TokenPositions
 from vitrail.models.stems import ConvProjection, LinearProjection
 from vitrail.models.vit import ViT
 
@@ -61,7 +61,7 @@ class PackedStem(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, N, D)."""
-        return cast("Tensor", self.proj(cut(x.to(self.dtype), self.patch)))
+        return cast("Tensor", self.proj(patchify(x.to(self.dtype), self.patch)))
 
 
 class PackedBlock(nn.Module):
@@ -79,10 +79,10 @@ class PackedBlock(nn.Module):
         block.to(dtype)
         del attention.proj, mlp.fc1, mlp.fc2
 
-    def forward(self, x: Tensor, places: Places) -> Tensor:
+    def forward(self, x: Tensor, places: TokenPositions) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         block = self.block
-        x = block.place(x, places).to(self.dtype)
+        x = block.add_position(x, places).to(self.dtype)
         if block.config.norm_order == "pre":
             x = self._attend(x, block.norm1(x), places)
             x = self._mlp(x, block.norm2(x))
@@ -91,7 +91,7 @@ class PackedBlock(nn.Module):
             x = block.norm2(self._mlp(x, x))
         return x.float() if self.last else x
 
-    def _attend(self, residual: Tensor, x: Tensor, places: Places) -> Tensor:
+    def _attend(self, residual: Tensor, x: Tensor, places: TokenPositions) -> Tensor:
         query, key, value, _ = self.block.attn.project(x, places)
         if self.read is not None:
             here = slice(self.read, self.read + 1)

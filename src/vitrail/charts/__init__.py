@@ -1,1 +1,1 @@
-"""Charts as static SVG: numbers in, text out."""
+"""Charts as static SVG: numbers in, SVG text out."""

@@ -1,4 +1,4 @@
-"""Axes: where a number lies between two ends, and which numbers are written beside it."""
+"""Axes: scaling, ticks and tick labels."""
 
 import math
 from collections.abc import Iterable
@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple
 
 from vitrail.charts.svg import MARGIN, number, text_at
 
-Unit = Literal["number", "percent", "whole"]
-"""How the numbers of an axis are written: 0.5, 50% (for 0.5), or 1,000 with nothing in between."""
+Unit = Literal["number", "percent", "integer"]
+"""The number format of an axis: 0.5, 50% (for 0.5), or integers such as 1,000."""
 
 
 class Axis(NamedTuple):
-    """The numbers from `low` to `high`, evenly or, with `log`, each power of ten as far as the next."""
+    """An axis from `low` to `high`, linear or logarithmic."""
 
     low: float
     high: float
@@ -19,36 +19,36 @@ class Axis(NamedTuple):
     log: bool = False
     unit: Unit = "number"
 
-    def place(self, value: float) -> float:
-        """Return where a number lies, from 0 at the low end to 1 at the high one; what lies outside is at an end."""
+    def position(self, value: float) -> float:
+        """Map a value to 0 (low) … 1 (high); clips values outside."""
         if self.log:
-            share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+            fraction = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         else:
-            share = (value - self.low) / (self.high - self.low)
-        return min(1.0, max(0.0, share))
+            fraction = (value - self.low) / (self.high - self.low)
+        return min(1.0, max(0.0, fraction))
 
-    def ticks(self, most: int = 6) -> list[float]:
-        """Return the numbers that a person would write beside it."""
+    def ticks(self, limit: int = 6) -> list[float]:
+        """Return round tick values."""
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            every = -(-len(powers) // most)
+            every = -(-len(powers) // limit)
             if every == 1 and len(powers) <= 3:
                 found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
             else:
                 found = [10.0**power for power in powers if power % every == 0]
-            there = [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
-            if len(there) > 1:
-                return there
-            # So short a stretch is nearly even, and round numbers lie between the powers.
-        step = _round_step((self.high - self.low) / max(most - 1, 1), whole=self.unit == "whole")
+            inside = [tick for tick in found if self.low * 0.999 <= tick <= self.high * 1.001]
+            if len(inside) > 1:
+                return inside
+            # Over such a short range the axis is nearly linear, and round numbers are between the powers.
+        step = _round_step((self.high - self.low) / max(limit - 1, 1), integer=self.unit == "integer")
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [place * step for place in range(first, last + 1)]
+        return [index * step for index in range(first, last + 1)]
 
-    def said(self, value: float) -> str:
-        """Write a number as this axis does."""
+    def format(self, value: float) -> str:
+        """Format a value as a tick label."""
         if self.unit == "percent":
             return f"{round(100 * value, 1):g}%"
-        return f"{value:,.0f}" if self.unit == "whole" else short(value)
+        return f"{value:,.0f}" if self.unit == "integer" else short(value)
 
 
 def around(
@@ -60,22 +60,22 @@ def around(
     low: float | None = None,
     high: float | None = None,
 ) -> Axis:
-    """Return an axis for numbers, with a little room at both ends but those that are given.
+    """Return an axis that fits the values, with a margin at both ends unless `low` or `high` is set.
 
-    A logarithmic one is possible only for numbers above 0; otherwise it is an even one.
+    A logarithmic axis needs positive values; otherwise it is linear.
     """
     found = [value for value in values if math.isfinite(value)]
     if log and found and min(found) > 0:
         return Axis((low or min(found) * 0.9), (high or max(found) * 1.1), label, True, unit)
     least, most = min(found, default=0.0), max(found, default=1.0)
-    room = 0.06 * (most - least) or 0.05 * abs(most) or 0.5
-    start = low if low is not None else (max(0.0, least - room) if least >= 0 else least - room)
-    end = high if high is not None else most + room
+    margin = 0.06 * (most - least) or 0.05 * abs(most) or 0.5
+    start = low if low is not None else (max(0.0, least - margin) if least >= 0 else least - margin)
+    end = high if high is not None else most + margin
     return Axis(start, end if end > start else start + 1, label, False, unit)
 
 
 def short(value: float) -> str:
-    """Write a number as a person would: 0.5, 12,000, but 5e-4."""
+    """Format a number briefly: 0.5, 12,000, 5e-4."""
     value = float(f"{value:.4g}")
     if not value or 0.001 <= abs(value) < 1_000_000:
         return f"{value:,.0f}" if value == round(value) else f"{value:g}"
@@ -83,14 +83,14 @@ def short(value: float) -> str:
     return f"{float(digits):g}e{int(power)}"
 
 
-def _round_step(least: float, *, whole: bool) -> float:
+def _round_step(least: float, *, integer: bool) -> float:
     power = 10.0 ** math.floor(math.log10(least))
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= 0.75 * least)
-    return max(1.0, step) if whole else step
+    return max(1.0, step) if integer else step
 
 
 class Panel(NamedTuple):
-    """The part of a drawing that has axes: its corner, its size, and what its axes span."""
+    """A plot area: its corner, its size and its axes."""
 
     left: float
     top: float
@@ -100,36 +100,38 @@ class Panel(NamedTuple):
     y: Axis
 
     def across(self, value: float) -> float:
-        """Return how far to the right a number lies."""
-        return self.left + self.width * self.x.place(value)
+        """Return the x coordinate of a value."""
+        return self.left + self.width * self.x.position(value)
 
     def down(self, value: float) -> float:
-        """Return how far down a number lies."""
-        return self.top + self.height * (1 - self.y.place(value))
+        """Return the y coordinate of a value."""
+        return self.top + self.height * (1 - self.y.position(value))
 
     def frame(self) -> str:
-        """Return the grid and the numbers beside it."""
+        """Return the grid lines and tick labels."""
         bottom, right = self.top + self.height, self.left + self.width
-        parts = []
+        elements = []
         for tick in self.y.ticks(max(2, int(self.height // 32))):
             y = number(self.down(tick))
-            parts.append(f'<path class="grid" d="M{number(self.left)} {y}H{number(right)}"/>')
-            parts.append(text_at(self.left - 6, self.down(tick) + 4, self.y.said(tick), style="quiet", anchor="end"))
+            elements.append(f'<path class="grid" d="M{number(self.left)} {y}H{number(right)}"/>')
+            elements.append(
+                text_at(self.left - 6, self.down(tick) + 4, self.y.format(tick), style="quiet", anchor="end")
+            )
         for tick in self.x.ticks(max(2, int(self.width // 70))):
             x = self.across(tick)
-            parts.append(f'<path class="grid" d="M{number(x)} {number(bottom)}v4"/>')
-            parts.append(text_at(x, bottom + 17, self.x.said(tick), style="quiet", anchor="middle"))
-        parts.append(f'<path class="grid" d="M{number(self.left)} {number(bottom)}H{number(right)}"/>')
+            elements.append(f'<path class="grid" d="M{number(x)} {number(bottom)}v4"/>')
+            elements.append(text_at(x, bottom + 17, self.x.format(tick), style="quiet", anchor="middle"))
+        elements.append(f'<path class="grid" d="M{number(self.left)} {number(bottom)}H{number(right)}"/>')
         if self.x.label:
-            parts.append(text_at(right, bottom + 33, self.x.label, style="quiet", anchor="end"))
+            elements.append(text_at(right, bottom + 33, self.x.label, style="quiet", anchor="end"))
         if self.y.label:
-            parts.append(text_at(MARGIN + 5, self.top, self.y.label, style="quiet", anchor="end", turned=True))
-        return "".join(parts)
+            elements.append(text_at(MARGIN + 5, self.top, self.y.label, style="quiet", anchor="end", turned=True))
+        return "".join(elements)
 
 
 def panel(width: float, height: float, x: Axis, y: Axis, *, top: float) -> Panel:
-    """Lay out a panel in a drawing, with room for its numbers and names."""
-    letters = max((len(y.said(tick)) for tick in y.ticks()), default=1)
+    """Lay out a panel, leaving space for tick labels and axis labels."""
+    letters = max((len(y.format(tick)) for tick in y.ticks()), default=1)
     left = MARGIN + 10 + 7 * letters + (14 if y.label else 0)
     below = 24 + (16 if x.label else 0)
     return Panel(left, top, width - left - 2 * MARGIN, height - top - below - 4, x, y)

@@ -1,4 +1,4 @@
-"""Curves and clouds of points."""
+"""Line charts and scatter plots."""
 
 import math
 from collections.abc import Sequence
@@ -7,25 +7,25 @@ from typing import NamedTuple
 from vitrail.charts.axis import Axis, Panel, Unit, around, panel
 from vitrail.charts.svg import COLOURS, HEAD, MARGIN, drawing, empty_drawing, finite, number, text_at, titled
 
-MOST_POINTS = 600
-"""More points of a curve than this cannot be seen."""
-MOST_MARKS = 60
-"""A curve of more points has none of them marked."""
+MAX_POINTS = 600
+"""The maximum number of points drawn per curve."""
+MAX_MARKS = 60
+"""Curves with more points have no markers."""
 
 
 class Series(NamedTuple):
-    """Points with a name."""
+    """A named series of points."""
 
     name: str
-    """Without a name it is not in the legend."""
+    """An empty name is not in the legend."""
     x: Sequence[float]
     y: Sequence[float]
     colour: int = 1
-    """From 1 on."""
+    """The colour index, from 1."""
     faint: bool = False
     dashed: bool = False
     marks: bool = False
-    """Whether each point is marked, and says its numbers when it is pointed at."""
+    """Whether each point has a marker with a tooltip."""
 
 
 def line_chart(
@@ -43,15 +43,15 @@ def line_chart(
     height: float = 300,
     standalone: bool = True,
 ) -> str:
-    """Draw curves over one another. With `log` the upright axis is logarithmic, if every number allows it."""
+    """Draw curves. With `log` the y axis is logarithmic, if all values are positive."""
     axes = _axes(series, x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
     if axes is None:
         return empty_drawing(title, "there is nothing to draw", width=width, height=height, standalone=standalone)
     names, top = legend([(one.name, one.colour, one.dashed) for one in series if one.name], width)
-    place = panel(width, height, *axes, top=top)
-    body = names + place.frame() + "".join(_curve(one, place) for one in series)
-    said = "; ".join(f"{one.name}: {_summary(one, place)}" for one in series if one.name and len(one.x))
-    return drawing(body, title=title, description=said, width=width, height=height, standalone=standalone)
+    plot = panel(width, height, *axes, top=top)
+    body = names + plot.frame() + "".join(_curve(one, plot) for one in series)
+    description = "; ".join(f"{one.name}: {_summary(one, plot)}" for one in series if one.name and len(one.x))
+    return drawing(body, title=title, description=description, width=width, height=height, standalone=standalone)
 
 
 def scatter(
@@ -71,44 +71,46 @@ def scatter(
     height: float = 300,
     standalone: bool = True,
 ) -> str:
-    """Draw points, over `lines` that say what to compare them with."""
+    """Draw points, over `lines` for comparison."""
     axes = _axes([*series, *lines], x_label, y_label, log, (x_unit, y_unit), y_low, y_high)
     if axes is None:
         return empty_drawing(title, "there is nothing to draw", width=width, height=height, standalone=standalone)
     named = [(one.name, one.colour, one.dashed) for one in [*series, *lines] if one.name]
     names, top = legend(named, width, dots=sum(bool(one.name) for one in series))
-    place = panel(width, height, *axes, top=top)
-    body = names + place.frame() + "".join(_curve(one, place) for one in lines)
-    body += "".join(_marks(one, place, radius) for one in series)
-    said = "; ".join(f"{one.name or 'points'}: {_summary(one, place)}" for one in [*series, *lines] if len(one.x))
-    return drawing(body, title=title, description=said, width=width, height=height, standalone=standalone)
+    plot = panel(width, height, *axes, top=top)
+    body = names + plot.frame() + "".join(_curve(one, plot) for one in lines)
+    body += "".join(_marks(one, plot, radius) for one in series)
+    description = "; ".join(f"{one.name or 'points'}: {_summary(one, plot)}" for one in [*series, *lines] if len(one.x))
+    return drawing(body, title=title, description=description, width=width, height=height, standalone=standalone)
 
 
 def legend(names: Sequence[tuple[str, int, bool]], width: float, *, dots: int = 0) -> tuple[str, float]:
-    """Return the names of series (name, colour, dashed) in a row below the title, and where the panel begins.
+    """Return the legend of series (name, colour, dashed) below the title, and the top of the panel.
 
-    The first `dots` of them are shown by a point and not by a line.
+    The first `dots` entries have a dot instead of a line.
     """
     if not names:
         return "", HEAD + 6
-    parts, x, y = [], float(MARGIN), HEAD + 10.0
-    for place, (name, colour, dashed) in enumerate(names):
-        shown = name if len(name) <= 40 else f"{name[:39]}…"
-        room = 30 + 6.6 * len(shown)
-        if x > MARGIN and x + room > width:
+    elements, x, y = [], float(MARGIN), HEAD + 10.0
+    for index, (name, colour, dashed) in enumerate(names):
+        label = name if len(name) <= 40 else f"{name[:39]}…"
+        extent = 30 + 6.6 * len(label)
+        if x > MARGIN and x + extent > width:
             x, y = float(MARGIN), y + 17
         style = f"curve line{shade(colour)}{' dashed' if dashed else ''}"
-        if place < dots:
-            parts.append(f'<circle class="mark fill{shade(colour)}" cx="{number(x + 8)}" cy="{number(y - 4)}" r="4"/>')
+        if index < dots:
+            elements.append(
+                f'<circle class="mark fill{shade(colour)}" cx="{number(x + 8)}" cy="{number(y - 4)}" r="4"/>'
+            )
         else:
-            parts.append(f'<path class="{style}" d="M{number(x)} {number(y - 4)}h16"/>')
-        parts.append(text_at(x + 21, y, shown, style="quiet"))
-        x += room + 6
-    return "".join(parts), y + 14
+            elements.append(f'<path class="{style}" d="M{number(x)} {number(y - 4)}h16"/>')
+        elements.append(text_at(x + 21, y, label, style="quiet"))
+        x += extent + 6
+    return "".join(elements), y + 14
 
 
 def shade(colour: int) -> int:
-    """Return the number of a colour that there is."""
+    """Map a colour index to an existing one, cycling through the colours."""
     return (colour - 1) % COLOURS + 1
 
 
@@ -131,43 +133,43 @@ def _axes(
 
 
 def _points(one: Series) -> list[tuple[float, float]]:
-    every = -(-len(one.x) // MOST_POINTS) or 1
+    every = -(-len(one.x) // MAX_POINTS) or 1
     pairs = list(zip(one.x, one.y, strict=True))
     return [pair for pair in pairs[::-1][::every][::-1] if math.isfinite(pair[0]) and math.isfinite(pair[1])]
 
 
-def _curve(one: Series, place: Panel) -> str:
+def _curve(one: Series, plot: Panel) -> str:
     points = _points(one)
     if not points:
         return ""
-    path = "L".join(f"{number(place.across(x))} {number(place.down(y))}" for x, y in points)
+    path = "L".join(f"{number(plot.across(x))} {number(plot.down(y))}" for x, y in points)
     kinds = f"curve line{shade(one.colour)}{' faint' if one.faint else ''}{' dashed' if one.dashed else ''}"
     line = f'<path class="{kinds}" d="M{path}">{titled(one.name) if one.name else ""}</path>'
-    marked = len(points) == 1 or (one.marks and len(points) <= MOST_MARKS)
-    return line + (_marks(one, place, 3.5) if marked else "")
+    marked = len(points) == 1 or (one.marks and len(points) <= MAX_MARKS)
+    return line + (_marks(one, plot, 3.5) if marked else "")
 
 
-def _marks(one: Series, place: Panel, radius: float) -> str:
+def _marks(one: Series, plot: Panel, radius: float) -> str:
     return "".join(
-        f'<circle class="mark fill{shade(one.colour)}" cx="{number(place.across(x))}" cy="{number(place.down(y))}" '
-        f'r="{number(radius)}">{titled(_said(one, x, y, place))}</circle>'
+        f'<circle class="mark fill{shade(one.colour)}" cx="{number(plot.across(x))}" cy="{number(plot.down(y))}" '
+        f'r="{number(radius)}">{titled(_tooltip(one, x, y, plot))}</circle>'
         for x, y in _points(one)
     )
 
 
-def _said(one: Series, x: float, y: float, place: Panel) -> str:
-    where = f"{place.x.label} " if place.x.label else ""
-    return f"{one.name + ', ' if one.name else ''}{where}{place.x.said(x)}: {_fine(y, place)}"
+def _tooltip(one: Series, x: float, y: float, plot: Panel) -> str:
+    where = f"{plot.x.label} " if plot.x.label else ""
+    return f"{one.name + ', ' if one.name else ''}{where}{plot.x.format(x)}: {_fine(y, plot)}"
 
 
-def _fine(value: float, place: Panel) -> str:
-    return f"{100 * value:.1f}%" if place.y.unit == "percent" else place.y.said(value)
+def _fine(value: float, plot: Panel) -> str:
+    return f"{100 * value:.1f}%" if plot.y.unit == "percent" else plot.y.format(value)
 
 
-def _summary(one: Series, place: Panel) -> str:
+def _summary(one: Series, plot: Panel) -> str:
     points = _points(one)
     if not points:
         return "no points"
     values = [y for _, y in points]
-    span = f"from {_fine(min(values), place)} to {_fine(max(values), place)}"
-    return f"{len(one.x):,} points, {span}, at the end {_fine(values[-1], place)}"
+    span = f"from {_fine(min(values), plot)} to {_fine(max(values), plot)}"
+    return f"{len(one.x):,} points, {span}, at the end {_fine(values[-1], plot)}"

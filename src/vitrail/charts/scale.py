@@ -1,47 +1,47 @@
-"""The colours of a heat map: a share of 0 to 1 as a colour whose strength is the share, whichever hue it has.
+"""The colours of a heat map: fractions from 0 to 1 as colours of matching strength, in two hues.
 
-Hits and errors have two hues and one scale: at the same share both have the same lightness and chroma in OKLCH, the
-cylinder of a colour space in which equal steps look equal. So an error of 20% never looks as strong as a hit of 80%.
+Hits and errors have two hues and one scale: at the same fraction both have the same lightness and chroma in OKLCH, a
+perceptually uniform colour space. So an error of 20% never looks as strong as a hit of 80%.
 """
 
 import math
 from typing import NamedTuple
 
 LEVELS = 10
-"""Into so many steps a heat map divides its colours."""
+"""The number of colour steps of a heat map."""
 HUES = {"hit": 245.0, "miss": 50.0}
-"""Blue and orange, which everyone can tell apart, in degrees."""
+"""Blue and orange, safe for colour-blind readers, in degrees."""
 
 
 class Scheme(NamedTuple):
-    """A scale from its weakest colour to its strongest."""
+    """The lightness and chroma of the weakest and the strongest colour."""
 
     lightness: tuple[float, float]
     chroma: tuple[float, float]
 
 
 SCHEMES = {"light": Scheme((0.93, 0.43), (0.035, 0.1)), "dark": Scheme((0.3, 0.84), (0.035, 0.1))}
-"""On paper more is darker; on a dark page more is lighter."""
+"""More is darker on a light page, and lighter on a dark page."""
 
 
-def level(share: float) -> int:
-    """Return the step of the scale that a share has.
+def level(fraction: float) -> int:
+    """Return the colour step of a fraction.
 
     >>> level(0.0), level(0.2), level(0.8), level(1.0)
     (0, 2, 8, 9)
     """
-    return min(LEVELS - 1, int(share * LEVELS + 1e-9))
+    return min(LEVELS - 1, int(fraction * LEVELS + 1e-9))
 
 
 def colour(scheme: str, kind: str, step: int) -> tuple[int, int, int]:
-    """Return the colour of a step: red, green and blue from 0 to 255."""
+    """Return the RGB colour of a step, 0 to 255."""
     (dim, strong), (grey, vivid) = SCHEMES[scheme]
-    part = step / (LEVELS - 1)
-    return _rgb(dim + (strong - dim) * part, grey + (vivid - grey) * part, HUES[kind])
+    fraction = step / (LEVELS - 1)
+    return _rgb(dim + (strong - dim) * fraction, grey + (vivid - grey) * fraction, HUES[kind])
 
 
 def ink(background: tuple[int, int, int]) -> str:
-    """Return black or white, whichever can be read better over a colour: at least 4.58 to 1 over any."""
+    """Return black or white, whichever has more contrast with a background: always at least 4.58 to 1."""
     light, dark = contrast((255, 255, 255), background), contrast((0, 0, 0), background)
     return "#fff" if light > dark else "#000"
 
@@ -57,23 +57,23 @@ def contrast(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
 
 
 def rules(scheme: str) -> str:
-    """Return the CSS of all steps: how a cell is filled, and what is written over it."""
-    written = []
+    """Return the CSS of all steps: fill colours and text colours."""
+    css = []
     for kind in HUES:
         for step in range(LEVELS):
             made = colour(scheme, kind, step)
             code = "#{:02x}{:02x}{:02x}".format(*made)
-            written.append(f".chart .{kind}{step}{{fill:{code}}}.chart text.on-{kind}{step}{{fill:{ink(made)}}}")
-    return "".join(written)
+            css.append(f".chart .{kind}{step}{{fill:{code}}}.chart text.on-{kind}{step}{{fill:{ink(made)}}}")
+    return "".join(css)
 
 
 def _luminance(rgb: tuple[int, int, int]) -> float:
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (c / 255 for c in rgb)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (value / 255 for value in rgb)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def _rgb(lightness: float, chroma: float, hue: float) -> tuple[int, int, int]:
-    """Turn a colour of OKLCH into one of sRGB (Björn Ottosson's matrices)."""
+    """Convert OKLCH to sRGB (Björn Ottosson's matrices)."""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     middle = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3

@@ -1,6 +1,6 @@
-"""What all charts share: escaped text, one style for light, dark and print, and the frame of a drawing.
+"""SVG helpers for all charts: escaped text, one style for light, dark and print, and the SVG element.
 
-Colours are CSS variables, so that a page can set its own; in a file of its own a chart brings them along.
+Colours are CSS variables, so that a page can override them; a standalone chart includes them.
 """
 
 import math
@@ -9,12 +9,12 @@ import re
 from vitrail.charts.scale import rules
 
 COLOURS = 6
-"""How many series have a colour of their own; more begin again."""
+"""The number of series colours; more series cycle through them."""
 MARGIN, HEAD = 8, 30
-"""Around a drawing; and for its title."""
+"""The margin around a drawing, and the height of its title."""
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-# Okabe and Ito's colours, which everyone can tell apart; for a dark page lighter ones of the same hues.
+# Okabe and Ito's colours, safe for colour-blind readers; lighter ones of the same hues for a dark page.
 _LIGHT = {
     "ink": "#1f2328", "quiet": "#656d76", "line": "#d8dde3", "paper": "#ffffff",
     "1": "#0072b2", "2": "#d55e00", "3": "#00805e", "4": "#b0528a", "5": "#8a6d00", "6": "#3c4fc4",
@@ -48,41 +48,41 @@ STYLE = (
     + rules("light")
     + f"@media screen and (prefers-color-scheme:dark){{.chart{{{_variables(_DARK)}}}{rules('dark')}}}"
 )
-"""What a page that shows charts has once; a chart in a file of its own holds it itself."""
+"""The CSS that a page with charts needs once; a standalone chart includes it."""
 
 
 def escape(text: str) -> str:
-    """Write text so that it is only text: no element, no attribute, nothing that XML forbids."""
+    """Escape text for XML, and replace characters that XML forbids."""
     text = _NOT_IN_XML.sub("\ufffd", text)
-    for sign, name in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#39;")):
-        text = text.replace(sign, name)
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;"), ("'", "&#39;")):
+        text = text.replace(character, entity)
     return text
 
 
 def number(value: float) -> str:
-    """Write a coordinate, to a tenth of a pixel."""
+    """Format a coordinate, to a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def text_at(
-    x: float, y: float, text: str, *, style: str = "", anchor: str = "start", turned: bool = False, most: int = 200
+    x: float, y: float, text: str, *, style: str = "", anchor: str = "start", turned: bool = False, limit: int = 200
 ) -> str:
-    """Return a line of text; `turned` reads from bottom to top. What is longer than `most` letters is cut short."""
-    said = text if len(text) <= most else f"{text[: most - 1]}…"
+    """Return a line of text; `turned` rotates it to read upwards. Text longer than `limit` is truncated."""
+    shown = text if len(text) <= limit else f"{text[: limit - 1]}…"
     turn = f' transform="rotate(-90 {number(x)} {number(y)})"' if turned else ""
     kind = f' class="{style}"' if style else ""
     end = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text x="{number(x)}" y="{number(y)}"{kind}{end}{turn}>{escape(said)}</text>'
+    return f'<text x="{number(x)}" y="{number(y)}"{kind}{end}{turn}>{escape(shown)}</text>'
 
 
 def titled(title: str) -> str:
-    """Return what shows when a mark is pointed at, and what a screen reader says."""
+    """Return a tooltip, which screen readers read too."""
     return f"<title>{escape(title)}</title>"
 
 
 def drawing(body: str, *, title: str, description: str, width: float, height: float, standalone: bool) -> str:
-    """Return a whole SVG element; `standalone` makes it a file of its own, with style and background."""
-    own = (
+    """Return an SVG element; `standalone` adds style and background, for a file."""
+    style = (
         f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill:var(--chart-paper)"/>'
         if standalone
         else ""
@@ -91,17 +91,17 @@ def drawing(body: str, *, title: str, description: str, width: float, height: fl
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" role="img" aria-label="{escape(title)}" '
         f'viewBox="0 0 {number(width)} {number(height)}" {size}>'
-        f"{titled(title)}<desc>{escape(description)}</desc>{own}"
+        f"{titled(title)}<desc>{escape(description)}</desc>{style}"
         f"{text_at(MARGIN, 19, title, style='head')}{body}</svg>"
     )
 
 
-def empty_drawing(title: str, why: str, *, width: float, height: float, standalone: bool) -> str:
-    """Return a chart without anything in it, which says why."""
-    body = text_at(width / 2, height / 2, why, style="quiet", anchor="middle")
-    return drawing(body, title=title, description=why, width=width, height=height, standalone=standalone)
+def empty_drawing(title: str, reason: str, *, width: float, height: float, standalone: bool) -> str:
+    """Return an empty chart with a reason."""
+    body = text_at(width / 2, height / 2, reason, style="quiet", anchor="middle")
+    return drawing(body, title=title, description=reason, width=width, height=height, standalone=standalone)
 
 
 def finite(values: list[float]) -> list[float]:
-    """Return the values that can be drawn."""
+    """Return the finite values."""
     return [value for value in values if math.isfinite(value)]

@@ -1,1 +1,1 @@
-"""Everything that touches weight files: our bundle, the other libraries' formats, and moving between them."""
+"""Weight files: our bundle, other libraries' formats, and conversion between them."""

@@ -1,4 +1,4 @@
-"""Fitting a model that exists to another job: other classes, another image or patch size, other channels."""
+"""Adapt a model to other classes, another image or patch size, or other channels."""
 
 from typing import Literal, cast
 
@@ -10,9 +10,9 @@ from vitrail.errors import CheckpointError, ConfigError
 from vitrail.models.resample import Method, check_method
 
 ChannelMethod = Literal["repeat", "mean"]
-"""How kernels for some channels become kernels for others: `repeat` goes through the old ones again and again (timm's
-way; for one channel the old ones are added up, so that a grey image looks as it did in colour), `mean` gives every
-new channel the mean of the old ones. Both keep the size of the sum."""
+"""How to change the input channels of kernels: `repeat` cycles through the old channels (as timm does; for one channel
+they are summed, so that a grey image gives the same features as in RGB), `mean` gives every new channel the mean of the
+old ones. Both preserve the scale of the output."""
 
 
 def adapt(
@@ -25,7 +25,7 @@ def adapt(
     position_method: Method = "timm",
     channel_method: ChannelMethod = "repeat",
 ) -> Bundle:
-    """Change the bundle's model and preprocessing in place, and write down in its provenance what was done."""
+    """Adapt the bundle's model and preprocessing in place, and record the changes in its provenance."""
     check_method(position_method)
     done = []
     if channels is not None and channels != bundle.model.config.channels:
@@ -41,13 +41,13 @@ def adapt(
 
 def _change_classes(bundle: Bundle, classes: int | tuple[str, ...]) -> list[str]:
     if isinstance(classes, str) or (not isinstance(classes, int) and not all(isinstance(n, str) for n in classes)):
-        raise ConfigError(f"classes is {classes!r}; give their number, or a tuple of their names")
+        raise ConfigError(f"classes is {classes!r}; pass their number, or a tuple of names")
     old, names = bundle.model.config.classes, None if isinstance(classes, int) else tuple(classes)
     new = classes if isinstance(classes, int) else len(classes)
     if new == old and names in (None, bundle.classes):
         return []
     if new == old and bundle.classes is None:
-        bundle.classes = names  # the head is as it was; now it is known what its outputs mean
+        bundle.classes = names  # keep the head; only the names are new
         return [f"{new} classes named"]
     bundle.model.reset_head(new)
     bundle.classes = names
@@ -77,10 +77,12 @@ def _change_size(
 def _change_channels(bundle: Bundle, channels: int, method: ChannelMethod) -> str:
     model, old = bundle.model, bundle.model.config.channels
     if model.config.stem == "linear_norm":
-        raise CheckpointError("the stem 'linear_norm' normalises whole patches, so its channels cannot change")
+        raise CheckpointError(
+            "the stem 'linear_norm' normalises whole patches, so its number of channels cannot change"
+        )
     if method not in ("repeat", "mean"):
-        raise CheckpointError(f"no way to change channels is called {method!r}; choose repeat or mean")
-    changed = model.config.replace(channels=channels)  # refuses a number that cannot be, before anything is changed
+        raise CheckpointError(f"no channel method is called {method!r}; choose repeat or mean")
+    changed = model.config.replace(channels=channels)  # validate before changing anything
     first = _first_convolution(model)
     kernel = changed_channels(first.weight.detach(), channels, method)
     first.weight = nn.Parameter(kernel, requires_grad=first.weight.requires_grad)
@@ -91,20 +93,20 @@ def _change_channels(bundle: Bundle, channels: int, method: ChannelMethod) -> st
 
 
 def _first_convolution(model: nn.Module) -> nn.Conv2d:
-    """Find the one layer that touches pixels."""
+    """Return the layer that takes the pixels."""
     stem = cast("nn.Module", model.patch_embed)
     return next(module for module in stem.modules() if isinstance(module, nn.Conv2d))
 
 
 def changed_channels(kernel: Tensor, channels: int, method: ChannelMethod) -> Tensor:
-    """Make kernels (D, C, h, w) for another number of channels, whose answers to a grey image are the old ones."""
+    """Change the channels of kernels (D, C, h, w) so that their outputs for a grey image stay the same."""
     old = kernel.shape[1]
     if method == "mean":
         return kernel.mean(dim=1, keepdim=True).expand(-1, channels, -1, -1) * (old / channels)
-    whole = kernel.double()
+    exact = kernel.double()
     if channels == 1:
-        return whole.sum(dim=1, keepdim=True).to(kernel.dtype)
-    repeated = torch.cat([whole] * -(-channels // old), dim=1)[:, :channels]
+        return exact.sum(dim=1, keepdim=True).to(kernel.dtype)
+    repeated = torch.cat([exact] * -(-channels // old), dim=1)[:, :channels]
     return (repeated * (old / channels)).to(kernel.dtype)
 
 

@@ -1,8 +1,8 @@
-"""What a weight file does not say and we take for granted: held in one place, and said wherever a file is opened.
+"""Assumptions about fields that a weight file does not record, printed whenever the file is opened.
 
-A guess is made where the published models with such tensors agree, and it is said. Where they do not, or where there is
-none of that size, a wrong guess would give wrong numbers without an error, so the file is refused until the field is
-given (docs/decisions/0020).
+A field is assumed if all published models with such tensors agree on it. If they do not, or if there is no published
+model of that size, a wrong guess would silently give wrong outputs, so opening the file fails until the field is set
+(docs/decisions/0020).
 """
 
 import logging
@@ -18,24 +18,24 @@ _log = logging.getLogger("vitrail")
 
 
 class Assumption(NamedTuple):
-    """One thing that was taken for granted."""
+    """One assumed field."""
 
     field: str
-    """The field of `ViTConfig`, or of the preprocessing as preprocess.NAME; "classes" for the names of classes."""
+    """The field of `ViTConfig`, or of the preprocessing as preprocess.NAME; "classes" for the class names."""
     value: Any
     reason: str
 
     @property
     def changed_by(self) -> str:
-        """What to type to have another value."""
+        """How to set another value."""
         if self.field == "classes":
-            return 'classes=("name", …) of vitrail.load gives others'
+            return 'set others with vitrail.load(…, classes=("name", …))'
         if self.field == "conv_stem.activation":
-            return "a stem with another one cannot be opened"
+            return "a stem with another activation cannot be opened"
         if self.field == "pre_logits":
             return "a layer with another activation cannot be opened"
-        wanted = "N" if isinstance(self.value, int) else "…"
-        return f"--override {self.field}={wanted} changes it"
+        placeholder = "N" if isinstance(self.value, int) else "…"
+        return f"change it with --override {self.field}={placeholder}"
 
     def __str__(self) -> str:
         return f"{self.field}={_shown(self.value)} ({self.reason}); {self.changed_by}"
@@ -43,43 +43,43 @@ class Assumption(NamedTuple):
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple | list):
-        return ("x" if all(isinstance(part, int) for part in value) else ",").join(map(_shown, value))
+        return ("x" if all(isinstance(item, int) for item in value) else ",").join(map(_shown, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def announce(assumptions: Iterable[Assumption]) -> None:
-    """Say what was assumed, one line each: to the log of `vitrail`, which without a handler is stderr."""
-    if os.environ.get("RANK", "0") != "0":  # of several processes one need say it
+    """Log each assumption as a warning of the `vitrail` logger; without a handler it goes to stderr."""
+    if os.environ.get("RANK", "0") != "0":  # rank 0 only
         return
     for assumption in assumptions:
         _log.warning("assumed: %s", assumption)
 
 
 def assumed_of_model(
-    config: ViTConfig, shapes: Shapes, told: Mapping[str, Any], family: Mapping[str, str]
+    config: ViTConfig, shapes: Shapes, stated: Mapping[str, Any], family: Mapping[str, str]
 ) -> list[Assumption]:
-    """Return what was assumed of the model: fields that neither its shapes, nor a config, nor the caller tells.
+    """Return the assumed fields of the model: those that neither its shapes, nor a config, nor the caller gives.
 
-    `family` holds the fields that its family only presumes, and why.
+    `family` maps the fields that its family assumes to the reason.
     """
     found = []
-    if "heads" not in told and not config.qk_norm:
+    if "heads" not in stated and not config.qk_norm:
         size = f"{config.head_width} wide, as in the published models of this size"
         found.append(Assumption("heads", config.heads, size))
     for field, reason in family.items():
-        if field not in told and _open_question(field, config):
+        if field not in stated and _is_ambiguous(field, config):
             found.append(Assumption(field, "tanh" if field == "pre_logits" else getattr(config, field), reason))
-    if "pos_embed" not in shapes and "image_size" not in told and config.position != "learned_2d":
-        found.append(Assumption("image_size", config.image_size, "no table of positions tells it"))
-    if config.stem == "conv_stem" and "conv_stem" not in told:
+    if "pos_embed" not in shapes and "image_size" not in stated and config.position != "learned_2d":
+        found.append(Assumption("image_size", config.image_size, "there is no position table to infer it from"))
+    if config.stem == "conv_stem" and "conv_stem" not in stated:
         strides = tuple(layer.stride for layer in config.stem_layers)
-        found.append(Assumption("conv_stem", strides, "strides, which no tensor tells"))
-        found.append(Assumption("conv_stem.activation", "relu", "no tensor tells it"))
+        found.append(Assumption("conv_stem", strides, "strides, which are not in the weights"))
+        found.append(Assumption("conv_stem.activation", "relu", "it is not in the weights"))
     return found
 
 
-def _open_question(field: str, config: ViTConfig) -> bool:
-    """Say whether tensors leave a field open: a gated MLP, an attention pool and two heads each prove theirs."""
+def _is_ambiguous(field: str, config: ViTConfig) -> bool:
+    """Return whether the tensors leave a field open; a gated MLP, an attention pool or two heads decide theirs."""
     if field == "activation":
         return config.activation != "swiglu"
     if field == "pool":
@@ -93,59 +93,59 @@ def _open_question(field: str, config: ViTConfig) -> bool:
     return not (field == "rope_theta" and config.position != "rope_2d")
 
 
-def assumed_of_images(preprocess: Preprocess, told: Iterable[str], reason: str) -> list[Assumption]:
-    """Return what was assumed of the preprocessing, where no config came along: one line for each thing that counts."""
-    said = set(told)
+def assumed_of_images(preprocess: Preprocess, stated: Iterable[str], reason: str) -> list[Assumption]:
+    """Return the assumed fields of the preprocessing, if there is no config."""
+    known = set(stated)
     resized = preprocess.resize_to or preprocess.size
     how = f"to {resized[0]}×{resized[1]}, {preprocess.interpolation}"
     values = {"mean": preprocess.mean, "std": preprocess.std, "resize": preprocess.resize}
     reasons = {"mean": reason, "std": "likewise", "resize": f"{how}, likewise"}
     return [
-        Assumption(f"preprocess.{name}", value, reasons[name]) for name, value in values.items() if name not in said
+        Assumption(f"preprocess.{name}", value, reasons[name]) for name, value in values.items() if name not in known
     ]
 
 
-def cannot_be_guessed(config: ViTConfig, shapes: Shapes, told: Mapping[str, Any], family: str) -> dict[str, str]:
-    """Return the fields that somebody has to say, each with what is known of it."""
+def cannot_be_guessed(config: ViTConfig, shapes: Shapes, stated: Mapping[str, Any], family: str) -> dict[str, str]:
+    """Return the fields that the caller must set, each with an error message."""
     missing = {}
-    if "heads" not in told and not config.qk_norm and published_heads(shapes) is None:
+    if "heads" not in stated and not config.qk_norm and published_heads(shapes) is None:
         inner = config.heads * config.head_width
         missing["heads"] = (
-            f"its number of heads is in no tensor, and no published ViT has this size (width {config.width}, "
-            f"{config.depth} blocks, MLP {config.mlp_hidden}); say it with --override heads=N (heads=N in Python), "
+            f"its number of heads is not in the weights, and no published ViT has this size (width {config.width}, "
+            f"{config.depth} blocks, MLP {config.mlp_hidden}); set it with --override heads=N (heads=N in Python), "
             f"where N divides {inner}"
         )
-    if "pos_embed" not in shapes and "position" not in told and config.position == "none":
+    if "pos_embed" not in shapes and "position" not in stated and config.position == "none":
         missing["position"] = (
-            "it has no table of positions, so they are computed (sines, rotary) or it has none, which no tensor tells; "
-            "say it with --override position=sincos_2d (or rope_2d, or none)"
+            "it has no position table, so its positions are computed (sine, rotary) or absent; "
+            "set it with --override position=sincos_2d (or rope_2d, or none)"
         )
     if family != "timm":
-        return missing | _strides(config, shapes, told)
-    if config.norm_before_blocks and "activation" not in told:
+        return missing | _strides(config, shapes, stated)
+    if config.norm_before_blocks and "activation" not in stated:
         missing["activation"] = (
-            "models with a norm before the blocks (CLIP's) were published with gelu and with quick_gelu, which no "
-            "tensor tells; say it with --override activation=quick_gelu (or gelu)"
+            "models with a norm before the blocks (CLIP) were published with gelu and with quick_gelu; "
+            "set it with --override activation=quick_gelu (or gelu)"
         )
-    if config.norm_before_blocks and "position" not in told and (config.pool == "map" or config.final_norm == "none"):
+    if config.norm_before_blocks and "position" not in stated and (config.pool == "map" or config.final_norm == "none"):
         missing["position"] = (
-            "its tensors are those of a Perception Encoder, whose rotary positions have none and are not ours; if it "
-            f"is another model, say so with --override position={config.position}"
+            "its tensors match a Perception Encoder, whose rotary positions are not supported; if it "
+            f"is another model, set --override position={config.position}"
         )
     like_rpn = not config.qkv_bias and config.class_token == "none" and config.final_norm == "after_pool"
-    if like_rpn and "norm_order" not in told:
+    if like_rpn and "norm_order" not in stated:
         missing["norm_order"] = (
-            "its tensors are those of timm's vit_base_patch16_rpn_224, whose norms follow the layers and which is not "
-            "ours; if it is another model, say so with --override norm_order=pre"
+            "its tensors match timm's vit_base_patch16_rpn_224, which has post-norm layers and is not supported; if it "
+            "is another model, set --override norm_order=pre"
         )
     return missing
 
 
-def _strides(config: ViTConfig, shapes: Shapes, told: Mapping[str, Any]) -> dict[str, str]:
-    """The strides of early convolutions are told by them, or with a table of positions by the size of the image."""
-    if config.stem != "conv_stem" or "conv_stem" in told or ("image_size" in told and "pos_embed" in shapes):
+def _strides(config: ViTConfig, shapes: Shapes, stated: Mapping[str, Any]) -> dict[str, str]:
+    """Require the image size for a conv stem, unless its strides are set or can be inferred."""
+    if config.stem != "conv_stem" or "conv_stem" in stated or ("image_size" in stated and "pos_embed" in shapes):
         return {}
     return {
-        "image_size": "the strides of its convolutions are in no tensor; say the size of its images with --override "
-        "image_size=224, from which they follow"
+        "image_size": "the strides of its convolutions are not in the weights; set the image size with --override "
+        "image_size=224 to infer them"
     }

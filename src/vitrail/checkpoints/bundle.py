@@ -1,8 +1,8 @@
-"""The bundle: a model as one folder, with everything it needs to be used: weights, architecture, preprocessing, names.
+"""The bundle: a folder with everything needed to use a model: weights, architecture, preprocessing, class names.
 
 model.safetensors   the weights, under our names (timm's)
 config.json         under "vitrail": format_version, weights_sha256, vit, preprocess, classes, provenance;
-                    beside it, where timm can express the model, what timm needs to open the folder
+                    and, if timm supports the model, the keys that timm needs to open the folder
 README.md           a model card
 """
 
@@ -14,57 +14,59 @@ from typing import Any
 
 from vitrail._version import __version__
 from vitrail.checkpoints.assumptions import Assumption, announce
-from vitrail.checkpoints.dtypes import Dtype, check_numbers, in_dtype
+from vitrail.checkpoints.dtypes import Dtype, check_dtypes, in_dtype
 from vitrail.checkpoints.files import read_json, read_weights
 from vitrail.checkpoints.strict import loaded_model
 from vitrail.checkpoints.timm_config import timm_config
-from vitrail.checkpoints.writing import whole_folder, write_safetensors
+from vitrail.checkpoints.writing import atomic_folder, write_safetensors
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
-from vitrail.io import file_digest, whole
+from vitrail.io import atomic_write, file_digest
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
-from vitrail.schema import LONGEST_SHOWN
+from vitrail.schema import MAX_SHOWN
 
 FORMAT_VERSION = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
 WEIGHTS_DIGEST = "weights_sha256"
-"""What config.json calls the digest of the weights, as `sha256sum model.safetensors` prints it."""
+"""The key in config.json for the digest of the weights, as printed by `sha256sum model.safetensors`."""
 METRICS = "metrics"
-"""Under this name provenance has what the model was measured at, as a card shows it."""
+"""The key in the provenance for the model's metrics, as shown in the model card."""
 
 
 @dataclass
 class Bundle:
-    """A model that can be used: what `vitrail.load` returns."""
+    """A ready-to-use model, as returned by `vitrail.load`."""
 
     model: ViT
     preprocess: Preprocess
     classes: tuple[str, ...] | None = None
-    """The names of the classes in the order of the head's outputs; None where nobody knows them."""
+    """The class names in the order of the head's outputs; None if unknown."""
     provenance: dict[str, Any] = field(default_factory=dict)
-    """Where the weights come from and what was done to them."""
+    """The source of the weights, and how they were changed."""
     origin: Path | None = None
-    """Where it was opened; not saved."""
+    """The path it was opened from; not saved."""
     assumptions: tuple[Assumption, ...] = ()
-    """What its file did not say and was taken for granted; kept, as sentences, in the provenance of what is saved."""
+    """Fields that its file does not record and that were assumed; saved as sentences in the provenance."""
     announced: bool = False
-    """Whether its assumptions have been said; not saved."""
+    """Whether its assumptions were logged; not saved."""
 
     def __post_init__(self) -> None:
         outputs = self.model.config.classes
         if self.classes is not None and len(self.classes) != outputs:
-            raise CheckpointError(f"{len(self.classes)} class names for a head of {outputs} outputs; give one for each")
+            raise CheckpointError(
+                f"{len(self.classes)} class names for a head of {outputs} outputs; pass one per output"
+            )
 
     def announce(self) -> None:
-        """Say once what was assumed. Whoever opens a file does it when the file is accepted: a refusal stands alone."""
+        """Log the assumptions once. Call it after all checks, so that an error is not preceded by warnings."""
         if not self.announced:
             announce(self.assumptions)
         self.announced = True
 
     @property
     def coverage(self) -> str:
-        """What was found in the file and done to it, in one line."""
+        """The tensors loaded and the changes made, in one line."""
         fresh = self.provenance.get("fresh") or []
         tensors, count = len(self.model.state_dict()), sum(p.numel() for p in self.model.parameters())
         return ", ".join(
@@ -76,7 +78,7 @@ class Bundle:
         )
 
     def in_dtype(self, dtype: Dtype) -> "Bundle":
-        """Return the bundle in other numbers, or itself where it has them already; it stays as it is."""
+        """Return the bundle in another dtype, or itself if it has that dtype."""
         state = self.model.state_dict()
         changed = in_dtype(dict(state), dtype)
         if all(changed[name].dtype == tensor.dtype for name, tensor in state.items()):
@@ -84,15 +86,15 @@ class Bundle:
         return replace(self, model=loaded_model(self.model.config, changed)[0])
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the bundle as a folder. It is there whole or not at all."""
+        """Write the bundle to a folder, atomically."""
         target = Path(folder)
-        with whole_folder(target, overwrite=overwrite) as temporary:
+        with atomic_folder(target, overwrite=overwrite) as temporary:
             self.write(temporary)
         return target
 
     def write(self, folder: Path) -> None:
-        """Write the bundle's files into a folder that is there. `save` is the safe way."""
-        if misfit := _misfit(self.preprocess, self.model.config):  # it could not be opened again
+        """Write the bundle's files into an existing folder; `save` is atomic."""
+        if misfit := _misfit(self.preprocess, self.model.config):  # it could not be loaded again
             raise CheckpointError(f"the bundle {misfit}; make them agree before you save it")
         weights = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
         write_safetensors(folder / WEIGHTS, weights, {"format": "pt"})
@@ -101,14 +103,14 @@ class Bundle:
         (folder / CARD).write_text(self._card(), encoding="utf-8")
 
     def write_card(self, folder: Path) -> None:
-        """Write the model card anew, where more is known of the model than when its weights were written."""
-        with whole(folder / CARD) as temporary:
+        """Rewrite the model card, for example when the metrics are known."""
+        with atomic_write(folder / CARD) as temporary:
             temporary.write_text(self._card(), encoding="utf-8")
 
     def _config(self, digest: str) -> dict[str, Any]:
         ours = {
             "format_version": FORMAT_VERSION,
-            WEIGHTS_DIGEST: digest,  # not the last, so that what is left is JSON when somebody removes the line
+            WEIGHTS_DIGEST: digest,  # not the last key, so that removing the line leaves valid JSON
             "vit": json.loads(self.model.config.resolved().to_json()),
             "preprocess": json.loads(self.preprocess.to_json()),
             "classes": None if self.classes is None else list(self.classes),
@@ -147,7 +149,7 @@ class Bundle:
 
 
 def _metrics(metrics: Any) -> list[str]:
-    """Return what a model was measured at as a table; nothing where it was not."""
+    """Return the metrics as a Markdown table; nothing if there are none."""
     if not isinstance(metrics, Mapping) or not metrics:
         return []
     rows = [f"| {name} | {value} |" for name, value in metrics.items()]
@@ -163,15 +165,15 @@ def _names(classes: tuple[str, ...] | None, outputs: int) -> str:
 
 def _short(found: object) -> str:
     text = repr(found)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
 
 def _misfit(preprocess: Preprocess, config: ViTConfig) -> str | None:
-    """Say where the preprocessing makes other images than the model takes; None where it does not."""
+    """Return how the preprocessing does not match the model's input; None if it matches."""
     if (preprocess.size, preprocess.channels) == (config.image_size, config.channels):
         return None
-    made, taken = _sides(preprocess.size, preprocess.channels), _sides(config.image_size, config.channels)
-    return f"prepares images of {made} for a model that takes {taken}"
+    prepared, expected = _sides(preprocess.size, preprocess.channels), _sides(config.image_size, config.channels)
+    return f"prepares images of {prepared} for a model that takes {expected}"
 
 
 def _sides(size: tuple[int, int], channels: int) -> str:
@@ -179,29 +181,29 @@ def _sides(size: tuple[int, int], channels: int) -> str:
 
 
 def is_bundle(config: Mapping[str, Any]) -> bool:
-    """Say whether a config.json is that of a bundle."""
+    """Return whether a config.json belongs to a bundle."""
     return isinstance(config.get("vitrail"), dict)
 
 
 def check_weights(folder: Path, ours: Mapping[str, Any]) -> None:
-    """Refuse weights that are not those that the bundle was written with; one without a digest is taken as it is."""
-    wanted = ours.get(WEIGHTS_DIGEST)
-    if wanted is None:
+    """Raise if the weights do not match the recorded digest; a bundle without a digest passes."""
+    expected = ours.get(WEIGHTS_DIGEST)
+    if expected is None:
         return
     file = folder / WEIGHTS
     try:
         found = file_digest(file)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
-    if found != wanted:
+    if found != expected:
         raise CheckpointError(
             f"{file} is corrupt: its digest is not the {WEIGHTS_DIGEST} in {folder / CONFIG}; copy it again, or remove "
-            f"that line where you have changed the weights yourself"
+            f"that line if you changed the weights yourself"
         )
 
 
 def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "float32") -> Bundle:
-    """Read a bundle's folder."""
+    """Read a bundle from its folder."""
     ours = read_json(folder / CONFIG)["vitrail"]
     version = ours.get("format_version")
     if version != FORMAT_VERSION:
@@ -219,8 +221,8 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
         raise CheckpointError(
             f"{folder} says {config.depth} layers, but has only {len(weights)} tensors; was it edited?"
         )
-    check_numbers(weights, folder / WEIGHTS)
-    model, started_fresh = loaded_model(config, in_dtype(weights, dtype), fresh=fresh)
+    check_dtypes(weights, folder / WEIGHTS)
+    model, initialised = loaded_model(config, in_dtype(weights, dtype), fresh=fresh)
     preprocess = Preprocess.from_json(json.dumps(ours["preprocess"]))
     if misfit := _misfit(preprocess, config):
         raise CheckpointError(f"{folder / CONFIG} {misfit}; was it edited?")
@@ -232,5 +234,5 @@ def read_bundle(folder: Path, *, fresh: Sequence[str] = (), dtype: Dtype = "floa
         found = _short(ours["provenance"])
         raise CheckpointError(f"{folder / CONFIG} should have an object as provenance, found {found}")
     classes = None if names is None else tuple(names)
-    provenance = {**ours["provenance"], **({"fresh": started_fresh} if started_fresh else {})}
+    provenance = {**ours["provenance"], **({"fresh": initialised} if initialised else {})}
     return Bundle(model, preprocess, classes, provenance)

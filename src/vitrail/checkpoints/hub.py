@@ -1,6 +1,6 @@
 """Models on a hub: `hf:org/name[@revision]` and `timm:name.tag`, through huggingface_hub and its cache.
 
-The cache, offline mode (`HF_HUB_OFFLINE`) and another server (`HF_ENDPOINT`) are huggingface_hub's own and honoured.
+huggingface_hub's cache, offline mode (`HF_HUB_OFFLINE`) and mirrors (`HF_ENDPOINT`) work as usual.
 """
 
 import logging
@@ -23,19 +23,21 @@ class HubName(NamedTuple):
 
 
 def parse(source: str) -> HubName | None:
-    """Read "hf:org/name[@revision]" or "timm:name.tag"; None for whatever is a path."""
+    """Parse "hf:org/name[@revision]" or "timm:name.tag"; None for a path."""
     found = re.fullmatch(r"(hf|timm):([^@]+)(?:@(.+))?", source)
     if found is None:
         return None
     kind, name, revision = found.groups()
     repository = f"timm/{name}" if kind == "timm" else name
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise CheckpointError(f"{source!r} names no model on a hub; write hf:organisation/name, or timm:name.tag")
+        raise CheckpointError(
+            f"{source!r} is not the name of a model on a hub; write hf:organisation/name, or timm:name.tag"
+        )
     return HubName(repository, revision)
 
 
 def fetch(name: HubName) -> Path:
-    """Download a model's config and weights, unless they are in the cache, and return their folder."""
+    """Download a model's config and weights, unless cached, and return their folder."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -51,7 +53,7 @@ def fetch(name: HubName) -> Path:
     def get(file: str) -> Path | None:
         try:
             return Path(hf_hub_download(name.repository, file, revision=name.revision))
-        except LocalEntryNotFoundError as error:  # offline, or no connection, and not in the cache: it may not exist
+        except LocalEntryNotFoundError as error:  # offline and not cached; the file may not exist
             unreachable.append(error)
             return None
         except EntryNotFoundError:
@@ -63,7 +65,7 @@ def fetch(name: HubName) -> Path:
             get("config.json")
             if not unreachable:
                 get("preprocessor_config.json")
-                unreachable.clear()  # few have one, and a cache does not say that there is none
+                unreachable.clear()  # optional, and the cache does not record that it is absent
             weights = None if unreachable else next((path for file in WEIGHTS if (path := get(file)) is not None), None)
     except RevisionNotFoundError:
         raise CheckpointError(f"the hub has {name.repository}, but not its revision {name.revision!r}") from None
@@ -75,27 +77,27 @@ def fetch(name: HubName) -> Path:
         weights = None
         unreachable.append(error)
     except HFValidationError as error:
-        raise CheckpointError(f"{where} is no name a hub can have ({str(error).splitlines()[0]})") from None
-    except Exception as error:  # a wrong endpoint, for one, which fails in the client's own way
+        raise CheckpointError(f"{where} is not a valid model name ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # for example a wrong endpoint, which raises an error of the HTTP client
         if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
             raise
         weights = None
         unreachable.append(error)
-    # Weights without the config that may be beside them would be taken for another model.
+    # Without their config, the weights could be mistaken for another model.
     if unreachable:
         raise CheckpointError(
-            f"the hub could not be reached for {where}, and {_cached()}; where there is a connection, download "
-            f"config.json and model.safetensors from {_page(name)} into a folder, copy it here, and give the folder "
+            f"the hub could not be reached for {where}, and {_cached()}; on a machine with a connection, download "
+            f"config.json and model.safetensors from {_page(name)} into a folder, copy it here, and pass the folder "
             f"instead of the name"
         )
     if weights is None:
-        raise CheckpointError(f"{where} has no weights we know ({', '.join(WEIGHTS)})")
+        raise CheckpointError(f"{where} has no supported weights ({', '.join(WEIGHTS)})")
     return weights.parent
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep huggingface_hub's lines about its retries away: what came of them is said in one sentence."""
+    """Silence huggingface_hub's log of retries; the outcome is one error message."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -112,7 +114,7 @@ def _page(name: HubName) -> str:
 
 
 def _cached() -> str:
-    """Say which models are in the cache."""
+    """Describe which models are in the cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -120,4 +122,4 @@ def _cached() -> str:
         names = sorted(repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model")
     except CacheNotFound:
         names = []
-    return f"in the cache there is {', '.join(names[:10])}" if names else "nothing is in the cache"
+    return f"the cache has {', '.join(names[:10])}" if names else "the cache is empty"

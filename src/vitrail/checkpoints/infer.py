@@ -1,8 +1,8 @@
-"""The architecture of a ViT, read off the shapes of its weights.
+"""Infer the architecture of a ViT from the shapes of its weights.
 
-Shapes say nearly everything. What they cannot say (heads, LayerNorm's eps, which GELU) is a hint of the family the file
-comes from, or an argument of the caller; the number of heads falls back to that of the published models of the same
-size. Which of these guesses are said, and which are refused, is `vitrail.checkpoints.assumptions`' business.
+Shapes determine nearly everything. The rest (heads, LayerNorm's eps, which GELU) comes from the family of the file or
+from the caller; the number of heads defaults to that of the published models of the same size.
+`vitrail.checkpoints.assumptions` decides which of these guesses are reported, and which are errors.
 """
 
 import math
@@ -16,7 +16,7 @@ from vitrail.models.variants import SIZES
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEAD_WIDTH = 64
-"""What nearly every published ViT has."""
+"""The head width of nearly every published ViT."""
 PUBLISHED = {(size.width, size.depth, size.mlp_width): size.heads for size in SIZES.values()} | {
     (256, 10, 1024): 4,
     (256, 14, 1280): 4,
@@ -32,26 +32,26 @@ PUBLISHED = {(size.width, size.depth, size.mlp_width): size.heads for size in SI
     (1536, 40, 4096): 24,
     (1536, 40, 6144): 16,
 }
-"""Width, depth and width of the MLP of published ViTs, beside the paper's those that timm names, and their heads."""
+"""(width, depth, MLP width) of published ViTs, of the papers and in timm, and their number of heads."""
 
 
 def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
     """Return the config of the model whose parameters have these names and shapes (ours).
 
-    `hints` are fields of `ViTConfig` that are known otherwise; they win. "resnet_numerics" is that field of the ResNet.
-    "wanted_size" is the image size the model is wanted for; it decides where the table of positions is no square.
+    `hints` are fields of `ViTConfig` from other sources; they take precedence. "resnet_numerics" is `ResNet.numerics`.
+    "target_size" is the requested image size; it decides if the position table is not square.
     """
     _check_axes(shapes)
     fields: dict[str, Any] = {}
     fields |= _stem(shapes, hints) if "stem" not in hints else {}
     fields |= _encoder(shapes, hints)
     fields |= _tokens(shapes)
-    fields |= _answer(shapes, fields)
+    fields |= _output(shapes, fields)
     fields |= {k: v for k, v in hints.items() if k in ViTConfig.model_fields and k != "image_size"}
     if fields.get("stem") == "resnet" and "resnet_numerics" in hints and "resnet" not in hints:
         fields["resnet"] = {**fields["resnet"], "numerics": hints["resnet_numerics"]}
     if _need(shapes, "blocks.0.mlp.fc1.weight")[0] == 2 * _need(shapes, "blocks.0.mlp.fc2.weight")[1]:
-        fields["activation"] = "swiglu"  # shapes prove what a family only presumes
+        fields["activation"] = "swiglu"  # shapes take precedence over the family's assumption
     fields |= _position(shapes, fields, hints)
     return ViTConfig.model_validate(fields)
 
@@ -59,7 +59,7 @@ def infer_config(shapes: Shapes, hints: Mapping[str, Any]) -> ViTConfig:
 def _need(shapes: Shapes, name: str) -> tuple[int, ...]:
     if name not in shapes:
         raise CheckpointError(
-            f"no {name} among the weights: this is not a Vision Transformer, or its file is cut short"
+            f"no {name} among the weights: this is not a Vision Transformer, or the file is truncated"
         )
     return shapes[name]
 
@@ -75,13 +75,13 @@ _AXES = {
     "pre_logits.fc.weight": 2,
     "head.weight": 2,
 }
-"""How many axes those tensors have that the config is read off."""
+"""The number of axes of the tensors that the config is inferred from."""
 
 
 def _check_axes(shapes: Shapes) -> None:
     for name, axes in _AXES.items():
         if name in shapes and (len(shapes[name]) != axes or 0 in shapes[name]):
-            raise CheckpointError(f"{name} is {shapes[name]}, where {axes} axes are expected, none of them empty")
+            raise CheckpointError(f"{name} is {shapes[name]}, expected {axes} non-empty axes")
 
 
 def _stem(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,8 +114,8 @@ def _resnet(shapes: Shapes, patch: list[int]) -> dict[str, Any]:
 
 
 def _conv_stem(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the early convolutions. Their strides are not in the weights; where the image's size is known they follow
-    from the table of positions, else each is taken to halve the image."""
+    """Infer the conv stem. Its strides are not in the weights: they follow from the position table if the image size is
+    known, else every stride is assumed to be 2."""
     layers: list[dict[str, int]] = []
     while (name := f"patch_embed.backbone.{len(layers)}.conv.weight") in shapes:
         layers.append({"channels": shapes[name][0], "kernel": shapes[name][2], "stride": 2})
@@ -140,9 +140,9 @@ def _set_strides(layers: list[dict[str, int]], total: int) -> None:
     kept = [i for i, layer in enumerate(layers) if i and layer["channels"] == layers[i - 1]["channels"]]
     if total != 2 ** (len(layers) - len(kept)):
         raise CheckpointError(
-            f"its {len(layers)} convolutions have to shrink the image {total} times, and no tensor tells by which "
-            f"strides; give them as conv_stem = [{{channels = …, kernel = …, stride = …}}, …] under [config] of a key "
-            f"table, or in Python as overrides={{'conv_stem': …}}"
+            f"its {len(layers)} convolutions have a total stride of {total}, but their strides are not in the weights; "
+            f"set conv_stem = [{{channels = …, kernel = …, stride = …}}, …] under [config] of a key table, or in "
+            f"Python overrides={{'conv_stem': …}}"
         )
     for i in kept:
         layers[i]["stride"] = 1
@@ -155,13 +155,13 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
     if layers != set(range(len(layers))):
         missing = next(number for number in range(len(layers)) if number not in layers)
         raise CheckpointError(
-            f"layer {missing} of {max(layers) + 1} is missing from the weights; is the file cut short?"
+            f"layer {missing} of {max(layers) + 1} is missing from the weights; is the file truncated?"
         )
     qk_norm = shapes.get("blocks.0.attn.q_norm.weight")
-    heads = hints.get("heads") or (inner // qk_norm[0] if qk_norm else published_heads(shapes) or _usual_heads(inner))
+    heads = hints.get("heads") or (inner // qk_norm[0] if qk_norm else published_heads(shapes) or _default_heads(inner))
     if inner % heads:
         raise CheckpointError(
-            f"{heads} heads do not divide the attention's width {inner}; give another number with --override heads=N"
+            f"{heads} heads do not divide the attention's width {inner}; set another number with --override heads=N"
         )
     head_dim = inner // heads
     hidden = _need(shapes, "blocks.0.mlp.fc2.weight")[1]
@@ -182,14 +182,14 @@ def _encoder(shapes: Shapes, hints: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_heads(shapes: Shapes) -> int | None:
-    """Return how many heads the published models of this size have; None where no published one has it."""
+    """Return the number of heads of the published models of this size; None if there is none."""
     inner, width = shapes["blocks.0.attn.qkv.weight"][0] // 3, shapes["blocks.0.attn.qkv.weight"][1]
     depth = len({found[1] for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))})
     heads = PUBLISHED.get((width, depth, shapes["blocks.0.mlp.fc2.weight"][1]))
     return heads if inner == width else None
 
 
-def _usual_heads(width: int) -> int:
+def _default_heads(width: int) -> int:
     return width // HEAD_WIDTH if width % HEAD_WIDTH == 0 else 1
 
 
@@ -201,7 +201,7 @@ def _tokens(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _answer(shapes: Shapes, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _output(shapes: Shapes, fields: Mapping[str, Any]) -> dict[str, Any]:
     if "attn_pool.latent" in shapes:
         pool = "map"
     elif fields["distillation_token"]:
@@ -218,7 +218,7 @@ def _answer(shapes: Shapes, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _position(shapes: Shapes, fields: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the grid of patches: the image size where it is known, else the square that fits the position table."""
+    """Infer the patch grid: from the image size if known, else the square that fits the position table."""
     patch = fields["patch_size"]
     if "pos_embed" not in shapes:
         size = hints.get("image_size") or tuple(224 - 224 % side or side for side in patch)
@@ -226,15 +226,15 @@ def _position(shapes: Shapes, fields: Mapping[str, Any], hints: Mapping[str, Any
     rows = shapes["pos_embed"][1]
     first = int(fields["class_token"] != "none") + int(fields["distillation_token"])
     covers = {"all": first + fields["registers"], "class": first, "patches": 0}
-    wanted = hints.get("position_covers")
-    choices = {name: rows - special for name, special in covers.items() if wanted in (None, name)}
+    requested = hints.get("position_covers")
+    choices = {name: rows - special for name, special in covers.items() if requested in (None, name)}
     if size := hints.get("image_size"):
         height, width = size
         patches = (height // patch[0]) * (width // patch[1])
         fitting = [name for name, count in choices.items() if count == patches]
         if not fitting:
             raise CheckpointError(
-                f"the position table has {rows} rows, which do not fit an image of {height}×{width} cut into patches "
+                f"the position table has {rows} rows, which do not fit an image of {height}×{width} in patches "
                 f"of {patch[0]}×{patch[1]} ({patches} patches and {first + fields['registers']} other tokens)"
             )
         return {"image_size": (height, width), "position_covers": _covers(fitting[0], first, fields)}
@@ -242,16 +242,16 @@ def _position(shapes: Shapes, fields: Mapping[str, Any], hints: Mapping[str, Any
         side = math.isqrt(max(0, count))
         if side and side * side == count:
             return {"image_size": (side * patch[0], side * patch[1]), "position_covers": _covers(name, first, fields)}
-    if wanted_size := hints.get("wanted_size"):
-        return _position(shapes, fields, {**hints, "image_size": wanted_size})
+    if target_size := hints.get("target_size"):
+        return _position(shapes, fields, {**hints, "image_size": target_size})
     raise CheckpointError(
-        f"the position table has {rows} rows, which are not a square grid; say the image's size with --override "
+        f"the position table has {rows} rows, which are not a square grid; set the image size with --override "
         f"image_size=192x384 (height first)"
     )
 
 
 def _covers(name: str, first: int, fields: Mapping[str, Any]) -> str | None:
-    """Leave the default where it means the same."""
+    """Return None if the default is equivalent."""
     same_as_all = (
         name == "all" or (name == "class" and not fields["registers"]) or (not first and not fields["registers"])
     )

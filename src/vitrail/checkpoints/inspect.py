@@ -1,4 +1,4 @@
-"""Looking at a checkpoint: what it is, what is in it, and what is odd about it."""
+"""Inspect a checkpoint: its architecture, its tensors, and anything unusual."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,14 +23,14 @@ class TensorRow(NamedTuple):
 
 
 class Inspection(NamedTuple):
-    """What a checkpoint is."""
+    """The description of a checkpoint."""
 
     bundle: Bundle
     variant: str | None
     """The paper's name for a model of this size, such as "B/16"."""
     tensors: list[TensorRow]
     oddities: list[str]
-    """What a person should know before using it, one sentence each."""
+    """Anything unusual, one sentence each."""
 
 
 def inspect(
@@ -40,7 +40,7 @@ def inspect(
     overrides: Mapping[str, Any] | None = None,
     keys: str | Path | None = None,
 ) -> Inspection:
-    """Open a checkpoint and say what it is, tensor by tensor."""
+    """Open a checkpoint and describe it, tensor by tensor."""
     bundle = load(source, heads=heads, overrides=overrides, keys=keys, dtype="keep")
     state = bundle.model.state_dict()
     rows = [_row(name, tensor) for name, tensor in state.items()]
@@ -60,12 +60,12 @@ def _oddities(bundle: Bundle, state: dict[str, Tensor]) -> list[str]:
             continue
         broken = int((~tensor.isfinite()).sum())
         if broken:
-            found.append(f"{name} holds {broken} numbers that are not finite")
+            found.append(f"{name} has {broken} values that are not finite")
         elif name.endswith("weight") and tensor.ndim > 1 and not tensor.any():
             found.append(f"{name} is all zero")
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     if dtypes != {torch.float32}:
-        found.append(f"the weights are kept as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}")
+        found.append(f"the weights are stored as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}")
     if bundle.classes is None and bundle.model.config.classes:
-        found.append("the names of the classes are not known")
+        found.append("the class names are unknown")
     return [*map(str, bundle.provenance.get("notes") or []), *found]

@@ -1,7 +1,7 @@
-"""One table, both directions: the names and layouts of another library's weights beside ours.
+"""Two-way key tables: map the names and layouts of another library's weights to ours and back.
 
-A rule says how one of our tensors is made of one or more of theirs. Everything in it can be undone, so a table that
-reads also writes, and what was read and written again is the same to the bit.
+A rule describes how one of our tensors is built from one or more of theirs. Every step is invertible, so one table
+both reads and writes, and a round trip is bit-identical.
 """
 
 import re
@@ -19,72 +19,72 @@ Weights = dict[str, Tensor]
 
 
 class Rule(NamedTuple):
-    """How one tensor of ours is made of theirs. `{}` in a name stands for the number of a layer."""
+    """How one of our tensors is built from theirs. `{}` in a name is the layer index."""
 
     theirs: tuple[str, ...]
-    """Their names; several are joined along our first axis."""
+    """Their names; several are concatenated along our first axis."""
     ours: str
     shape: tuple[str, ...] | None = None
-    """Their axes, by name (see `sizes`), where they have other axes than ours. Used to write."""
+    """Their axes, by name (see `sizes`), if they differ from ours. Used for writing."""
     fold: tuple[tuple[int, ...], ...] | None = None
-    """Which of their axes are taken together, in order, to get ours: ((0,), (1, 2)) folds (D, H, h) to (D, H·h)."""
+    """Groups of their axes to merge into ours: ((0,), (1, 2)) folds (D, H, h) to (D, H·h)."""
     permute: tuple[int, ...] | None = None
-    """The order of the folded axes in ours."""
+    """The permutation of the folded axes."""
     reshape: tuple[int, ...] | None = None
-    """The shape that each of theirs gets before it is turned, in numbers; one may be -1."""
+    """The shape to give each tensor before `permute`; one side may be -1."""
     their_shape: tuple[int, ...] | None = None
-    """The shape of theirs before `reshape`, to write it again."""
+    """The original shape before `reshape`, for writing."""
     scales: tuple[float, ...] | None = None
-    """What each of theirs is multiplied by."""
+    """The factor for each of their tensors."""
 
-    def read(self, parts: list[Tensor]) -> Tensor:
-        """Make our tensor of theirs."""
+    def read(self, tensors: list[Tensor]) -> Tensor:
+        """Build our tensor from theirs."""
         if self.scales is not None:
-            parts = [part * scale for part, scale in zip(parts, self.scales, strict=True)]
-        made = [self._read_one(part) for part in parts]
+            tensors = [tensor * scale for tensor, scale in zip(tensors, self.scales, strict=True)]
+        made = [self._read_one(tensor) for tensor in tensors]
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def write(self, tensor: Tensor, sizes: Mapping[str, int]) -> list[Tensor]:
-        """Make their tensors of ours."""
-        parts = tensor.chunk(len(self.theirs)) if len(self.theirs) > 1 else [tensor]
-        made = [self._write_one(part, sizes) for part in parts]
+        """Build their tensors from ours."""
+        chunks = tensor.chunk(len(self.theirs)) if len(self.theirs) > 1 else [tensor]
+        made = [self._write_one(chunk, sizes) for chunk in chunks]
         if self.scales is None:
             return made
-        return [part / scale for part, scale in zip(made, self.scales, strict=True)]
+        return [tensor / scale for tensor, scale in zip(made, self.scales, strict=True)]
 
-    def _read_one(self, part: Tensor) -> Tensor:
+    def _read_one(self, tensor: Tensor) -> Tensor:
         if self.reshape is not None:
-            part = self._reshaped(part, self.reshape)
-        wanted = max(map(max, self.fold)) + 1 if self.fold is not None else len(self.permute or part.shape)
-        if part.ndim != wanted:
+            tensor = self._reshaped(tensor, self.reshape)
+        expected = max(map(max, self.fold)) + 1 if self.fold is not None else len(self.permute or tensor.shape)
+        if tensor.ndim != expected:
             raise CheckpointError(
-                f"{self.theirs[0]} has {part.ndim} axes, {tuple(part.shape)}, where {wanted} are expected"
+                f"{self.theirs[0]} has {tensor.ndim} axes, {tuple(tensor.shape)}, expected {expected}"
             )
         if self.fold is not None:
-            axes = [torch.Size([part.shape[axis] for axis in group]).numel() for group in self.fold]
-            part = part.reshape(axes)
-        return part if self.permute is None else part.permute(self.permute).contiguous()
+            axes = [torch.Size([tensor.shape[axis] for axis in group]).numel() for group in self.fold]
+            tensor = tensor.reshape(axes)
+        return tensor if self.permute is None else tensor.permute(self.permute).contiguous()
 
-    def _write_one(self, part: Tensor, sizes: Mapping[str, int]) -> Tensor:
+    def _write_one(self, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
         if self.permute is not None:
-            part = part.permute([self.permute.index(axis) for axis in range(len(self.permute))])
+            tensor = tensor.permute([self.permute.index(axis) for axis in range(len(self.permute))])
         if self.shape is not None:
-            part = part.reshape([sizes[axis] for axis in self.shape])
+            tensor = tensor.reshape([sizes[axis] for axis in self.shape])
         if self.reshape is not None:
             if self.their_shape is None:
                 raise CheckpointError(
-                    f"{self.theirs[0]} is reshaped when it is read, and the table does not say from what; add shape = "
-                    f"[…], its own, to write it"
+                    f"{self.theirs[0]} is reshaped on reading, and the table does not give its original shape; add "
+                    f"shape = […] to write it"
                 )
-            part = self._reshaped(part, self.their_shape)
-        return part.contiguous()
+            tensor = self._reshaped(tensor, self.their_shape)
+        return tensor.contiguous()
 
-    def _reshaped(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _reshaped(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         try:
-            return part.reshape(shape)
+            return tensor.reshape(shape)
         except RuntimeError:
             raise CheckpointError(
-                f"{self.theirs[0]} is {tuple(part.shape)}, which cannot be reshaped to {shape}"
+                f"{self.theirs[0]} is {tuple(tensor.shape)}, which cannot be reshaped to {shape}"
             ) from None
 
 
@@ -96,7 +96,7 @@ def rule(
     fold: tuple[tuple[int, ...], ...] | None = None,
     permute: tuple[int, ...] | None = None,
 ) -> Rule:
-    """Write a rule down briefly: one name without a tuple, the axes of `shape` in one string."""
+    """Build a rule from short forms: a single name without a tuple, the axes of `shape` as one string."""
     names = (theirs,) if isinstance(theirs, str) else theirs
     return Rule(names, ours, tuple(shape.split()) if shape is not None else None, fold, permute)
 
@@ -104,7 +104,7 @@ def rule(
 def layer_rules(
     theirs: str, ours: str, leaves: Mapping[str, str], kinds: Iterable[str] = ("weight", "bias")
 ) -> list[Rule]:
-    """Return the rules for parts of a layer that differ by name only, each with weight and bias."""
+    """Return rules for submodules of a layer that differ only in name, each with weight and bias."""
     return [
         rule(f"{theirs}{leaf}.{kind}", f"{ours}{our_leaf}.{kind}")
         for leaf, our_leaf in leaves.items()
@@ -113,7 +113,7 @@ def layer_rules(
 
 
 def sizes(config: ViTConfig) -> dict[str, int]:
-    """Return what the names of axes mean for a model."""
+    """Return the size of each named axis for a model."""
     return {
         "1": 1,
         "D": config.width,
@@ -132,7 +132,7 @@ def sizes(config: ViTConfig) -> dict[str, int]:
 
 
 class KeyMap:
-    """A table of rules that no two names fit twice."""
+    """A table of rules in which every name is unique."""
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.rules = tuple(rules)
@@ -140,7 +140,9 @@ class KeyMap:
             names = [n for r in self.rules for n in (r.theirs if side == "theirs" else (r.ours,))]
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
-                raise CheckpointError(f"the key table names {', '.join(twice)} twice among {side}; each may stand once")
+                raise CheckpointError(
+                    f"the key table names {', '.join(twice)} twice among {side}; names must be unique"
+                )
 
     @cached_property
     def _theirs(self) -> list[tuple[re.Pattern[str], Rule, int]]:
@@ -151,40 +153,40 @@ class KeyMap:
         return [(_pattern(r.ours), r) for r in self.rules]
 
     def knows(self, name: str) -> bool:
-        """Say whether one of their names is in the table."""
+        """Return whether one of their names is in the table."""
         return any(pattern.fullmatch(name) for pattern, _, _ in self._theirs)
 
     def read(self, weights: Weights) -> tuple[Weights, list[str]]:
-        """Turn their weights into ours; return ours, and the names that the table does not know.
+        """Convert their weights to ours; return ours, and the names that are not in the table.
 
-        `weights` is emptied on the way, so that no second copy of the model is held.
+        `weights` is emptied, so that no second copy of the model is held.
         """
         found: dict[str, dict[int, Tensor]] = {}
         origin: dict[str, Rule] = {}
         unknown = []
         for name in list(weights):
-            for pattern, found_rule, part in self._theirs:
+            for pattern, found_rule, index in self._theirs:
                 if match := pattern.fullmatch(name):
                     ours = _fill(found_rule.ours, match.groups())
-                    found.setdefault(ours, {})[part] = weights.pop(name)
+                    found.setdefault(ours, {})[index] = weights.pop(name)
                     origin[ours] = found_rule
                     break
             else:
                 unknown.append(name)
         made = {}
-        for ours, parts in list(found.items()):
-            wanted = len(origin[ours].theirs)
-            if len(parts) < wanted:
-                names = [n for i, n in enumerate(origin[ours].theirs) if i not in parts]
+        for ours, tensors in list(found.items()):
+            expected = len(origin[ours].theirs)
+            if len(tensors) < expected:
+                names = [n for i, n in enumerate(origin[ours].theirs) if i not in tensors]
                 raise CheckpointError(
-                    f"{ours} needs {', '.join(names)}, which the file does not have; is it cut short?"
+                    f"{ours} needs {', '.join(names)}, which the file does not have; is it truncated?"
                 )
-            made[ours] = origin[ours].read([found[ours][i] for i in range(wanted)])
+            made[ours] = origin[ours].read([found[ours][i] for i in range(expected)])
             del found[ours]
         return made, unknown
 
     def write(self, weights: Mapping[str, Tensor], config: ViTConfig) -> Weights:
-        """Turn our weights into theirs; a name of ours that the table does not know is an error."""
+        """Convert our weights to theirs; a name that is not in the table is an error."""
         axes = sizes(config)
         made: Weights = {}
         for name, tensor in weights.items():
@@ -194,12 +196,12 @@ class KeyMap:
                     made.update(zip(names, found_rule.write(tensor, axes), strict=True))
                     break
             else:
-                raise CheckpointError(f"this format has no place for {name}")
+                raise CheckpointError(f"this format cannot store {name}")
         return made
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(r"(\d+)".join(re.escape(part) for part in template.split("{}")))
+    return re.compile(r"(\d+)".join(re.escape(piece) for piece in template.split("{}")))
 
 
 def _fill(template: str, layers: tuple[str, ...]) -> str:

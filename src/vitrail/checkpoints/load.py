@@ -1,4 +1,4 @@
-"""Opening any ViT checkpoint: what it is, how it is built, its weights, and how its images are prepared."""
+"""Load any ViT checkpoint: detect its family, infer its config, load its weights and preprocessing."""
 
 import logging
 import os
@@ -18,10 +18,10 @@ from vitrail.checkpoints.assumptions import (
 )
 from vitrail.checkpoints.bundle import CONFIG, WEIGHTS, Bundle, is_bundle, read_bundle
 from vitrail.checkpoints.custom import read_key_table
-from vitrail.checkpoints.dtypes import Dtype, check_dtype, in_dtype, named
+from vitrail.checkpoints.dtypes import Dtype, check_dtype, dtype_names, in_dtype
 from vitrail.checkpoints.family import Family, Hints, Reading
 from vitrail.checkpoints.files import SUFFIXES, read_checkpoint, read_json
-from vitrail.checkpoints.folders import Known
+from vitrail.checkpoints.folders import FolderInfo
 from vitrail.checkpoints.formats import dinov2, google, lucidrains, timm, torchvision, transformers
 from vitrail.checkpoints.hub import fetch, parse
 from vitrail.checkpoints.imagenet import imagenet_names
@@ -33,7 +33,7 @@ from vitrail.checkpoints.strict import loaded_model
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, unknown_argument
 from vitrail.io import check_is_regular
-from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig, value_here
+from vitrail.models.config import FIELD_ALIASES, ViTConfig, value_here
 from vitrail.models.resample import Method
 
 IMAGENET_CLASSES = 1000
@@ -49,14 +49,14 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-class _How(NamedTuple):
-    """What the caller says of a checkpoint."""
+class _Options(NamedTuple):
+    """The caller's options."""
 
-    said: Hints
+    overrides: Hints
     family: Family | None
     fresh: Sequence[str]
     dtype: Dtype
-    wanted_size: tuple[int, int] | None
+    target_size: tuple[int, int] | None
 
 
 def load(
@@ -79,23 +79,23 @@ def load(
 
     On a hub it is called "hf:org/name", "hf:org/name@revision" or "timm:name.tag".
 
-    The family is seen from the tensors, not from the file's name, and the architecture from their shapes where no
-    config comes along. What neither tells is assumed where published models agree on it; each assumption is in the
-    bundle's `assumptions`, and logged as a warning (logger "vitrail"), which without a handler goes to stderr. Where a
-    wrong guess would go unnoticed, the file is refused. `overrides` says such fields by name: those of `ViTConfig`
-    ({"pool": "mean"}), and those of `Preprocess` ({"preprocess.mean": 0.5}); `heads` is short for the commonest.
-    `keys` names a key table for a ViT of no known family (`vitrail.checkpoints.custom`). Names of ours that match a
-    pattern of `fresh`, such as "head.*", may be missing and start fresh; whatever else is missing is an error.
+    The family is detected from the tensors, not from the file name; without a config, the architecture is inferred from
+    their shapes. Fields that neither determines are assumed if all published models agree on them; each assumption is
+    in the bundle's `assumptions`, and logged as a warning (logger "vitrail"), by default to stderr. If a wrong guess
+    would go unnoticed, loading fails. `overrides` sets such fields by name: those of `ViTConfig` ({"pool": "mean"}) and
+    of `Preprocess` ({"preprocess.mean": 0.5}); `heads` is a shorthand for the most common one. `keys` is a key table
+    for a custom ViT (`vitrail.checkpoints.custom`). Tensors whose (our) names match a pattern in `fresh`, such as
+    "head.*", may be missing and are initialised; anything else that is missing is an error.
 
-    The model is opened in float32 whatever numbers the file has; `dtype` asks for others, "keep" for the file's own.
+    The model is loaded in float32 by default; `dtype` sets another dtype, "keep" that of the file.
 
-    The other arguments adapt the model after it was loaded: a new head, another size, other channels. What was found
-    and done is in the bundle's `coverage`, and logged.
+    The other arguments adapt the loaded model: a new head, another size, other channels. The bundle's `coverage`
+    summarises what was loaded and changed, and is logged.
     """
     for argument in unknown:
         raise _unknown(argument, unknown[argument])
     bundle = open_checkpoint(
-        source, heads=heads, overrides=overrides, keys=keys, fresh=fresh, dtype=dtype, wanted_size=image_size
+        source, heads=heads, overrides=overrides, keys=keys, fresh=fresh, dtype=dtype, target_size=image_size
     )
     adapt(
         bundle,
@@ -112,23 +112,23 @@ def load(
 
 
 def _unknown(argument: str, value: object) -> ConfigError:
-    """Say what an argument is called here, or where a field of the model goes."""
-    ours = CALLED_ELSEWHERE.get(argument, argument)
+    """Map an argument to ours, or to `overrides`."""
+    ours = FIELD_ALIASES.get(argument, argument)
     hint = ""
     if ours in ("classes", "image_size", "patch_size", "channels", "heads"):
         hint = f"vitrail calls it {ours}: {ours}={value!r}"
     elif ours in ViTConfig.model_fields:
-        said = value_here(argument, value)
-        hint = f"what the file does not tell of its model goes into overrides: overrides={{{ours!r}: {said}}}"
+        value_text = value_here(argument, value)
+        hint = f"set fields that the file does not record with overrides={{{ours!r}: {value_text}}}"
     elif argument == "pretrained":
-        hint = "what load opens is pretrained"
+        hint = "load always loads pretrained weights"
     return unknown_argument(load, argument, hint)
 
 
 def ready_bundle(source: str | Path | Bundle) -> Bundle:
-    """Return a bundle to compute with, in float32: one that is given, in whatever numbers, or one that is opened.
+    """Return a bundle in float32, opened from a path or converted from a given bundle.
 
-    The caller announces it (`Bundle.announce`) when nothing is left to be refused.
+    The caller logs its assumptions (`Bundle.announce`) after all checks.
     """
     return source.in_dtype("float32") if isinstance(source, Bundle) else open_checkpoint(source)
 
@@ -141,94 +141,94 @@ def open_checkpoint(
     keys: str | Path | None = None,
     fresh: Sequence[str] = (),
     dtype: Dtype = "float32",
-    wanted_size: int | tuple[int, int] | None = None,
+    target_size: int | tuple[int, int] | None = None,
 ) -> Bundle:
-    """Open a checkpoint as `load` does, and leave it to the caller to say what was assumed."""
+    """Open a checkpoint as `load` does, but leave logging its assumptions to the caller."""
     if not isinstance(source, (str, os.PathLike)):
         raise CheckpointError(
-            f"load opens a folder, a weight file or a name on a hub, but was given a {type(source).__name__}; a model "
-            f"of your own becomes a bundle by vitrail.Bundle(model, preprocess, classes)"
+            f"load opens a folder, a weight file or a name on a hub, found a {type(source).__name__}; wrap your own "
+            f"model with vitrail.Bundle(model, preprocess, classes)"
         )
     check_dtype(dtype)
-    said = checked_overrides({**(overrides or {}), **({"heads": heads} if heads is not None else {})})
+    fields = checked_overrides({**(overrides or {}), **({"heads": heads} if heads is not None else {})})
     if not str(source):
-        raise CheckpointError("the source is empty; give a folder, a weight file, or the name of a model on a hub")
+        raise CheckpointError("the source is empty; pass a folder, a weight file, or the name of a model on a hub")
     name = parse(str(source))
     path = Path(source) if name is None else fetch(name)
     try:
         if not path.exists():
-            raise CheckpointError(f"{source} does not exist; give a folder or a weight file ({', '.join(SUFFIXES)})")
+            raise CheckpointError(f"{source} does not exist; pass a folder or a weight file ({', '.join(SUFFIXES)})")
         if not path.is_dir():
             check_is_regular(path)
         folder = path if path.is_dir() else path.parent
         ours = (folder / CONFIG).exists() and is_bundle(read_json(folder / CONFIG))
         if ours and path in (folder, folder / WEIGHTS):
-            return _open_bundle(folder, said, keys, fresh, dtype)
+            return _open_bundle(folder, fields, keys, fresh, dtype)
         found = find(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     if name is not None:
-        found = found._replace(known=replace(found.known, hub=str(source)))
-    wanted = (wanted_size, wanted_size) if isinstance(wanted_size, int) else wanted_size
-    how = _How(said, None if keys is None else read_key_table(keys), fresh, dtype, wanted)
-    bundle = _open(found, how)
+        found = found._replace(info=replace(found.info, hub=str(source)))
+    size = (target_size, target_size) if isinstance(target_size, int) else target_size
+    options = _Options(fields, None if keys is None else read_key_table(keys), fresh, dtype, size)
+    bundle = _open(found, options)
     bundle.origin = path if name is None else None
     return bundle
 
 
-def _open_bundle(folder: Path, said: Hints, keys: str | Path | None, fresh: Sequence[str], dtype: Dtype) -> Bundle:
+def _open_bundle(folder: Path, overrides: Hints, keys: str | Path | None, fresh: Sequence[str], dtype: Dtype) -> Bundle:
     bundle = read_bundle(folder, fresh=fresh, dtype=dtype)
     if keys is not None:
-        raise CheckpointError(f"{folder} is a bundle, whose names are known; open it without a key table")
-    images = spread(of_images(said), bundle.preprocess.channels)
-    for config, before, fields in ((bundle.model.config, "", of_model(said)), (bundle.preprocess, IMAGES, images)):
+        raise CheckpointError(f"{folder} is a bundle, which needs no key table; open it without --keys")
+    images = spread(of_images(overrides), bundle.preprocess.channels)
+    for config, before, fields in ((bundle.model.config, "", of_model(overrides)), (bundle.preprocess, IMAGES, images)):
         for field, value in fields.items():
             own = getattr(config, field)
             if value != own:
                 raise CheckpointError(
-                    f"{folder} is a bundle, which says {before}{field}={own!r} itself; open it without {before}{field}="
+                    f"{folder} is a bundle, which records {before}{field}={own!r}; open it without {before}{field}="
                 )
     bundle.origin = folder
     return bundle
 
 
-def _open(source: Source, how: _How) -> Bundle:
-    file, known = source.files[0], source.known
+def _open(source: Source, options: _Options) -> Bundle:
+    file, info = source.files[0], source.info
     stored = read_checkpoint(source.files)
-    total, kept_as = len(stored.weights), named(stored.weights)
-    said: Hints = {**known.hints, **of_model(how.said)}
-    if how.wanted_size is not None:
-        said["wanted_size"] = how.wanted_size
-    reading, family = _read(stored.weights, said, how.family, file)
+    total, stored_dtype = len(stored.weights), dtype_names(stored.weights)
+    hints: Hints = {**info.hints, **of_model(options.overrides)}
+    if options.target_size is not None:
+        hints["target_size"] = options.target_size
+    reading, family = _read(stored.weights, hints, options.family, file)
     shapes = {name: tuple(tensor.shape) for name, tensor in reading.weights.items()}
-    config = _config_of(reading, family, said, shapes, file)
-    told = {**reading.told, **dict.fromkeys(known.told), **said}
-    if missing := cannot_be_guessed(config, shapes, told, family.name):
+    config = _config_of(reading, family, hints, shapes, file)
+    stated = {**reading.stated, **dict.fromkeys(info.stated), **hints}
+    if missing := cannot_be_guessed(config, shapes, stated, family.name):
         raise CheckpointError(f"{file}: {'; '.join(missing.values())}")
-    model, started_fresh = loaded_model(config, in_dtype(reading.weights, how.dtype), fresh=how.fresh)
-    images = of_images(how.said)
-    preprocess, fitted = _preprocess(known, family, config, images)
-    classes, names = _names(known, config)
+    model, initialised = loaded_model(config, in_dtype(reading.weights, options.dtype), fresh=options.fresh)
+    images = of_images(options.overrides)
+    preprocess, fitted = _preprocess(info, family, config, images)
+    classes, names = _names(info, config)
     assumptions = [
-        *assumed_of_model(config, shapes, told, family.assumes),
-        *([] if known.preprocess else assumed_of_images(preprocess, {*images, *family.images_told}, family.images)),
+        *assumed_of_model(config, shapes, stated, family.assumes),
+        *([] if info.preprocess else assumed_of_images(preprocess, {*images, *family.images_stated}, family.images)),
         *names,
     ]
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    zero = "the head is all zero, as in Google's ImageNet-21k originals: give it new classes"
+    zero = "the head is all zero, as in Google's ImageNet-21k checkpoints: set new classes"
     notes = [
         *stored.notes,
-        *([] if kept_as in ("float32", named(model.state_dict())) else [f"the file has {kept_as} numbers"]),
-        *known.notes,
+        *([] if stored_dtype in ("float32", dtype_names(model.state_dict())) else [f"the file is in {stored_dtype}"]),
+        *info.notes,
         *fitted,
-        *([f"{len(reading.dropped)} tensors were left out: {', '.join(reading.dropped)}"] if reading.dropped else []),
+        *([f"{len(reading.dropped)} tensors were dropped: {', '.join(reading.dropped)}"] if reading.dropped else []),
         *([zero] if config.classes and not cast("nn.Linear", model.head).weight.any() else []),
     ]
     provenance: dict[str, Any] = {
-        "source": known.hub or file.name,
+        "source": info.hub or file.name,
         "family": family.name,
         "coverage": f"{total - len(reading.dropped)} of {total} tensors, {millions:.2f} M parameters",
-        **({"fresh": started_fresh} if started_fresh else {}),
+        **({"fresh": initialised} if initialised else {}),
         **({"assumed": list(map(str, assumptions))} if assumptions else {}),
         **({"notes": notes} if notes else {}),
     }
@@ -236,71 +236,69 @@ def _open(source: Source, how: _How) -> Bundle:
 
 
 def _read(weights: Weights, hints: Hints, family: Family | None, file: Path) -> tuple[Reading, Family]:
-    """Bring the weights to our names, by the family's table."""
+    """Convert the weights to our names with the family's key table."""
     total = len(weights)
     if family is None:
         family = detect({name: tuple(tensor.shape) for name, tensor in weights.items()}, file)
     try:
         reading = family.read(weights, hints)
     except (KeyError, IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} looks like {family.name}, but its tensors are not shaped as there ({error})"
-        ) from None
+        raise CheckpointError(f"{file} looks like {family.name}, but its tensors have other shapes ({error})") from None
     if unknown := reading.unknown:
         raise CheckpointError(
-            f"{file} looks like {family.name}, but {len(unknown)} of its {total} tensors are not known there: "
+            f"{file} looks like {family.name}, but {len(unknown)} of its {total} tensors do not belong to it: "
             f"{', '.join(unknown[:8])}{', …' if len(unknown) > 8 else ''}"
         )
     return reading, family
 
 
-def _config_of(reading: Reading, family: Family, said: Hints, shapes: Shapes, file: Path) -> ViTConfig:
+def _config_of(reading: Reading, family: Family, hints: Hints, shapes: Shapes, file: Path) -> ViTConfig:
     found = reading.hints.get("heads")
-    if found is not None and said.get("heads", found) != found:
-        raise CheckpointError(f"{file} has {found} heads, as its shapes tell; open it without heads={said['heads']}")
-    if "pooler_act" in said and "pre_logits.fc.weight" in reading.weights:
-        raise CheckpointError(f"its config says pooler_act {said['pooler_act']!r}, and ours is tanh")
-    merged = {**reading.hints, **said}
+    if found is not None and hints.get("heads", found) != found:
+        raise CheckpointError(f"{file} has {found} heads, by its shapes; open it without heads={hints['heads']}")
+    if "pooler_act" in hints and "pre_logits.fc.weight" in reading.weights:
+        raise CheckpointError(f"its config has pooler_act {hints['pooler_act']!r}; only tanh is supported")
+    merged = {**reading.hints, **hints}
     return infer_config(shapes, {**family.follows(merged, shapes), **merged})
 
 
 def inferred_config(file: Path) -> tuple[ViTConfig, set[str]]:
-    """Return the model that a weight file would be taken for by somebody who knows nothing else of it, and the fields
-    without which it would be refused."""
+    """Return the config that is inferred from a weight file without any overrides, and the fields that would have to be
+    set to open it."""
     reading, family = _read(read_checkpoint([file]).weights, {}, None, file)
     shapes = {name: tuple(tensor.shape) for name, tensor in reading.weights.items()}
     config = _config_of(reading, family, {}, shapes, file)
-    return config, set(cannot_be_guessed(config, shapes, reading.told, family.name))
+    return config, set(cannot_be_guessed(config, shapes, reading.stated, family.name))
 
 
-def _names(known: Known, config: ViTConfig) -> tuple[tuple[str, ...] | None, list[Assumption]]:
-    """Return the names of the classes, and what was assumed of them."""
-    if known.classes is not None and len(known.classes) == config.classes:
-        return known.classes, []
+def _names(info: FolderInfo, config: ViTConfig) -> tuple[tuple[str, ...] | None, list[Assumption]]:
+    """Return the class names, and any assumption about them."""
+    if info.classes is not None and len(info.classes) == config.classes:
+        return info.classes, []
     if config.classes == IMAGENET_CLASSES:
         return imagenet_names(), [Assumption("classes", "ImageNet's names", "because the head has 1,000 outputs")]
     return None, []
 
 
-def _preprocess(known: Known, family: Family, config: ViTConfig, said: Hints) -> tuple[Preprocess, list[str]]:
-    """Return what is done to images, fitted to the model, and a note where the config beside it said otherwise."""
-    usual = family.preprocess if family.preprocess_at is None else family.preprocess_at(config.image_size)
-    found = known.preprocess or usual
+def _preprocess(info: FolderInfo, family: Family, config: ViTConfig, overrides: Hints) -> tuple[Preprocess, list[str]]:
+    """Return the preprocessing, fitted to the model, and a note if that differs from its config."""
+    default = family.preprocess if family.preprocess_at is None else family.preprocess_at(config.image_size)
+    found = info.preprocess or default
     fitted = found if found.size == config.image_size else found.resized(config.image_size)
     if config.channels != fitted.channels:
         mean, std = ((sum(n) / len(n),) * config.channels for n in (fitted.mean, fitted.std))
         fitted = fitted.replace(channels=config.channels, mean=mean, std=std)
-    noted = known.preprocess is not None and fitted != found
-    fitted = fitted.replace(**spread(said, config.channels))
+    noted = info.preprocess is not None and fitted != found
+    fitted = fitted.replace(**spread(overrides, config.channels))
     if fitted.size != config.image_size or fitted.channels != config.channels:
-        raise ConfigError("preprocess.size and preprocess.channels are the model's; change those of the model")
+        raise ConfigError("preprocess.size and preprocess.channels follow the model; change image_size and channels")
     height, width = found.size
-    note = f"its preprocessing was for {height}×{width}×{found.channels}, and was fitted to the model"
+    note = f"its preprocessing was for {height}×{width}×{found.channels}, and was adapted to the model"
     return fitted, [note] if noted else []
 
 
 def detect(shapes: Shapes, file: Path) -> Family:
-    """Return the family a file is of."""
+    """Return the family that a file belongs to."""
     found = [family for family in FAMILIES if family.recognise(shapes)]
     if len(found) == 1:
         return found[0]
@@ -311,6 +309,6 @@ def detect(shapes: Shapes, file: Path) -> Family:
         )
     some = ", ".join(list(shapes)[:3])
     raise CheckpointError(
-        f"{file} is no Vision Transformer we know: {len(shapes)} tensors such as {some}. We know "
+        f"{file} is not a supported Vision Transformer: {len(shapes)} tensors such as {some}. Supported: "
         f"{', '.join(family.name for family in FAMILIES)}"
     )

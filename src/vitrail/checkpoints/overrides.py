@@ -1,4 +1,4 @@
-"""Fields that a person says of a model because its file does not: checked one by one, before anything is opened."""
+"""Overrides: fields that the caller sets because the file does not record them, validated before anything is opened."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,29 +13,29 @@ from vitrail.models.config import ViTConfig
 from vitrail.schema import Frozen
 
 IMAGES = "preprocess."
-"""What the names of the preprocessing's fields begin with."""
+"""The prefix of preprocessing fields."""
 
 
 def checked_overrides(fields: Mapping[str, Any]) -> Hints:
-    """Return the fields as `ViTConfig` and `Preprocess` hold them: 8 for a size becomes (8, 8).
+    """Validate the fields against `ViTConfig` and `Preprocess`: a size of 8 becomes (8, 8).
 
-    A field that is not there, or a value that it cannot have, is refused in one sentence.
+    An unknown field or an invalid value is an error.
     """
     return {name: _checked(name, value) for name, value in fields.items()}
 
 
 def of_model(fields: Mapping[str, Any]) -> Hints:
-    """Return those that are fields of the model."""
+    """Return the fields of the model."""
     return {name: value for name, value in fields.items() if not name.startswith(IMAGES)}
 
 
 def of_images(fields: Mapping[str, Any]) -> Hints:
-    """Return those that are fields of the preprocessing, without the word before them."""
+    """Return the fields of the preprocessing, without their prefix."""
     return {name.removeprefix(IMAGES): value for name, value in fields.items() if name.startswith(IMAGES)}
 
 
 def spread(fields: Hints, channels: int) -> Hints:
-    """Return fields of the preprocessing in which one number that was said for all channels stands once for each."""
+    """Repeat a single mean or std for every channel."""
     return {
         name: value[:1] * channels if name in ("mean", "std") and len(set(value)) == 1 else value
         for name, value in fields.items()
@@ -46,7 +46,7 @@ def _checked(name: str, value: Any) -> Any:
     kind: type[Frozen] = Preprocess if name.startswith(IMAGES) else ViTConfig
     field = name.removeprefix(IMAGES)
     if field not in kind.model_fields:
-        names = [*ViTConfig.model_fields, *(IMAGES + known for known in Preprocess.model_fields)]
+        names = [*ViTConfig.model_fields, *(IMAGES + valid for valid in Preprocess.model_fields)]
         raise ConfigError(f"{kind.__name__} has no option {field!r}{suggest(name, names)}")
     info = kind.model_fields[field]
     adapter: TypeAdapter[Any] = TypeAdapter(
@@ -54,14 +54,12 @@ def _checked(name: str, value: Any) -> Any:
         config=ConfigDict(strict=True, allow_inf_nan=False),
     )
     if field in ("mean", "std") and isinstance(value, int | float):
-        value = (float(value),) * 3  # one number stands for every channel
+        value = (float(value),) * 3  # one number for all channels
     try:
-        if (
-            isinstance(value, str) and value == "none"
-        ):  # the name of a value in some fields, and in the others that there is none
+        if isinstance(value, str) and value == "none":  # the literal "none" in some fields, None in others
             with suppress(ValidationError):
                 return adapter.validate_python(None)
         return adapter.validate_python(value)
-    except ValidationError as fault:
-        message = fault.errors()[0]["msg"]
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
         raise ConfigError(f"{name} is {value!r}: {message[:1].lower()}{message[1:]}") from None

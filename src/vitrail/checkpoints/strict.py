@@ -1,4 +1,4 @@
-"""Loading weights so that nothing is left out unseen."""
+"""Strict loading: missing, unexpected and misshapen weights are errors."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -12,39 +12,41 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
 SHOWN = 8
-"""How many names of each kind an error lists before it counts the rest."""
+"""How many names of each kind an error lists."""
 
 
 def loaded_model(config: ViTConfig, weights: Weights, *, fresh: Sequence[str] = ()) -> tuple[ViT, list[str]]:
-    """Build a model with these weights; return it, and the names that were allowed to be missing and start fresh.
+    """Build a model with these weights; return it, and the names of the tensors that were missing and initialised.
 
-    Nothing is drawn and nothing allocated for a model whose weights are all there.
+    If all weights are present, nothing is initialised or allocated.
     """
     with torch.device("cpu" if fresh else "meta"):
         model = ViT(config)
     kinds = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    started_fresh = load_weights(model, weights, fresh=fresh)
+    initialised = load_weights(model, weights, fresh=fresh)
     if len(kinds) == 1:
-        model = model.to(next(iter(kinds)))  # what is computed or fresh, too
-    return model.eval(), started_fresh
+        model = model.to(next(iter(kinds)))  # also computed buffers and initialised weights
+    return model.eval(), initialised
 
 
 def load_weights(model: ViT, weights: Weights, *, fresh: Sequence[str] = ()) -> list[str]:
-    """Put weights into a model, by assignment: no second copy is made. Return the names that stayed as they were.
+    """Assign weights to a model, without a copy. Return the names that were not in the weights.
 
-    Whatever is missing, unexpected or of another shape is listed in one error. Names that match a pattern of `fresh`,
-    such as "head.*", may be missing, and keep what the model has.
+    One error lists everything that is missing, unexpected or of another shape. Names that match a pattern in `fresh`,
+    such as "head.*", may be missing and keep the model's values.
     """
-    wanted = model.state_dict()
-    may_miss = {name for name in wanted if any(fnmatch.fnmatchcase(name, pattern) for pattern in fresh)}
-    for name in wanted:
-        if name.endswith("num_batches_tracked"):  # BatchNorm's counter of batches is no weight, and older files lack it
+    expected = model.state_dict()
+    optional = {name for name in expected if any(fnmatch.fnmatchcase(name, pattern) for pattern in fresh)}
+    for name in expected:
+        if name.endswith(
+            "num_batches_tracked"
+        ):  # BatchNorm's batch counter is not a weight, and missing in older files
             weights.setdefault(name, torch.tensor(0))
-    missing = [name for name in wanted if name not in weights and name not in may_miss]
-    unexpected = [name for name in weights if name not in wanted]
+    missing = [name for name in expected if name not in weights and name not in optional]
+    unexpected = [name for name in weights if name not in expected]
     misshapen = [
         f"{name}: file {_by(weights[name])}, model {_by(tensor)}"
-        for name, tensor in wanted.items()
+        for name, tensor in expected.items()
         if name in weights and weights[name].shape != tensor.shape
     ]
     problems = [
@@ -57,7 +59,7 @@ def load_weights(model: ViT, weights: Weights, *, fresh: Sequence[str] = ()) -> 
     model.load_state_dict(weights, strict=False, assign=True)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
-    return [name for name in wanted if name not in weights]
+    return [name for name in expected if name not in weights]
 
 
 def _listed(names: list[str]) -> str:
@@ -66,4 +68,4 @@ def _listed(names: list[str]) -> str:
 
 
 def _by(tensor: Tensor) -> str:
-    return "×".join(map(str, tensor.shape)) or "a number"
+    return "×".join(map(str, tensor.shape)) or "a scalar"

@@ -1,4 +1,4 @@
-"""What timm needs in `config.json` to open a bundle: `timm.create_model("local-dir:FOLDER", pretrained=True)`."""
+"""The keys in `config.json` that timm needs for `timm.create_model("local-dir:FOLDER", pretrained=True)`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.models.config import ViTConfig
 
 ARCHITECTURE = "vit_base_patch16_224"
-"""Any registered plain ViT will do, because `model_args` says everything that differs."""
+"""Any registered plain ViT works, because `model_args` overrides everything that differs."""
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu"}
 _POOLS = {"cls": "token", "mean": "avg", "map": "map"}
@@ -15,7 +15,7 @@ _CROPS = {"squash": "squash", "cover": "center", "contain": "border"}
 
 
 def expressible(config: ViTConfig) -> bool:
-    """Say whether timm's `VisionTransformer` can be this model, exactly."""
+    """Return whether timm's `VisionTransformer` can express this model exactly."""
     return (
         config.stem in ("conv", "linear")
         and config.class_token != "last"
@@ -37,7 +37,7 @@ def expressible(config: ViTConfig) -> bool:
 
 
 def timm_config(config: ViTConfig, preprocess: Preprocess, classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return the entries timm reads, or none where timm cannot express the model."""
+    """Return the entries for timm; none if timm cannot express the model."""
     if not expressible(config):
         return {}
     arguments = {
@@ -73,13 +73,13 @@ def timm_config(config: ViTConfig, preprocess: Preprocess, classes: Sequence[str
             "fixed_input_size": True,
             "interpolation": preprocess.interpolation,
             "crop_mode": _CROPS[preprocess.resize],
-            "crop_pct": _share(height, (preprocess.resize_to or preprocess.size)[0]),
+            "crop_pct": _crop_fraction(height, (preprocess.resize_to or preprocess.size)[0]),
             "mean": list(preprocess.mean),
             "std": list(preprocess.std),
             "num_classes": config.classes,
             "pool_size": None,
             "classifier": "head",
-            # With this name timm would mix the kernels of other than three channels.
+            # With a name, timm would convert kernels that do not have three channels.
             "first_conv": "patch_embed.proj" if config.channels == 3 else None,
             **named,
         },
@@ -87,12 +87,12 @@ def timm_config(config: ViTConfig, preprocess: Preprocess, classes: Sequence[str
     }
 
 
-def _share(side: int, box: int) -> float:
-    """Return the share of a box from which timm, which cuts fractions off, gets the box again."""
+def _crop_fraction(side: int, box: int) -> float:
+    """Return a crop fraction from which timm, which rounds down, recovers the box."""
     return side / box if int(side / (side / box)) == box else side / (box + 0.5)
 
 
 def _ratio(hidden: int, width: int) -> float:
-    """Return a ratio from which timm, which cuts fractions off, gets `hidden` again."""
+    """Return a ratio from which timm, which rounds down, recovers `hidden`."""
     ratio = hidden / width
     return ratio if int(width * ratio) == hidden else (hidden + 0.5) / width

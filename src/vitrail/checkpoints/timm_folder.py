@@ -1,9 +1,9 @@
-"""What timm's config.json says of a model: every argument of it is followed, checked by the shapes, or refused."""
+"""Read timm's config.json: every argument is used, implied by the shapes, or an error."""
 
 from typing import Any
 
 from vitrail.checkpoints.family import Hints
-from vitrail.checkpoints.timm_names import told_by_name
+from vitrail.checkpoints.timm_names import fields_from_name
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError
 
@@ -22,12 +22,12 @@ _IN_SHAPES = {
     *("patch_size", "in_chans", "num_classes", "embed_dim", "depth", "mlp_ratio", "qkv_bias", "qk_norm", "proj_bias"),
     *("init_values", "class_token", "no_embed_class", "reg_tokens", "pre_norm", "final_norm", "fc_norm"),
 }
-"""Arguments that tensors tell as well: their presence, their number or their shape."""
+"""Arguments that are implied by the presence, number or shape of tensors."""
 _IN_TRAINING = {
     *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"),
     *("weight_init", "fix_init", "device", "dtype"),
 }
-"""Arguments that change nothing in a model that predicts."""
+"""Arguments without effect at inference."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "scale_attn_norm": (False,),
     "scale_mlp_norm": (False,),
@@ -41,32 +41,32 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "mlp_layer": (),
     "attn_layer": (),
 }
-"""The values of other arguments that mean a plain ViT; None, timm's word for its default, is one of each."""
+"""The values of other arguments that give a plain ViT; None, timm's default, is always allowed."""
 _FOLLOWED = {"num_heads", "img_size", "act_layer", "global_pool", "pool_include_prefix"}
 
 
 def hints_from_timm(config: dict[str, Any]) -> Hints:
-    """Return the fields of `ViTConfig` that timm's config tells; what it says and we cannot be is refused by name."""
+    """Return the fields of `ViTConfig` in timm's config; an unsupported argument is an error."""
     arguments = config.get("model_args") or {}
     if not isinstance(arguments, dict):
-        raise CheckpointError(f"its config should have an object as model_args, found {arguments!r}")
+        raise CheckpointError(f"model_args in its config should be an object, found {arguments!r}")
     for name, value in arguments.items():
         _check(name, value)
-    hints: Hints = told_by_name(str(config["architecture"]))
+    hints: Hints = fields_from_name(str(config["architecture"]))
     if arguments.get("num_heads") is not None:
         hints["heads"] = int(arguments["num_heads"])
     if arguments.get("img_size") is not None:
         hints["image_size"] = as_size(arguments["img_size"])
     if arguments.get("act_layer") is not None:
-        hints["activation"] = known_activation(arguments["act_layer"])
+        hints["activation"] = activation_name(arguments["act_layer"])
     if arguments.get("norm_layer") is not None:
-        hints["norm_eps"] = 1e-6  # its LayerNorm by that name
+        hints["norm_eps"] = 1e-6  # timm's LayerNorm
     if arguments.get("pos_embed") in ("none", ""):
         hints["position"] = "none"
     pool = arguments.get("global_pool", config.get("global_pool"))
     if pool is not None:
         if pool not in _POOLS:
-            raise CheckpointError(f"its config says global_pool {pool!r}, which we do not have")
+            raise CheckpointError(f"its config has global_pool {pool!r}, which is not supported")
         hints["pool"] = _POOLS[pool]
     if "pool_include_prefix" in arguments:
         hints.pop("pool_over", None)
@@ -79,39 +79,39 @@ def _check(name: str, value: Any) -> None:
     if name in _IN_SHAPES or name in _IN_TRAINING or name in _FOLLOWED:
         return
     if name not in _ONLY:
-        raise CheckpointError(f"its config says {name}={value!r}, an argument of timm's that we do not know")
+        raise CheckpointError(f"its config has {name}={value!r}, an unknown argument of timm")
     if value is not None and value not in _ONLY[name]:
-        raise CheckpointError(f"its config says {name}={value!r}, which we do not have")
+        raise CheckpointError(f"its config has {name}={value!r}, which is not supported")
 
 
-def known_activation(name: Any) -> str:
-    """Return our name of an activation."""
+def activation_name(name: Any) -> str:
+    """Return our name for an activation."""
     if name not in ACTIVATIONS:
-        raise CheckpointError(f"its config says activation {name!r}, which we do not have")
+        raise CheckpointError(f"its config has activation {name!r}, which is not supported")
     return ACTIVATIONS[name]
 
 
 def as_size(size: Any) -> tuple[int, int]:
-    """Read 224, or [224, 448]."""
+    """Parse 224 or [224, 448]."""
     height, width = (size, size) if isinstance(size, int) else size
     return int(height), int(width)
 
 
 def preprocess_from_timm(config: dict[str, Any]) -> Preprocess | None:
-    """Return what timm's `pretrained_cfg` says of the images, where it says so."""
+    """Return the preprocessing in timm's `pretrained_cfg`, if there is any."""
     if "input_size" not in config or "mean" not in config:
         return None
     channels, height, width = config["input_size"]
-    share = config.get("crop_pct") or 0.875
-    box = int(height / share), int(width / share)
+    fraction = config.get("crop_pct") or 0.875
+    box = int(height / fraction), int(width / fraction)
     mode = config.get("crop_mode") or "center"
     if mode not in _CROPS:
-        raise CheckpointError(f"its config says crop_mode {mode!r}, which we do not have")
+        raise CheckpointError(f"its config has crop_mode {mode!r}, which is not supported")
     resize = _CROPS[mode]
-    # For an oblong image timm's `center` resizes bilinearly whatever the config says.
+    # For a non-square size, timm's `center` always resizes bilinearly.
     plain = resize != "cover" or box[0] == box[1]
     mean, std = (list(config[name]) for name in ("mean", "std"))
-    if len(mean) != channels:  # timm keeps three numbers for a model of other channels
+    if len(mean) != channels:  # timm keeps three values also for other numbers of channels
         mean, std = ([sum(n) / len(n)] * channels for n in (mean, std))
     return Preprocess(
         size=(height, width),

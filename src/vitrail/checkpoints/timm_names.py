@@ -1,7 +1,7 @@
-"""timm's names of plain ViTs: what a name says and tensors do not. Checked against every name by a test.
+"""timm's names of plain ViTs: the fields that a name implies and tensors do not. A test checks every name.
 
-A name that is not here is another architecture, or one that nobody has compared yet; either may compute what no tensor
-tells (rotary positions, norms elsewhere), so a folder of timm's with such a name is refused.
+A name that is not listed is another architecture, or untested; it may differ in ways that tensors do not show (rotary
+positions, other norms), so opening a timm folder with such a name is an error.
 """
 
 import re
@@ -74,9 +74,9 @@ _HEADS = {
     """,
     24: "vit_giant_patch14_dinov2 vit_giant_patch14_reg1_tipsv2 vit_giant_patch14_reg4_dinov2",
 }
-"""The number of heads of every name."""
+"""The number of heads by name."""
 _NAMES = {name: heads for heads, names in _HEADS.items() for name in names.split()}
-_OTHERWISE: dict[str, dict[str, Any]] = {
+_EXCEPTIONS: dict[str, dict[str, Any]] = {
     r"_quickgelu": {"activation": "quick_gelu"},
     r"_clip_": {"norm_eps": 1e-5},
     r"_patch32_siglip_|_large_patch16_siglip_(gap_)?512|_so400m_patch16_siglip_|_giantopt_": {
@@ -84,18 +84,18 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     },
     r"^test_vit3$": {"pool_over": "all"},
 }
-"""Where a name says something else than most do."""
+"""Fields that differ from the defaults, by pattern."""
 
 
-def told_by_name(name: str) -> dict[str, Any]:
-    """Return the fields of `ViTConfig` that timm's name of an architecture tells."""
+def fields_from_name(name: str) -> dict[str, Any]:
+    """Return the fields of `ViTConfig` implied by timm's architecture name."""
     if name not in _NAMES:
         raise CheckpointError(
-            f"timm's {name} is another architecture than a plain ViT, or one that vitrail does not know; it may "
-            f"compute what no tensor tells, such as rotary positions, so it is not opened"
+            f"timm's {name} is not a plain ViT, or unknown to vitrail; it may differ in ways that the weights do not "
+            f"show, such as rotary positions, so it was not opened"
         )
-    told: dict[str, Any] = {"heads": _NAMES[name], "activation": "gelu", "norm_eps": 1e-6, "norm_order": "pre"}
-    for pattern, fields in _OTHERWISE.items():
+    fields: dict[str, Any] = {"heads": _NAMES[name], "activation": "gelu", "norm_eps": 1e-6, "norm_order": "pre"}
+    for pattern, changes in _EXCEPTIONS.items():
         if re.search(pattern, name):
-            told |= fields
-    return told
+            fields |= changes
+    return fields

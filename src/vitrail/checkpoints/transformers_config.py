@@ -1,9 +1,9 @@
-"""The configs that transformers reads beside the weights."""
+"""The config files that transformers reads with the weights."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from vitrail.checkpoints.formats.dinov2 import whole_ratio
+from vitrail.checkpoints.formats.dinov2 import integer_ratio
 from vitrail.data.preprocess import Preprocess
 from vitrail.models.config import ViTConfig
 
@@ -12,7 +12,7 @@ _RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, 
 
 
 def transformers_config(config: ViTConfig, classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return config.json for a ViT, or a DeiT where there is a distillation token."""
+    """Return config.json for a ViT, or for a DeiT if there is a distillation token."""
     kind, name = ("deit", "DeiTForImageClassificationWithTeacher") if config.distillation_token else (
         "vit", "ViTForImageClassification" if config.classes else "ViTModel"
     )  # fmt: skip
@@ -38,7 +38,7 @@ def transformers_config(config: ViTConfig, classes: Sequence[str] | None) -> dic
 
 
 def dinov2_config(config: ViTConfig) -> dict[str, Any]:
-    """Return config.json for a DINOv2 backbone; one with registers is another class there."""
+    """Return config.json for a DINOv2 backbone; with registers it is another class in transformers."""
     gated = config.activation == "swiglu"
     kind, name = ("dinov2_with_registers", "Dinov2WithRegisters") if config.registers else ("dinov2", "Dinov2")
     return {
@@ -47,7 +47,7 @@ def dinov2_config(config: ViTConfig) -> dict[str, Any]:
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
         "num_attention_heads": config.heads,
-        "mlp_ratio": whole_ratio(config),
+        "mlp_ratio": integer_ratio(config),
         "use_swiglu_ffn": gated,
         "hidden_act": "gelu" if gated else _ACTIVATIONS[config.activation],
         "layer_norm_eps": config.norm_eps,
@@ -61,13 +61,13 @@ def dinov2_config(config: ViTConfig) -> dict[str, Any]:
 
 
 def preprocessor_differences(preprocess: Preprocess) -> list[str]:
-    """Say where transformers has no image processor that does the same."""
+    """Return how the closest image processor of transformers differs."""
     box, size = preprocess.resize_to or preprocess.size, preprocess.size
     if _processor(preprocess) != "none":
         return []
     return [
-        f"preprocess.resize={preprocess.resize!r} to {box[0]}×{box[1]}, cut to {size[0]}×{size[1]} (no image processor "
-        f"of transformers does that: what is written squashes images to {size[0]}×{size[1]})"
+        f"preprocess.resize={preprocess.resize!r} to {box[0]}×{box[1]}, crop to {size[0]}×{size[1]} (no image "
+        f"processor of transformers supports it; the one written squashes images to {size[0]}×{size[1]})"
     ]
 
 
@@ -79,7 +79,7 @@ def _processor(preprocess: Preprocess) -> Literal["squash", "shortest_edge", "no
 
 
 def transformers_preprocessor(preprocess: Preprocess) -> dict[str, Any]:
-    """Return preprocessor_config.json; a processor that crops is another class there."""
+    """Return preprocessor_config.json; a processor that crops is another class in transformers."""
     height, width = preprocess.size
     common = {
         "do_resize": True,
@@ -102,5 +102,5 @@ def transformers_preprocessor(preprocess: Preprocess) -> dict[str, Any]:
 
 
 def _one(size: tuple[int, int]) -> int | list[int]:
-    """Say a square by one number, as nearly every file does."""
+    """Return a square size as one number, as nearly every file does."""
     return size[0] if size[0] == size[1] else list(size)

@@ -1,4 +1,4 @@
-"""Writing files and folders so that a half-written one is never seen."""
+"""Write files and folders atomically."""
 
 import os
 import shutil
@@ -19,14 +19,14 @@ from vitrail.errors import CheckpointError
 from vitrail.io import flush, follow_umask
 
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "README.md", "preprocessor_config.json", CONTENTS)
-"""What a checkpoint we wrote consists of: all that may be overwritten."""
+"""The files of a checkpoint that vitrail writes; only these may be overwritten."""
 
 
 @contextmanager
-def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary folder to write into; when all went well, flush it to disk and give it its name.
+def atomic_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder; on success, flush it to disk and rename it to `target`.
 
-    Whatever happens before, `target` stays as it was.
+    On an error `target` is unchanged.
     """
     target = Path(os.path.abspath(target))
     check_target(target, overwrite=overwrite, folder=True)
@@ -43,7 +43,7 @@ def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
                 target.rename(old / target.name)
                 try:
                     temporary.rename(target)
-                except BaseException:  # whatever happened, also Ctrl-C: the old one comes back
+                except BaseException:  # also Ctrl-C: restore the old folder
                     (old / target.name).rename(target)
                     raise
                 finally:
@@ -56,9 +56,9 @@ def whole_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def recover(target: Path) -> None:
-    """Clear away what a killed process left beside a folder: an unfinished one; one that lost its name gets it back.
+    """Clean up after a killed process: delete unfinished folders, and restore one that was being replaced.
 
-    Only for a folder that nobody else writes meanwhile.
+    No other process may be writing the folder.
     """
     for old in target.parent.glob(f".{target.name}-old-*"):
         if not target.exists() and (old / target.name).is_dir():
@@ -68,8 +68,8 @@ def recover(target: Path) -> None:
 
 
 @contextmanager
-def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary name to write to; when all went well, flush the file to disk and give it its name."""
+def atomic_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary path; on success, flush the file to disk and rename it to `target`."""
     target = Path(os.path.abspath(target))
     check_target(target, overwrite=overwrite, folder=False)
     with _explained(target), _parents_made(target):
@@ -83,7 +83,7 @@ def whole_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def check_target(target: Path, *, overwrite: bool, folder: bool) -> None:
-    """Refuse a target whose loss would be somebody's loss."""
+    """Raise if writing the target would destroy existing data."""
     if not os.path.lexists(target):
         return
     if target.is_dir() != folder:
@@ -98,19 +98,19 @@ def check_target(target: Path, *, overwrite: bool, folder: bool) -> None:
     others = sorted(entry.name for entry in target.iterdir() if entry.name not in CHECKPOINT_FILES) if folder else []
     if others:
         raise CheckpointError(
-            f"{target} holds more than a checkpoint ({', '.join(others[:3])}{', …' if len(others) > 3 else ''}), and "
-            f"replacing it would delete that; choose another name"
+            f"{target} contains more than a checkpoint ({', '.join(others[:3])}{', …' if len(others) > 3 else ''}), "
+            f"and replacing it would delete that; choose another name"
         )
 
 
 @contextmanager
 def _parents_made(target: Path) -> Iterator[None]:
-    """Make the folders above a target, and take them away again if nothing was written there."""
+    """Create the parent folders of a target, and remove them again on an error."""
     missing = [parent for parent in target.parents if not parent.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield
-    except BaseException:  # whatever happened, also Ctrl-C: nothing is left behind
+    except BaseException:  # also Ctrl-C: leave nothing behind
         for parent in missing:
             with suppress(OSError):
                 parent.rmdir()
@@ -119,7 +119,7 @@ def _parents_made(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _explained(target: Path) -> Iterator[None]:
-    """Turn what the disk refuses into one sentence."""
+    """Turn write errors into a `CheckpointError`."""
     try:
         yield
     except OSError as error:
@@ -135,7 +135,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], metadata: Mappi
     seen: set[int] = set()
     kept: Weights = {}
     for name, tensor in weights.items():
-        # The format has no place for two names of the same numbers.
+        # The format does not support two names for the same data.
         kept[name] = tensor.clone() if tensor.numel() and tensor.data_ptr() in seen else tensor.contiguous()
         seen.add(tensor.data_ptr())
     save_file(kept, path, metadata=dict(metadata or {}))
@@ -152,5 +152,5 @@ def write_torch(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Write tensors as torch.save does."""
     try:
         torch.save(dict(weights), path)
-    except RuntimeError as error:  # what torch makes of a full disk
+    except RuntimeError as error:  # how torch reports a full disk
         raise OSError(str(error).split("\n", 1)[0]) from None

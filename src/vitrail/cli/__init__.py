@@ -1,1 +1,1 @@
-"""The command line: one file a command. A command decodes, calls public functions, prints."""
+"""The command line: one file per command. A command parses its options, calls a public function and prints."""

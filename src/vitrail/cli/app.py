@@ -1,4 +1,4 @@
-"""The list of commands. Nothing here imports torch, so that `--help` answers at once."""
+"""The list of commands. Nothing here imports torch, so that `--help` is fast."""
 
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from vitrail.cli.train import train
 
 app = typer.Typer(
     name="vitrail",
-    help="Vision Transformers: train, measure and use them; check data; open, convert and export checkpoints.",
+    help="Vision Transformers: train, evaluate and deploy them; check data; open, convert and export checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -32,8 +32,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         echo(f"vitrail {__version__}")
         raise typer.Exit
 

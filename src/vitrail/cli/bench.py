@@ -1,4 +1,4 @@
-"""`vitrail bench`: how fast a model answers on this machine."""
+"""`vitrail bench`: throughput and latency of a model on this machine."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
@@ -18,35 +18,35 @@ Word = TypeVar("Word")
 def bench(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     engine: Annotated[
-        list[str] | None, typer.Option(help="torch, onnx or openvino; may be repeated. As a rule all.")
+        list[str] | None, typer.Option(help="torch, onnx or openvino; may be repeated. By default all.")
     ] = None,
     precision: Annotated[
-        list[str] | None, typer.Option(help="float32, bf16 or fp16; may be repeated. As a rule all that make sense.")
+        list[str] | None, typer.Option(help="float32, bf16 or fp16; may be repeated. By default all that apply.")
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Images at a time; may be repeated. As a rule 1, 4, 16 and 64.")
+        list[int] | None, typer.Option(min=1, help="Batch size; may be repeated. By default 1, 4, 16 and 64.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time for each line of the table.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time per row of the table.")] = 2.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure images per second and latency of every engine, precision and batch size on this machine."""
+    """Measure images/s and latency of every engine, precision and batch size on this machine."""
     from vitrail.acceleration.bench import BATCHES, run_benchmark
     from vitrail.acceleration.engine import Kind
     from vitrail.runtime import Precision, choose_device
 
-    kinds = _known(engine, get_args(Kind), "engine")
-    precisions = _known(precision, get_args(Precision), "precision") if precision else None
-    place = choose_device(device)
+    kinds = _selected(engine, get_args(Kind), "engine")
+    precisions = _selected(precision, get_args(Precision), "precision") if precision else None
+    target = choose_device(device)
     opened = open_model(bundle, override, keys)
     opened.announce()
     with progress("measuring") as on_measured:
-        found = run_benchmark(
+        result = run_benchmark(
             opened.model,
             opened.preprocess,
-            device=place,
+            device=target,
             engines=kinds,
             precisions=precisions,
             batches=batch or BATCHES,
@@ -54,15 +54,15 @@ def bench(
             on_progress=on_measured,
         )
     if as_json:
-        echo(json.dumps({**_machine(place), "seconds": seconds, **found.as_dict()}, indent=2))
+        echo(json.dumps({**_machine(target), "seconds": seconds, **result.as_dict()}, indent=2))
     else:
-        _print_bench(found, _machine(place))
-    if not found.cells:  # why is said above
+        _print_bench(result, _machine(target))
+    if not result.cells:  # the reasons are printed above
         raise typer.Exit(2)
 
 
-def _known(words: list[str] | None, valid: tuple[Word, ...], what: str) -> list[Word]:
-    """Return the words that were given, or all, and refuse one that means nothing."""
+def _selected(words: list[str] | None, valid: tuple[Word, ...], what: str) -> list[Word]:
+    """Return the requested values, or all of them; raise on an unknown one."""
     from vitrail.errors import ConfigError, suggest
 
     for word in words or ():
@@ -73,44 +73,44 @@ def _known(words: list[str] | None, valid: tuple[Word, ...], what: str) -> list[
 
 
 def _machine(device: Any) -> dict[str, Any]:
-    """Say where it was measured."""
+    """Describe the device and the versions."""
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def _print_bench(found: "Bench", machine: dict[str, Any]) -> None:
+def _print_bench(result: "Bench", machine: dict[str, Any]) -> None:
     threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
     echo(f"{machine['device']}, {threads}, torch {machine['torch']}")
-    if found.cells:
+    if result.cells:
         echo("")
-        plain = {cell.batch: cell for cell in found.cells if (cell.engine, cell.precision) == ("torch", "float32")}
+        plain = {cell.batch: cell for cell in result.cells if (cell.engine, cell.precision) == ("torch", "float32")}
         print_table(
             ("batch", "engine", "precision", "images/s", "median, ms", "p95, ms", "speed", "probabilities within"),
-            [_row(cell, plain.get(cell.batch)) for cell in sorted(found.cells, key=lambda cell: cell.batch)],
+            [_row(cell, plain.get(cell.batch)) for cell in sorted(result.cells, key=lambda cell: cell.batch)],
             numbers=("batch", "images/s", "median, ms", "p95, ms", "speed", "probabilities within"),
         )
-        best = max(found.cells, key=lambda cell: cell.images_per_second)
-        quick = min(found.cells, key=lambda cell: (cell.batch, cell.median))
+        best = max(result.cells, key=lambda cell: cell.images_per_second)
+        quick = min(result.cells, key=lambda cell: (cell.batch, cell.median))
         echo(
-            f"\nMost images/s: {best.engine} in {best.precision}, {best.batch} at a time. Quickest with a batch of "
-            f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and probabilities are beside torch in float32."
+            f"\nMost images/s: {best.engine} in {best.precision}, batch {best.batch}. Lowest latency at batch "
+            f"{quick.batch}: {quick.engine} in {quick.precision}. Speed and probabilities: relative to torch float32."
         )
-    if found.left_out:
+    if result.left_out:
         echo("\nNot measured", bold=True)
-    for left in found.left_out:
+    for left in result.left_out:
         where = [left.engine, left.precision, None if left.batch is None else f"batch {left.batch}"]
         echo(f"{' '.join(word for word in where if word)}: {left.reason}")
 
 
 def _row(cell: "Cell", plain: "Cell | None") -> tuple[str, ...]:
-    rate = f"{cell.images_per_second:,.0f}" if cell.images_per_second >= 100 else f"{cell.images_per_second:.3g}"
+    speed = f"{cell.images_per_second:,.0f}" if cell.images_per_second >= 100 else f"{cell.images_per_second:.3g}"
     return (
         str(cell.batch),
         cell.engine,
         cell.precision,
-        rate,
+        speed,
         f"{cell.median:.2f}",
         f"{cell.p95:.2f}",
         "–" if plain is None else f"{cell.images_per_second / plain.images_per_second:.2f}×",

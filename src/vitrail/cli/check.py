@@ -1,4 +1,4 @@
-"""`vitrail check`: what is wrong with data, and how fast it can be read."""
+"""`vitrail check`: problems in a dataset, and how fast it loads."""
 
 import json
 import sys
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from vitrail.data.checking.speed import Speed
 
 SPEEDS = (100.0, 1000.0, 5000.0)
-"""Images per second of compute that are shown where none are asked for: a processor, a small GPU, a large one."""
+"""The images/s of compute shown by default: a CPU, a small GPU, a large GPU."""
 LISTED = 5
-"""Images listed under a finding; all of them are in the JSON. Faults are listed all: each is to be mended."""
-MOST_CLASSES = 20
+"""Images listed per finding; the JSON has all of them. Errors are always listed in full."""
+MAX_CLASSES = 20
 BAR = 30
 HELP = {
     "reading": "more cores, a faster disk, or tar shards",
-    "decoding": "more cores, or files made smaller once",
+    "decoding": "more cores, or resizing the files once",
     "augmenting": "more cores, or a lighter augmentation",
 }
 
@@ -34,14 +34,14 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     sheet: Annotated[Path | None, typer.Option(help="Write a contact sheet, a PNG with images of each class.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+        int | None, typer.Option(min=0, help="Decoder processes; 0 decodes in this process. By default one per core.")
     ] = None,
     images_per_second: Annotated[
-        float | None, typer.Option(min=0.001, max=1e9, help="How many images your device trains on in a second.")
+        float | None, typer.Option(min=0.001, max=1e9, help="The images/s that your device trains.")
     ] = None,
-    size: Annotated[int, typer.Option(min=1, max=4096, help="The side of the images that the model sees.")] = 224,
+    size: Annotated[int, typer.Option(min=1, max=4096, help="The image size of the model.")] = 224,
 ) -> None:
-    """Decode every image; list every fault, duplicate and odd one in one pass; measure how fast they can be read."""
+    """Decode every image; list all errors, duplicates and outliers; measure how fast the images load."""
     from vitrail.data.batches import default_workers
     from vitrail.data.checking.check import check_data, open_to_check
     from vitrail.data.checking.speed import available_cores, measure_speed
@@ -52,7 +52,7 @@ def check(
     with progress("listing") as on_found:
         splits, faults = open_to_check(data, on_progress=lambda found: on_found(found, None))
     with progress("measuring") as on_measured:
-        # Before the check, so that the check has not yet brought every file into the system's memory.
+        # Before the check, which reads every file into the page cache.
         speed = measure_speed(splits.train, size=(size, size), on_progress=on_measured)
     workers = default_workers() if workers is None else workers
     with progress("decoding") as on_decoded:
@@ -70,7 +70,7 @@ def check(
     if as_json:
         found = {**report.as_dict(), "speed": None, "bounds": [], "sheet": None if sheet is None else str(sheet)}
         if speed is not None:
-            found |= {"speed": speed.as_dict(), "bounds": [speed.bound(wanted, cores)._asdict() for wanted in speeds]}
+            found |= {"speed": speed.as_dict(), "bounds": [speed.bound(compute, cores)._asdict() for compute in speeds]}
         echo(json.dumps(found, indent=2, ensure_ascii=False))
         raise typer.Exit(2 if report.unreadable or report.faults else 0)
     _print_report(report)
@@ -78,22 +78,22 @@ def check(
     if speed is not None:
         _print_speed(speed, speeds, cores, size)
     else:
-        echo("No image of the sample could be prepared, so there is nothing to measure.")
+        echo("No image of the sample could be loaded, so the speed was not measured.")
     if sheet is not None:
         echo(f"\nThe contact sheet is {sheet}.")
-    # What cannot be read or opened is a fault that a script should notice.
+    # Unreadable images are an error that scripts should see.
     raise typer.Exit(2 if report.unreadable or report.faults else 0)
 
 
 def _check_target(sheet: Path) -> None:
-    """Refuse a target now rather than after every image was decoded."""
+    """Reject a wrong target before decoding every image."""
     reason = None
     if sheet.suffix.lower() != ".png":
         reason = "does not end with .png"
     elif sheet.is_dir():
         reason = "is a folder"
     elif not sheet.absolute().parent.is_dir():
-        reason = "is in a folder that is not there"
+        reason = "is in a folder that does not exist"
     if reason is not None:
         raise typer.BadParameter(f"{str(sheet)!r} {reason}", param_hint="--sheet")
 
@@ -120,7 +120,7 @@ def _print_report(report: "Report") -> None:
 
 
 def _print_sizes(report: "Report") -> None:
-    """Print a bar for each bin; empty ones between others are only hinted at."""
+    """Print a bar per bin; runs of empty bins become one "…"."""
     most = max(span.images for span in report.short_sides)
     gap = False
     for span in report.short_sides:
@@ -134,12 +134,12 @@ def _print_sizes(report: "Report") -> None:
 
 
 def _print_classes(report: "Report") -> None:
-    """Print the counts of each class, the largest first; of many classes the ends."""
+    """Print the counts per class, largest first; of many classes, only the largest and the smallest."""
     splits = list(report.counts)
     names = sorted(report.classes, key=lambda name: -report.counts["train"][name])
     rows = [(name, *(f"{report.counts[split][name]:,}" for split in splits)) for name in names]
-    if len(rows) > MOST_CLASSES:
-        half = MOST_CLASSES // 2
+    if len(rows) > MAX_CLASSES:
+        half = MAX_CLASSES // 2
         left_out = (f"… {len(rows) - 2 * half:,} more …", *("" for _ in splits))
         rows = [*rows[:half], left_out, *rows[-half:]]
     total = ("all", *(f"{sum(report.counts[split].values()):,}" for split in splits))
@@ -149,20 +149,20 @@ def _print_classes(report: "Report") -> None:
 def _print_speed(speed: "Speed", speeds: tuple[float, ...], cores: int, size: int) -> None:
     _print_wrapped(
         f"One image takes {speed.reading:.2f} ms to read, {speed.decoding:.2f} ms to decode "
-        f"({speed.decoding_whole:.2f} ms as a whole) and {speed.augmenting:.2f} ms to crop and flip to {size}×{size}: "
-        f"{_rate(speed.images_per_second)} images/s for each worker. (Mean of {speed.images} images, on one core; "
-        "reading as the system has the files now.)"
+        f"({speed.decoding_whole:.2f} ms full size) and {speed.augmenting:.2f} ms to crop and flip to {size}×{size}: "
+        f"{_rate(speed.images_per_second)} images/s per worker. (Mean of {speed.images} images, on one core; "
+        "with the page cache in its current state.)"
     )
-    bounds = [speed.bound(wanted, cores) for wanted in speeds]
+    bounds = [speed.bound(compute, cores) for compute in speeds]
     here = "1 core" if cores == 1 else f"{cores} cores"
-    echo(f"\nOn this machine, which has {here}:")
+    echo(f"\nOn this machine ({here}):")
     print_table(
         ("compute, images/s", "workers needed", "bound by", "images/s reached"),
         [(_rate(bound.images_per_second), f"{bound.workers:,}", bound.by, _rate(bound.reached)) for bound in bounds],
         numbers=("compute, images/s", "workers needed", "images/s reached"),
     )
     if any(bound.by != "compute" for bound in bounds):
-        echo(f"What would help where the device waits for images: {HELP[speed.slowest]}.")
+        echo(f"Where the device waits for images, this helps: {HELP[speed.slowest]}.")
 
 
 def _rate(images: float) -> str:
@@ -178,11 +178,11 @@ def _heading(text: str) -> None:
 
 
 def _print_wrapped(text: str, indent: int = 0, inner: int = 0) -> None:
-    """Print a text that wraps at the terminal's width; `inner` sets in the lines after the first one."""
+    """Print text wrapped to the terminal; `inner` indents the lines after the first."""
     import shutil
     import textwrap
 
-    if not sys.stdout.isatty():  # whole lines where nobody watches
+    if not sys.stdout.isatty():  # do not wrap when piped
         echo(" " * indent + text)
         return
     width = max(40, shutil.get_terminal_size().columns)

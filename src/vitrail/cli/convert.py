@@ -1,4 +1,4 @@
-"""`vitrail convert`: a checkpoint in another library's format."""
+"""`vitrail convert`: convert a checkpoint to another library's format."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,24 +22,26 @@ def convert(
     override: Overrides = None,
     keys: Annotated[
         Path | None,
-        typer.Option(help="A key table (TOML) for a home-made ViT: of the source, or with --to own of the target."),
+        typer.Option(help="A key table (TOML) for a custom ViT: for the source, or with --to own for the target."),
     ] = None,
-    classes: Annotated[int | None, typer.Option(help="Replace the head by a fresh one for so many classes.")] = None,
-    image_size: Annotated[str | None, typer.Option(help="Another image size: 384, or 192x384 (height first).")] = None,
-    patch_size: Annotated[str | None, typer.Option(help="Another patch size: 8, or 8x16.")] = None,
-    channels: Annotated[int | None, typer.Option(help="Another number of channels.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Replace the head with a new one for this many classes.")] = None,
+    image_size: Annotated[
+        str | None, typer.Option(help="Resize to another image size: 384, or 192x384 (height first).")
+    ] = None,
+    patch_size: Annotated[str | None, typer.Option(help="Resize to another patch size: 8, or 8x16.")] = None,
+    channels: Annotated[int | None, typer.Option(help="Change the number of input channels.")] = None,
     position: Annotated[
-        str, typer.Option(help="Whose way of resampling positions: google, timm, torchvision, transformers, dinov2.")
+        str, typer.Option(help="How to resample position embeddings: google, timm, torchvision, transformers, dinov2.")
     ] = "timm",
     dtype: Annotated[
-        str, typer.Option(help="float32, bf16, fp16 or float64: the numbers to write; keep: those of the source.")
+        str, typer.Option(help="The dtype to write: float32, bf16, fp16, float64, or keep (the source's).")
     ] = "keep",
     approximate: Annotated[
-        bool, typer.Option("--approximate", help="Allow a target that computes slightly other numbers.")
+        bool, typer.Option("--approximate", help="Allow a target whose outputs differ slightly.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target if it exists.")] = False,
 ) -> None:
-    """Write a checkpoint in another format, open what was written, and compare the answers."""
+    """Convert a checkpoint to another format, open the result again, and compare the logits."""
     from vitrail.checkpoints.adapt import adapt
     from vitrail.checkpoints.convert import check_format
     from vitrail.checkpoints.convert import convert as run
@@ -52,7 +54,7 @@ def convert(
         overrides=read_overrides(override),
         keys=None if own else keys,
         dtype=dtype,  # type: ignore[arg-type]
-        wanted_size=size,
+        target_size=size,
     )
     adapt(
         bundle,
@@ -77,16 +79,16 @@ def convert(
         echo(f"approximated: {difference}")
     echo(
         f"{done.target}: {done.family}, {done.tensors} tensors, {done.parameters / 1e6:.2f} M parameters; "
-        f"opened again, its answers differ by at most {done.change:.1e} of the largest one"
+        f"opened again, its logits differ by at most {done.change:.1e} of the largest one"
     )
 
 
 def _size(text: str | None, option: str) -> int | tuple[int, int] | None:
-    """Read 384 or 192x384."""
+    """Parse 384 or 192x384."""
     if text is None:
         return None
     sides = text.lower().replace("×", "x").split("x")
     if len(sides) > 2 or not all(side.isdecimal() and len(side) < 8 for side in sides):
-        raise typer.BadParameter(f"{text!r} is no size; write 384, or 192x384 (height first)", param_hint=option)
+        raise typer.BadParameter(f"{text!r} is not a size; write 384, or 192x384 (height first)", param_hint=option)
     numbers = [int(side) for side in sides]
     return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])

@@ -1,4 +1,4 @@
-"""`vitrail embed`: what a model makes of images, as numbers in a file."""
+"""`vitrail embed`: write the features of images to a file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,26 +21,24 @@ def embed(
         Path, typer.Option("--output", "-o", help="The file to write: .parquet, .npy or .safetensors.")
     ] = Path("features.parquet"),
     tokens: Annotated[
-        str, typer.Option(help="pooled (what the head sees), class, patches or registers (tokens).")
+        str, typer.Option(help="pooled (the input of the head), class, patches or registers.")
     ] = "pooled",
-    layer: Annotated[int | None, typer.Option(help="After which layer, from 0; -1 is the last, as by default.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Tokens as they leave the layer, without the model's final norm.")
-    ] = False,
-    normalise: Annotated[bool, typer.Option("--normalise", help="Scale every vector to length 1.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32 or float16: how the numbers are written.")] = "float32",
+    layer: Annotated[int | None, typer.Option(help="The layer, from 0; -1 is the last (default).")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The layer's output tokens, without the final norm.")] = False,
+    normalise: Annotated[bool, typer.Option("--normalise", help="L2-normalise every vector.")] = False,
+    dtype: Annotated[str, typer.Option(help="The dtype of the output: float32 or float16.")] = "float32",
     split: Annotated[str, typer.Option(help="all, train, val or test.")] = "all",
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+        int | None, typer.Option(min=0, help="Decoder processes; 0 decodes in this process. By default one per core.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.")] = "float32",
     override: Overrides = None,
     keys: Keys = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
-    """Write features of images to a file: pooled vectors or tokens, of any layer, a row for each image."""
+    """Write image features to a file: pooled vectors or tokens of any layer, one row per image."""
     from vitrail.inference.embed import check_output, embed_source
     from vitrail.inference.feature_files import check_dtype
     from vitrail.inference.features import Computing, FeatureRequest
@@ -49,8 +47,8 @@ def embed(
     check_dtype(dtype)
     from vitrail.data.sources.selection import choose_images, recorded_split
 
-    how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
-    how.check()  # before anything is read
+    compute = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
+    compute.check()  # before anything is read
     model, request = open_model(bundle, override, keys), FeatureRequest(tokens, layer, normalise, raw)  # type: ignore[arg-type]
     request.check(model.model.config)
     with progress("listing") as on_found:
@@ -63,15 +61,18 @@ def embed(
             chosen.source,
             output,
             request,
-            replace(how, on_progress=on_embedded),
+            replace(compute, on_progress=on_embedded),
             dtype=dtype,  # type: ignore[arg-type]
             overwrite=overwrite,
         )
-    beside = "" if done.names is None else f"; names and labels are in {done.names}"
-    echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{beside}")
+    sidecar = "" if done.names is None else f"; names and labels are in {done.names}"
+    echo(f"{' × '.join(f'{size:,}' for size in done.shape)} {dtype} in {done.output}{sidecar}")
     if done.bad:
         noun = "image" if len(done.bad) == 1 else "images"
-        echo(f"{len(done.bad):,} {noun} could not be read and left out:", err=True)
+        echo(
+            f"{len(done.bad):,} {noun} could not be read and {'was' if len(done.bad) == 1 else 'were'} skipped:",
+            err=True,
+        )
         for image in done.bad[:LISTED]:
             echo(f"  {image.name}: {image.reason}", err=True)
         if len(done.bad) > LISTED:

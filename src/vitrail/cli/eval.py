@@ -1,4 +1,4 @@
-"""`vitrail eval`: what a model is worth on images whose classes are known."""
+"""`vitrail eval`: evaluate a model on labelled images."""
 
 import json
 import re
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from vitrail.evaluation import Evaluation
     from vitrail.metrics.intervals import Interval
 
-MOST_CLASSES = 20
+MAX_CLASSES = 20
 LISTED = 10
-"""Confusions and images listed; more are in the JSON."""
+"""Confusions and images listed; the JSON has more."""
 
 
 def eval(
@@ -24,33 +24,31 @@ def eval(
     data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
     split: Annotated[
         str | None,
-        typer.Option(help="test, val, train or all; as a rule the test split, or all where the data has no splits."),
+        typer.Option(help="test, val, train or all; by default the test split, or all if the data has no splits."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     precision: Annotated[str, typer.Option(help="float32, bf16 or fp16.")] = "float32",
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+        int | None, typer.Option(min=0, help="Decoder processes; 0 decodes in this process. By default one per core.")
     ] = None,
     override: Overrides = None,
     keys: Keys = None,
-    by_number: Annotated[
-        bool, typer.Option("--by-number", help="Match the classes by their order, whatever they are called.")
-    ] = False,
+    by_number: Annotated[bool, typer.Option("--by-number", help="Match classes by index instead of by name.")] = False,
     every_class: Annotated[bool, typer.Option("--all", help="List every class, not only the weakest.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Measure a model: accuracy with its interval, each class, confusions, calibration, the worst mistakes."""
+    """Evaluate a model: accuracy with its interval, per-class metrics, confusions, calibration, worst mistakes."""
     from vitrail.data.sources.selection import choose_images, recorded_split
     from vitrail.evaluation import evaluate_chosen
     from vitrail.runtime import autocast, choose_device
 
-    autocast(choose_device(device), precision)  # type: ignore[arg-type]  # refuses a wrong one before anything is read
+    autocast(choose_device(device), precision)  # type: ignore[arg-type]  # fail early on a wrong value
     model = open_model(bundle, override, keys)
     record = recorded_split(model.origin)
     with progress("listing") as on_found:
         chosen = choose_images(data, split, record=record, on_progress=lambda found: on_found(found, None))
-    with progress("measuring") as on_measured:
+    with progress("evaluating") as on_evaluated:
         found = evaluate_chosen(
             model,
             chosen,
@@ -60,7 +58,7 @@ def eval(
             batch=batch,
             workers=workers,
             by_number=by_number,
-            on_progress=on_measured,
+            on_progress=on_evaluated,
         )
     for warning in found.warnings:
         echo(f"WARNING: {warning}", err=True, bold=True)
@@ -86,7 +84,7 @@ def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
         ("log loss", f"{found.loss:.4f}", f"{loss.low:.4f}–{loss.high:.4f}"),
         ("calibration error", f"{percent(found.ece)}%", ""),
     ]
-    print_table(("measure", "value", "95% interval"), rows, numbers=("value",))
+    print_table(("metric", "value", "95% interval"), rows, numbers=("value",))
     echo(_calibration(found))
     _print_classes(found, every_class)
     confusions = found.most_confused(LISTED)
@@ -94,15 +92,15 @@ def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
         _heading("Confusions")
         names = found.classes
         print_table(
-            ("images", "of class", "taken for"),
+            ("images", "true class", "predicted"),
             [(f"{row.images:,}", names[row.true], names[row.predicted]) for row in confusions],
             numbers=("images",),
         )
         _heading("The most confident mistakes")
         print_table(
-            ("sure", "of class", "taken for", "image"),
+            ("confidence", "true class", "predicted", "image"),
             [(f"{percent(m.confidence)}%", m.true, m.predicted, m.name) for m in found.worst[:LISTED]],
-            numbers=("sure",),
+            numbers=("confidence",),
         )
     if found.bad:
         _heading("Images that could not be read")
@@ -113,29 +111,29 @@ def _print_evaluation(found: "Evaluation", every_class: bool) -> None:
 
 
 def _calibration(found: "Evaluation") -> str:
-    """Say in words whether the model is as often right as it says."""
+    """Compare the mean confidence with the accuracy, in words."""
     from vitrail.evaluation import percent
 
     full = [row for row in found.reliability if row.confidence is not None]
-    sure = sum(row.images * (row.confidence or 0) for row in full) / found.images
-    return f"It is {percent(sure)}% sure on average, and {percent(found.top1)}% of its answers are right."
+    confidence = sum(row.images * (row.confidence or 0) for row in full) / found.images
+    return f"The mean confidence is {percent(confidence)}%; the accuracy is {percent(found.top1)}%."
 
 
 def _print_classes(found: "Evaluation", every_class: bool) -> None:
-    """Print a line for each class, the weakest first."""
+    """Print a row per class, the weakest first."""
     rows = found.weakest_first
-    listed = rows if every_class else rows[:MOST_CLASSES]
+    listed = rows if every_class else rows[:MAX_CLASSES]
     _heading("Classes, the weakest first")
     print_table(
         ("class", "images", "recall", "precision", "F1"),
-        [(r.name, f"{r.images:,}", _share(r.recall), _share(r.precision), _share(r.f1)) for r in listed],
+        [(r.name, f"{r.images:,}", _percent(r.recall), _percent(r.precision), _percent(r.f1)) for r in listed],
         numbers=("images", "recall", "precision", "F1"),
     )
     if len(rows) > len(listed):
         echo(f"… and {len(rows) - len(listed):,} more; --all lists them")
     without = len(found.per_class) - len(rows)
     if without:
-        echo(f"The model has {without:,} other {'class' if without == 1 else 'classes'}, without images here.")
+        echo(f"The model has {without:,} more {'class' if without == 1 else 'classes'} without images here.")
 
 
 def _span(interval: "Interval | None") -> str:
@@ -144,10 +142,10 @@ def _span(interval: "Interval | None") -> str:
     return "" if interval is None else f"{percent(interval.low)}–{percent(interval.high)}"
 
 
-def _share(share: float | None) -> str:
+def _percent(fraction: float | None) -> str:
     from vitrail.evaluation import percent
 
-    return "–" if share is None else f"{percent(share)}%"
+    return "–" if fraction is None else f"{percent(fraction)}%"
 
 
 def _heading(text: str) -> None:
@@ -155,6 +153,6 @@ def _heading(text: str) -> None:
 
 
 def _compact_json(found: dict[str, Any]) -> str:
-    """Write JSON with a row of numbers on a line; nothing within quotes is touched, since it has no line breaks."""
+    """Format JSON with each list of numbers on one line; strings are safe, since JSON escapes their line breaks."""
     text = json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False)
     return re.sub(r"\[\n([-+.\de,\s]+)\n\s*\]", lambda match: f"[{' '.join(match[1].split())}]", text)

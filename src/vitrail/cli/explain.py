@@ -1,4 +1,4 @@
-"""`vitrail explain`: what a model looks at in images."""
+"""`vitrail explain`: show which pixels a prediction depends on."""
 
 import os
 from pathlib import Path
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from vitrail.explanations.files import Outputs
 
 TILE = 160
-"""The longer side of an image in a grid."""
+"""The longer side of a tile in a grid, in pixels."""
 LISTED = 20
-"""Images in the table, and unreadable ones below it."""
+"""Rows in the table, and unreadable images listed below it."""
 
 
 def explain(
@@ -30,27 +30,30 @@ def explain(
     ],
     method: Annotated[str, typer.Option(help="relevance, gradcam, attention, rollout or pca.")] = "relevance",
     target: Annotated[
-        str | None, typer.Option("--class", help="The class to explain, by name or number; as a rule the likeliest.")
+        str | None,
+        typer.Option("--class", help="The class to explain, by name or index; by default the predicted one."),
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="From 0; -1 is the last, as by default.")] = None,
-    head: Annotated[int | None, typer.Option(help="A head of attention, from 0; as a rule the mean of all.")] = None,
+    layer: Annotated[int | None, typer.Option(help="The layer, from 0; -1 is the last (default).")] = None,
+    head: Annotated[int | None, typer.Option(help="The attention head, from 0; by default the mean of all.")] = None,
     query: Annotated[
         str | None,
-        typer.Option(help="Who looks: class, a patch as ROW,COLUMN, register:N, distillation, mean or pool."),
+        typer.Option(help="The query token: class, a patch as ROW,COLUMN, register:N, distillation, mean or pool."),
     ] = None,
-    fuse: Annotated[str, typer.Option(help="How rollout joins heads: mean, max or min.")] = "mean",
-    discard: Annotated[float, typer.Option(help="The share of smallest weights that rollout leaves out.")] = 0.0,
+    fuse: Annotated[str, typer.Option(help="How rollout fuses heads: mean, max or min.")] = "mean",
+    discard: Annotated[
+        float, typer.Option(help="The fraction of smallest attention weights that rollout discards.")
+    ] = 0.0,
     grid: Annotated[str | None, typer.Option(help="heads or layers: all of them in one image.")] = None,
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("explanations"),
-    arrays: Annotated[bool, typer.Option("--arrays", help="Write the maps also as .npy.")] = False,
-    opacity: Annotated[float, typer.Option(min=0, max=1, help="Of the map over the image.")] = 0.6,
+    arrays: Annotated[bool, typer.Option("--arrays", help="Also write the maps as .npy.")] = False,
+    opacity: Annotated[float, typer.Option(min=0, max=1, help="Opacity of the map over the image.")] = 0.6,
     side: Annotated[int | None, typer.Option(min=16, max=8192, help="The longer side of an image in pixels.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")] = False,
 ) -> None:
-    """Show what a model looks at: each image beside a map laid over it, as PNG."""
+    """Explain predictions: write each image next to its overlaid map, as PNG."""
     from vitrail.data.sources.index_files import shown
     from vitrail.errors import DataError
     from vitrail.explanations.explain import Explainer, check_grid
@@ -82,19 +85,21 @@ def explain(
             except DataError as error:
                 bad.append(error)
                 continue
-            rows.append((cut(name), *_said(found), str(files.image)))
+            rows.append((cut(name), *_class_and_confidence(found), str(files.image)))
     if not rows:
         raise bad[0]
-    titles = ("image", "class", "sure", "written") if explainer.request.targeted else ("image", "written")
+    titles = ("image", "class", "confidence", "written") if explainer.request.targeted else ("image", "written")
     print_table(
-        titles, [row if explainer.request.targeted else (row[0], row[-1]) for row in rows[:LISTED]], numbers=("sure",)
+        titles,
+        [row if explainer.request.targeted else (row[0], row[-1]) for row in rows[:LISTED]],
+        numbers=("confidence",),
     )
     if len(rows) > LISTED:
         echo(f"… and {len(rows) - LISTED:,} more in {out}")
     for unread in bad[:LISTED]:
-        echo(f"left out: {unread}", err=True)
+        echo(f"skipped: {unread}", err=True)
     if len(bad) > LISTED:
-        echo(f"left out: {len(bad) - LISTED:,} more", err=True)
+        echo(f"skipped: {len(bad) - LISTED:,} more", err=True)
 
 
 def _write(
@@ -107,7 +112,7 @@ def _write(
     side: int | None,
     overwrite: bool,
 ) -> "Explanation":
-    """Explain one image and write what was found."""
+    """Explain one image and write its map."""
     import numpy as np
 
     from vitrail.explanations.explanation import save_array, save_image
@@ -126,8 +131,8 @@ def _write(
     return found
 
 
-def _said(found: "Explanation") -> tuple[str, str]:
-    """Return the class and how sure the model is of it."""
+def _class_and_confidence(found: "Explanation") -> tuple[str, str]:
+    """Return the explained class and its probability."""
     from vitrail.evaluation import percent
 
     probability = "" if found.probability is None else f"{percent(found.probability)}%"

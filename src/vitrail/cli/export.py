@@ -1,4 +1,4 @@
-"""`vitrail export`: a model as a file for another runtime."""
+"""`vitrail export`: export a model for another runtime."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,21 +16,22 @@ def export(
         str,
         typer.Option(
             metavar="FORMAT",
-            help="onnx (.onnx, for ONNX Runtime), torch (.pt2, an archive of torch.export) or openvino (.xml, .bin).",
+            help="onnx (.onnx, for ONNX Runtime), torch (.pt2, a torch.export archive) or openvino (.xml, .bin).",
         ),
     ] = "onnx",
     preprocess: Annotated[
-        bool, typer.Option("--preprocess", help="Put normalisation into the graph: it takes pixels 0…255, uint8.")
+        bool,
+        typer.Option("--preprocess", help="Include normalisation in the graph, which then takes uint8 pixels (0…255)."),
     ] = False,
     channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="The graph takes images as (batch, height, width, channels).")
+        bool, typer.Option("--channels-last", help="The graph takes (batch, height, width, channels).")
     ] = False,
-    opset: Annotated[int | None, typer.Option(help="The version of ONNX's operators.")] = None,
+    opset: Annotated[int | None, typer.Option(help="The ONNX opset version.")] = None,
     override: Overrides = None,
     keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
 ) -> None:
-    """Write a model as a graph for another runtime, open what was written, and compare the answers."""
+    """Export a model as a graph for another runtime, open the file again, and compare the outputs."""
     from vitrail.exporting import check_request
     from vitrail.exporting import export as run
 
@@ -44,16 +45,16 @@ def export(
         opset=opset,
         overwrite=overwrite,
     )
-    taken = done.metadata["input"]
-    shape = " × ".join(map(str, taken["shape"]))
+    inputs = done.metadata["input"]
+    shape = " × ".join(map(str, inputs["shape"]))
     for file in done.files:
         echo(f"{file}: {file.stat().st_size / 1e6:.2f} MB")
-    echo(f"takes {taken['name']}, {shape}, {taken['type']}; gives {done.metadata['output']}")
+    echo(f"input {inputs['name']}: {shape}, {inputs['type']}; output: {done.metadata['output']}")
     check = done.check
     echo(
         f"checked on {check.images} random images: {done.metadata['output']} differ by at most {check.logits:.1e} "
-        f"({check.relative:.1e} of the largest), probabilities by {check.probabilities:.1e}; the first answer is the "
+        f"({check.relative:.1e} of the largest), probabilities by {check.probabilities:.1e}; the top-1 class is the "
         f"same for {check.same_top1} of {check.images}"
     )
     if not check.varied:
-        echo("note: the model answers the same to every image, so the check shows little; is its head trained?")
+        echo("note: the model gives the same output for every image, so the check proves little; is its head trained?")

@@ -1,4 +1,4 @@
-"""`vitrail figures`: the figures of the ViT paper, drawn from a model."""
+"""`vitrail figures`: draw the figures of the ViT paper for a model."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,37 +29,37 @@ def figures(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     images: Annotated[
         list[str] | None,
-        typer.Argument(help="Files, folders or patterns; 128 are drawn of more. The figures of attention need some."),
+        typer.Argument(help="Files, folders or patterns; at most 128 are sampled. The attention figures need some."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write to.")] = Path("figures"),
     only: Annotated[
-        list[str] | None, typer.Option(help="filters, positions, distance or rollout; may be given again.")
+        list[str] | None, typer.Option(help="filters, positions, distance or rollout; may be repeated.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     override: Overrides = None,
     keys: Keys = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace figures that exist.")] = False,
 ) -> None:
-    """Draw the paper's figures from a model: filters, similar positions, attention distance, attention rollout."""
-    wanted = _wanted(only, given=bool(images))
+    """Draw the paper's figures: filters, position similarity, attention distance, attention rollout."""
+    selected = _select(only, with_images=bool(images))
     from vitrail.explanations.figures.figure import Absent, check_room
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.runtime import choose_device
 
-    check_room(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
-    choose_device(device)  # refuses a wrong one before anything is read
+    check_room(out, [*(NAMES[name] for name in selected), CAPTIONS], overwrite=overwrite)
+    choose_device(device)  # fail early on a wrong device
     listed = list_items(images or [], stdin=read_stdin())
     opened = open_model(bundle, override, keys)
-    items, pixels = _readable(listed, opened) if set(wanted) & set(WITH_IMAGES) else ([], None)
+    items, pixels = _readable(listed, opened) if set(selected) & set(WITH_IMAGES) else ([], None)
     opened.announce()
     captions = ["# Figures", ""]
     with progress("drawing") as on_drawn:
-        for number, name in enumerate(wanted):
-            on_drawn(number, len(wanted))
+        for number, name in enumerate(selected):
+            on_drawn(number, len(selected))
             made = _figure(name, opened, items, pixels, device)
             if isinstance(made, Absent):
-                echo(f"{name}: none, because {made.reason}")
-                captions += [f"## {made.title}", "", f"There is no such figure: {made.reason}", ""]
+                echo(f"{name}: not drawn, because {made.reason}")
+                captions += [f"## {made.title}", "", f"This figure cannot be drawn: {made.reason}", ""]
                 continue
             path = made.save(out, overwrite=overwrite)
             echo(f"{name}: {path}")
@@ -68,19 +68,19 @@ def figures(
     echo(f"captions: {out / CAPTIONS}")
     left_out = [name for name in WITH_IMAGES if not images and only is None]
     if left_out:
-        echo(f"left out: {' and '.join(left_out)}, which need images; name some after the model", err=True)
+        echo(f"not drawn: {' and '.join(left_out)}, which need images; pass some after the model", err=True)
 
 
-def _wanted(only: list[str] | None, *, given: bool) -> list[str]:
-    """Return which figures to draw, in their order."""
+def _select(only: list[str] | None, *, with_images: bool) -> list[str]:
+    """Return the figures to draw, in order."""
     from vitrail.errors import ConfigError, InputError, suggest
 
     for name in only or []:
         if name not in NAMES:
             raise ConfigError(f"no figure is called {name!r}{suggest(name, NAMES)}; there are {', '.join(NAMES)}")
-        if name in WITH_IMAGES and not given:
-            raise InputError(f"the figure {name!r} needs images; name files or folders after the model")
-    return [name for name in NAMES if name in (only or (NAMES if given else set(NAMES) - set(WITH_IMAGES)))]
+        if name in WITH_IMAGES and not with_images:
+            raise InputError(f"the figure {name!r} needs images; pass files or folders after the model")
+    return [name for name in NAMES if name in (only or (NAMES if with_images else set(NAMES) - set(WITH_IMAGES)))]
 
 
 def _figure(
@@ -100,7 +100,7 @@ def _figure(
 
 
 def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], torch.Tensor]":
-    """Read at most as many images as the paper takes; those that cannot be read are told and left out."""
+    """Read as many images as the paper uses; report and skip unreadable ones."""
     import numpy as np
     import torch
 
@@ -111,7 +111,7 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
 
     readable, pixels, bad = [], [], []
     with progress("reading") as on_read:
-        for number, item in enumerate(_drawn(items, IMAGES)):
+        for number, item in enumerate(_sample(items, IMAGES)):
             on_read(number, None)
             try:
                 pixels.append(fitted(item, bundle.preprocess))
@@ -119,16 +119,16 @@ def _readable(items: Iterable["Item"], bundle: "Bundle") -> "tuple[list[Item], t
             except VitrailError as error:
                 bad.append(f"{shown(item.name)}: {error}")
     for line in bad[:LISTED]:
-        echo(f"left out: {line}", err=True)
+        echo(f"skipped: {line}", err=True)
     if len(bad) > LISTED:
-        echo(f"left out: {len(bad) - LISTED:,} more", err=True)
+        echo(f"skipped: {len(bad) - LISTED:,} more", err=True)
     if not pixels:
-        raise DataError("none of the images can be read" if bad else "there are no images in the places given")
+        raise DataError("none of the images can be read" if bad else "there are no images in these paths")
     return readable, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
 
 
-def _drawn(items: Iterable["Item"], count: int) -> list["Item"]:
-    """Draw `count` of the items, each as likely as any other and always the same, without holding them all."""
+def _sample(items: Iterable["Item"], count: int) -> list["Item"]:
+    """Draw a uniform random sample of `count` items, the same every time, without holding them all."""
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -142,7 +142,7 @@ def _drawn(items: Iterable["Item"], count: int) -> list["Item"]:
 
 
 def _save_captions(path: Path, text: str, *, overwrite: bool) -> None:
-    from vitrail.checkpoints.writing import whole_file
+    from vitrail.checkpoints.writing import atomic_file
 
-    with whole_file(path, overwrite=overwrite) as temporary:
+    with atomic_file(path, overwrite=overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8")

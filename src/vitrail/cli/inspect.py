@@ -1,4 +1,4 @@
-"""`vitrail inspect`: what a checkpoint is."""
+"""`vitrail inspect`: describe a checkpoint."""
 
 import json
 import math
@@ -18,7 +18,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Say what a checkpoint is: family, variant, size, preprocessing, classes, tensors, oddities."""
+    """Describe a checkpoint: family, variant, size, preprocessing, classes, tensors, oddities."""
     from vitrail.checkpoints.inspect import inspect as look
 
     found = look(source, overrides=read_overrides(override), keys=keys)
@@ -33,7 +33,7 @@ def inspect(
             "classes": bundle.classes,
             "assumptions": [assumption._asdict() for assumption in bundle.assumptions],
             "oddities": found.oddities,
-            # JSON has no word for what is not finite.
+            # JSON cannot represent NaN or infinity.
             "tensors": [row._replace(mean=_finite(row.mean), std=_finite(row.std))._asdict() for row in found.tensors],
         }
         echo(json.dumps(report, indent=2, allow_nan=False))
@@ -48,23 +48,23 @@ def inspect(
         ("stem and position", f"{config.stem}, {config.position}"),
         ("encoder", f"{config.norm_order}-norm, {config.activation}, LayerNorm eps {config.norm_eps:g}"),
         (
-            "answer",
+            "output",
             f"pool {config.pool}, {config.classes} classes" if config.classes else f"pool {config.pool}, no head",
         ),
-        ("classes", "not known" if names is None else ", ".join(names[:5]) + (", …" if len(names) > 5 else "")),
+        ("classes", "unknown" if names is None else ", ".join(names[:5]) + (", …" if len(names) > 5 else "")),
         (
             "preprocessing",
-            f"{pre.resize} to {_by(pre.resize_to or pre.size)}, cut to {_by(pre.size)}, {pre.interpolation}, "
+            f"{pre.resize} to {_by(pre.resize_to or pre.size)}, crop to {_by(pre.size)}, {pre.interpolation}, "
             f"mean {_numbers(pre.mean)}, std {_numbers(pre.std)}",
         ),
     ]
-    print_table(("what", "found"), [*rows, ("loaded", bundle.coverage)])
+    print_table(("field", "value"), [*rows, ("loaded", bundle.coverage)])
     for oddity in found.oddities:
         echo(f"note: {oddity}")
     if tensors:
         echo("")
         print_table(
-            ("tensor", "shape", "kept as", "mean", "std"),
+            ("tensor", "shape", "dtype", "mean", "std"),
             [
                 (r.name, "×".join(map(str, r.shape)), r.dtype, f"{r.mean or 0:.4g}", f"{r.std or 0:.4g}")
                 for r in found.tensors

@@ -1,4 +1,4 @@
-"""`vitrail models`: the named models, or one of them in detail."""
+"""`vitrail models`: list the named models, or describe one."""
 
 import json
 import math
@@ -12,11 +12,11 @@ from vitrail.cli.terminal import echo
 
 def models(
     name: Annotated[
-        str | None, typer.Argument(help="A model to look at in detail, such as B/16 or vit_base_patch16_384.")
+        str | None, typer.Argument(help="A model to describe, such as B/16 or vit_base_patch16_384.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the named models, or run one on an image made on the spot and show every tensor's shape."""
+    """List the named models, or run one on a synthetic image and show every tensor's shape."""
     if name is None:
         _list_all(as_json)
     else:
@@ -43,7 +43,7 @@ def _list_all(as_json: bool) -> None:
     echo(
         f"\nAt {DEFAULT_IMAGE_SIZE}×{DEFAULT_IMAGE_SIZE} pixels and 1,000 classes. GFLOPs are for one image; a "
         "multiply-add\ncounts as two, so tables that count it as one show half.\n"
-        "Another size by its name: vit_base_patch16_384. One model in detail: vitrail models B/16."
+        "Other image sizes: vit_base_patch16_384. One model in detail: vitrail models B/16."
     )
 
 
@@ -61,12 +61,12 @@ def _show_one(name: str, as_json: bool) -> None:
         }
         echo(json.dumps(report, indent=2))
         return
-    way = "An image made on the spot went through it, with weights drawn at random:"
+    intro = "The shapes of a synthetic image on its way through the model, with random weights:"
     if not found.computed:
-        way = "What an image becomes on its way through it (counted, not computed, for so large a model):"
+        intro = "The shapes of an image on its way through the model (inferred, since the model is large):"
     echo(
-        f"{name}: {spent.parameters:,} parameters, {spent.tokens} tokens, {spent.flops / 1e9:,.2f} GFLOPs an image.\n"
-        f"{way}\n"
+        f"{name}: {spent.parameters:,} parameters, {spent.tokens} tokens, {spent.flops / 1e9:,.2f} GFLOPs per image.\n"
+        f"{intro}\n"
     )
     print_table(
         ("stage", "shape", "numbers", "what it is"),

@@ -1,4 +1,4 @@
-"""The options of every command that opens a model, and how fields are written there: pool=mean, image_size=192x384."""
+"""The options of every command that opens a model, and their syntax: pool=mean, image_size=192x384."""
 
 import json
 import re
@@ -16,26 +16,28 @@ Overrides = Annotated[
     typer.Option(
         "--override",
         metavar="NAME=VALUE",
-        help="A field that the file does not tell: heads=6, pool=mean, preprocess.mean=0.5; may be repeated.",
+        help="Set a field that the file does not record: heads=6, pool=mean, preprocess.mean=0.5; may be repeated.",
     ),
 ]
-Keys = Annotated[Path | None, typer.Option("--keys", help="A key table (TOML) for a home-made ViT.")]
+Keys = Annotated[Path | None, typer.Option("--keys", help="A key table (TOML) for a custom ViT.")]
 
 
 def open_model(source: str, overrides: Sequence[str] | None, keys: Path | None) -> "Bundle":
-    """Open a model; what its file does not tell and was assumed is said on stderr when the model is put to use."""
+    """Open a model; assumptions about its file are printed on stderr when the model is used."""
     from vitrail.checkpoints.load import open_checkpoint
 
     return open_checkpoint(source, overrides=read_overrides(overrides), keys=keys)
 
 
 def read_overrides(fields: Sequence[str] | None) -> dict[str, Any]:
-    """Read name=value; a value is a number, several (0.5,0.5,0.5), a size (192x384), true, false, none, or a word."""
+    """Parse name=value; a value is a number, a list (0.5,0.5,0.5), a size (192x384), true, false, none, or a word."""
     found = {}
     for field in fields or ():
         name, equals, value = field.partition("=")
         if not equals or not name or not value:
-            raise typer.BadParameter(f"{field!r} is no field with a value; write pool=mean", param_hint="--override")
+            raise typer.BadParameter(
+                f"{field!r} is not NAME=VALUE; write, for example, pool=mean", param_hint="--override"
+            )
         found[name] = _value(value)
     return found
 
@@ -50,6 +52,6 @@ def _value(text: str) -> Any:
         text = f"[{text}]" if "," in text else text
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, a number of too many digits, lists in lists without end
+    except (ValueError, RecursionError):  # not JSON, too many digits, or nested too deeply
         return text
     return value if isinstance(value, int | float | list) else text

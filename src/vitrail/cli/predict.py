@@ -1,4 +1,4 @@
-"""`vitrail predict`: what is in images."""
+"""`vitrail predict`: classify images."""
 
 import os
 import sys
@@ -23,33 +23,37 @@ def predict(
             help="Files, folders, patterns, manifests (.csv, .jsonl, .parquet), tar shards; - reads paths from stdin."
         ),
     ],
-    top: Annotated[int, typer.Option(min=1, help="How many classes to name.")] = 5,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file instead of stdout.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many classes to list.")] = 5,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write; by default stdout.")] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="table, jsonl, csv or parquet; as a rule by the output's name, a table on a terminal."),
+        typer.Option(help="table, jsonl, csv or parquet; by default from the file name, or a table on a terminal."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     workers: Annotated[
         int | None,
-        typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule what suits device and engine."),
+        typer.Option(
+            min=0, help="Decoder processes; 0 decodes in this process. By default it depends on device and engine."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     engine: Annotated[str, typer.Option(help="torch, onnx or openvino.")] = "torch",
     precision: Annotated[str, typer.Option(help="float32, bf16, fp16 or auto.")] = "float32",
     override: Overrides = None,
     keys: Keys = None,
-    null: Annotated[bool, typer.Option("--null", "-0", help="Paths on stdin end in NUL, not in a new line.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted job, if there is one.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")] = False,
+    null: Annotated[
+        bool, typer.Option("--null", "-0", help="Paths on stdin are separated by NUL, not by newlines.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted job, if there is one.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary on stderr.")] = False,
 ) -> None:
-    """Say what is in images: the likeliest classes of each, in the order in which they are given."""
+    """Classify images: the most likely classes of each, in input order."""
     from vitrail.inference.predict import predict_files
     from vitrail.inference.writing import choose_format
 
     model = open_model(bundle, override, keys)
-    # Where the rows themselves are watched, a bar would stand in their way.
+    # A progress bar would interleave with the rows on the terminal.
     hidden = quiet or (output is None and sys.stdout.isatty())
     try:
         with progress("predicting") as on_predicted:
@@ -69,29 +73,29 @@ def predict(
                 overwrite=overwrite,
                 on_progress=None if hidden else on_predicted,
             )
-    except BrokenPipeError:  # whoever reads the rows has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit from None
     except KeyboardInterrupt:
         if output is not None and not quiet and choose_format(format, output, watched=False) != "table":
-            echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
+            echo(f"vitrail: stopped; rerun the same command with --resume to resume {output}", err=True)
         raise
     if not quiet:
         for text in done.skipped.said():
             echo(f"vitrail: {text}", err=True)
-        echo(_said(done, output), err=True)
+        echo(_summary(done, output), err=True)
 
 
-def _said(done: "Summary", output: Path | None) -> str:
-    """Say in one line how it went."""
+def _summary(done: "Summary", output: Path | None) -> str:
+    """Return a one-line summary of the job."""
     new = done.images - done.earlier
     words = [f"{done.images:,} {'image' if done.images == 1 else 'images'}"]
     if done.earlier:
-        words.append("all of them from before" if not new else f"{done.earlier:,} of them from before")
+        words.append("all predicted earlier" if not new else f"{done.earlier:,} predicted earlier")
     if done.bad:
         words.append(f"{done.bad:,} could not be read")
     if not new:
-        words.append("nothing was left to do (with --overwrite it is all done again)")
+        words.append("nothing left to do (use --overwrite to predict them again)")
         return "; ".join(words) + f"; the rows are in {output}"
-    words.append(f"{new / max(done.seconds, 1e-9):,.1f} a second, {done.precision}")
+    words.append(f"{new / max(done.seconds, 1e-9):,.1f} images/s, {done.precision}")
     return "; ".join(words) + ("" if output is None else f"; written to {output}")

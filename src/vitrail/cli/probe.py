@@ -1,4 +1,4 @@
-"""`vitrail probe`: what a model's features are worth."""
+"""`vitrail probe`: evaluate a model's frozen features."""
 
 import json
 import re
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from vitrail.inference.probe_result import Probed, Row
 
 LISTED = 10
-"""Unreadable images listed; all are in the JSON."""
+"""Unreadable images listed; the JSON has all of them."""
 
 
 def probe(
     bundle: Annotated[str, typer.Argument(help="A folder, a weight file of any family, or hf:org/name.")],
     data: Annotated[str, typer.Argument(help="A folder, a manifest (.csv, .jsonl, .parquet), tar shards, or digits.")],
-    only: Annotated[str, typer.Option(help="Which of fewshot, knn and linear.")] = "fewshot,knn,linear",
-    shots: Annotated[str | None, typer.Option(help="Examples of each class for fewshot; as a rule 1,5,10,25.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How often fewshot draws its examples.")] = 3,
-    k: Annotated[str | None, typer.Option("--k", help="Neighbours that vote, one number or several; else 20.")] = None,
-    split: Annotated[str, typer.Option(help="test or val: what accuracy is measured on.")] = "test",
-    layer: Annotated[
-        int | None, typer.Option(help="As if the model ended after this layer, from 0; -1 is the last.")
+    only: Annotated[str, typer.Option(help="Any of fewshot, knn and linear.")] = "fewshot,knn,linear",
+    shots: Annotated[str | None, typer.Option(help="Examples per class for fewshot; by default 1,5,10,25.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many times fewshot samples its examples.")] = 3,
+    k: Annotated[
+        str | None, typer.Option("--k", help="Number of neighbours, one value or several; by default 20.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 64,
+    split: Annotated[str, typer.Option(help="The split to evaluate on: test or val.")] = "test",
+    layer: Annotated[int | None, typer.Option(help="Take features after this layer, from 0; -1 is the last.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 64,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode; 0 uses none. As a rule one for each core.")
+        int | None, typer.Option(min=0, help="Decoder processes; 0 decodes in this process. By default one per core.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
-    precision: Annotated[str, typer.Option(help="float32, bf16 or fp16: how features are computed.")] = "float32",
+    precision: Annotated[str, typer.Option(help="The precision of the features: float32, bf16 or fp16.")] = "float32",
     override: Overrides = None,
     keys: Keys = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure a model's frozen features: few-shot least squares, nearest neighbours, a linear probe."""
+    """Evaluate a model's frozen features: few-shot least squares, k-nearest neighbours, a linear probe."""
     numbers = _numbers("--shots", shots), _numbers("--k", k)
     from vitrail.data.sources.selection import recorded_split
     from vitrail.inference.features import Computing, FeatureRequest
@@ -47,14 +47,14 @@ def probe(
 
     words = tuple(word.strip() for word in only.split(",") if word.strip())
     plan = ProbePlan(words, numbers[0], seeds, numbers[1], split)  # type: ignore[arg-type]
-    how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
-    how.check()  # before anything is read
+    compute = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
+    compute.check()  # before anything is read
     model = open_model(bundle, override, keys)
     FeatureRequest(layer=layer).check(model.model.config)
     with progress("listing") as on_found:
         splits = open_splits(data, plan, recorded_split(model.origin), on_progress=lambda found: on_found(found, None))
     with progress("features") as on_features:
-        collected = collect(model, splits, plan, replace(how, on_progress=on_features), layer=layer)
+        collected = collect(model, splits, plan, replace(compute, on_progress=on_features), layer=layer)
     with progress("fitting") as on_fitted:
         found = measure(collected, plan, device=device, on_progress=on_fitted)
     if as_json:
@@ -64,12 +64,12 @@ def probe(
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Read whole numbers with commas between them."""
+    """Parse comma-separated integers."""
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
     if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
-        raise typer.BadParameter(f"{text!r} should be whole numbers, such as 1,5,10", param_hint=option)
+        raise typer.BadParameter(f"{text!r} should be integers, such as 1,5,10", param_hint=option)
     return tuple(int(word) for word in words)
 
 
@@ -77,9 +77,9 @@ def _print(found: "Probed") -> None:
     from vitrail.evaluation import percent
 
     splits = {
-        "recorded": "in the splits of the model's own run",
-        "given": "in the splits that the data names",
-        "stratified": "in splits drawn from the data",
+        "recorded": "in the splits of the model's run",
+        "given": "in the splits of the dataset",
+        "stratified": "in random stratified splits",
     }
     echo(
         f"{found.images:,} {found.split} images and {found.examples:,} train images of {len(found.classes):,} "

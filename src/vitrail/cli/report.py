@@ -1,4 +1,4 @@
-"""`vitrail report`: a run as one HTML file, or two of them compared."""
+"""`vitrail report`: write a run, or a comparison of two runs, as one HTML file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,15 +9,15 @@ from vitrail.cli.terminal import echo
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, as vitrail train makes it.")],
-    other: Annotated[Path | None, typer.Argument(help="Another run, to compare with.")] = None,
+    run: Annotated[Path, typer.Argument(help="The folder of a run of vitrail train.")],
+    other: Annotated[Path | None, typer.Argument(help="Another run to compare with.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The file to write; by default report.html in the run's folder.")
     ] = None,
 ) -> None:
-    """Write what a run came to as one HTML file that opens anywhere; with two runs, compare them.
+    """Write a run's report as one self-contained HTML file; with two runs, compare them.
 
-    A file of the run that cannot be read is named in the report and in a line WARNING on stderr.
+    Unreadable files of the run are named in the report and in a WARNING on stderr.
     """
     from vitrail.reports.report import write_report
 

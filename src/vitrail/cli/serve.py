@@ -1,4 +1,4 @@
-"""`vitrail serve`: models behind HTTP, and the explorer page."""
+"""`vitrail serve`: serve models over HTTP, with the explorer page."""
 
 import atexit
 import contextlib
@@ -21,7 +21,7 @@ def serve(
     bundles: Annotated[
         list[str],
         typer.Argument(
-            help="Whatever `vitrail predict` opens; NAME=BUNDLE names it. The first answers where none is asked for.",
+            help="Anything that `vitrail predict` opens; NAME=BUNDLE names it. The first is the default model.",
             envvar=f"{_ENV}BUNDLES",
         ),
     ],
@@ -30,90 +30,85 @@ def serve(
         typer.Option(
             "--override",
             metavar="NAME=VALUE",
-            help="A field that a model's file does not tell: heads=6, pool=mean; may be repeated. For all models.",
+            help="Set a field that the file does not record: heads=6, pool=mean; may be repeated. For all models.",
         ),
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option(help="A key table (TOML) for a home-made ViT.", envvar=f"{_ENV}KEYS")
+        Path | None, typer.Option(help="A key table (TOML) for a custom ViT.", envvar=f"{_ENV}KEYS")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="The address to listen at; 0.0.0.0 is all.", envvar=f"{_ENV}HOST")
+        str, typer.Option(help="The address to bind to; 0.0.0.0 for all.", envvar=f"{_ENV}HOST")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port; 0 takes any that is free.", envvar=f"{_ENV}PORT")] = 8000,
+    port: Annotated[int, typer.Option(help="The port to bind to; 0 picks a free one.", envvar=f"{_ENV}PORT")] = 8000,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", envvar=f"{_ENV}DEVICE")] = "auto",
     engine: Annotated[str, typer.Option(help="torch, onnx or openvino.", envvar=f"{_ENV}ENGINE")] = "torch",
     precision: Annotated[str, typer.Option(help="float32, bf16, fp16 or auto.", envvar=f"{_ENV}PRECISION")] = "auto",
-    batch: Annotated[int, typer.Option(help="Most images computed at once.", envvar=f"{_ENV}BATCH")] = 32,
+    batch: Annotated[int, typer.Option(help="Maximum batch size.", envvar=f"{_ENV}BATCH")] = 32,
     wait: Annotated[
-        float, typer.Option(help="Milliseconds for which an image waits for others.", envvar=f"{_ENV}WAIT")
+        float, typer.Option(help="Milliseconds that an image waits for a batch to fill.", envvar=f"{_ENV}WAIT")
     ] = 5.0,
     queue: Annotated[
-        int, typer.Option(help="Most images that wait; more are refused with 503.", envvar=f"{_ENV}QUEUE")
+        int, typer.Option(help="Maximum images in the queue; above it, requests get 503.", envvar=f"{_ENV}QUEUE")
     ] = 256,
     deadline: Annotated[
-        float, typer.Option(help="Seconds until an answer is due; then it is 504.", envvar=f"{_ENV}DEADLINE")
+        float, typer.Option(help="Seconds until a request times out with 504.", envvar=f"{_ENV}DEADLINE")
     ] = 30.0,
-    decoders: Annotated[int, typer.Option(help="Processes that decode images.", envvar=f"{_ENV}DECODERS")] = 2,
+    decoders: Annotated[int, typer.Option(help="Decoder processes.", envvar=f"{_ENV}DECODERS")] = 2,
     decode_time: Annotated[
-        float, typer.Option(help="Seconds that one image may take to decode.", envvar=f"{_ENV}DECODE_TIME")
+        float, typer.Option(help="Maximum seconds to decode one image.", envvar=f"{_ENV}DECODE_TIME")
     ] = 10.0,
-    connections: Annotated[int, typer.Option(help="Most connections.", envvar=f"{_ENV}CONNECTIONS")] = 512,
+    connections: Annotated[int, typer.Option(help="Maximum connections.", envvar=f"{_ENV}CONNECTIONS")] = 512,
     client_connections: Annotated[
-        int, typer.Option(help="Most connections of one client.", envvar=f"{_ENV}CLIENT_CONNECTIONS")
+        int, typer.Option(help="Maximum connections per client.", envvar=f"{_ENV}CLIENT_CONNECTIONS")
     ] = 128,
     head_time: Annotated[
-        float, typer.Option(help="Seconds that a request's head may take to arrive.", envvar=f"{_ENV}HEAD_TIME")
+        float, typer.Option(help="Maximum seconds to receive a request's headers.", envvar=f"{_ENV}HEAD_TIME")
     ] = 10.0,
     body_limit: Annotated[
-        float, typer.Option(help="Most megabytes of one request.", envvar=f"{_ENV}BODY_LIMIT")
+        float, typer.Option(help="Maximum size of a request, in MB.", envvar=f"{_ENV}BODY_LIMIT")
     ] = 32.0,
     uploads_limit: Annotated[
-        float, typer.Option(help="Most megabytes of all requests together.", envvar=f"{_ENV}UPLOADS_LIMIT")
+        float, typer.Option(help="Maximum size of all requests in flight, in MB.", envvar=f"{_ENV}UPLOADS_LIMIT")
     ] = 512.0,
     upload_time: Annotated[
-        float, typer.Option(help="Seconds that a request may take to arrive.", envvar=f"{_ENV}UPLOAD_TIME")
+        float, typer.Option(help="Maximum seconds to receive a request.", envvar=f"{_ENV}UPLOAD_TIME")
     ] = 60.0,
     pixel_limit: Annotated[
-        float, typer.Option(help="Most millions of pixels of an image.", envvar=f"{_ENV}PIXEL_LIMIT")
+        float, typer.Option(help="Maximum image size, in megapixels.", envvar=f"{_ENV}PIXEL_LIMIT")
     ] = 50.0,
-    images_limit: Annotated[int, typer.Option(help="Most images in one request.", envvar=f"{_ENV}IMAGES_LIMIT")] = 64,
+    images_limit: Annotated[int, typer.Option(help="Maximum images per request.", envvar=f"{_ENV}IMAGES_LIMIT")] = 64,
     formats: Annotated[
-        str, typer.Option(help="Kinds of files that are opened; also tiff.", envvar=f"{_ENV}FORMATS")
+        str, typer.Option(help="Accepted image formats; tiff is available too.", envvar=f"{_ENV}FORMATS")
     ] = "jpeg,png,webp,gif,bmp",
     token: Annotated[
         str | None,
         typer.Option(
-            help="What clients send as 'Authorization: Bearer …'. Others on this machine may see it here, so rather "
-            "use the environment or --token-file.",
+            help="The bearer token that clients must send. Other users of this machine can see it on the command line; "
+            "prefer the environment variable or --token-file.",
             envvar=f"{_ENV}TOKEN",
             show_envvar=True,
         ),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="A file that holds the token.", envvar=f"{_ENV}TOKEN_FILE")
+        Path | None, typer.Option(help="A file that contains the token.", envvar=f"{_ENV}TOKEN_FILE")
     ] = None,
     allow_host: Annotated[
         str,
         typer.Option(
-            help="Host names to answer for, beside the address and localhost; '*' is any.",
+            help="Allowed Host headers, besides the address and localhost; '*' allows any.",
             envvar=f"{_ENV}ALLOW_HOST",
         ),
     ] = "",
-    origins: Annotated[
-        str, typer.Option(help="Web origins whose pages may call the service (CORS).", envvar=f"{_ENV}ORIGINS")
-    ] = "",
+    origins: Annotated[str, typer.Option(help="Allowed CORS origins.", envvar=f"{_ENV}ORIGINS")] = "",
     grace: Annotated[
         float,
-        typer.Option(help="Seconds that SIGTERM leaves to requests that have arrived whole.", envvar=f"{_ENV}GRACE"),
+        typer.Option(help="Seconds that requests have to finish after SIGTERM.", envvar=f"{_ENV}GRACE"),
     ] = 30.0,
-    log_requests: Annotated[
-        bool, typer.Option(help="Write a line for every request.", envvar=f"{_ENV}LOG_REQUESTS")
-    ] = True,
+    log_requests: Annotated[bool, typer.Option(help="Log every request.", envvar=f"{_ENV}LOG_REQUESTS")] = True,
 ) -> None:
     """Serve models over HTTP: /v1/predict, /v1/embed, /v1/explain, and the explorer page at /.
 
-    Images that arrive together are computed together. SIGTERM finishes what was accepted, SIGHUP opens the
-    bundles again.
+    Concurrent requests are batched. SIGTERM shuts down gracefully; SIGHUP reloads the bundles.
     """
     started = time.time()
     _check_extra()
@@ -156,10 +151,10 @@ def serve(
 
 
 def _end() -> NoReturn:
-    """End now: the log has said "stopped", and taking every library down would take seconds more."""
+    """Exit at once: "stopped" is logged, and a normal interpreter shutdown would take seconds."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody listens any more
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             stream.flush()
     os._exit(0)
 
@@ -169,7 +164,7 @@ def _check_extra() -> None:
 
     missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError(f"{' and '.join(missing)} not installed; get it with pip install 'vitrail[serve]'")
+        raise ConfigError(f"{' and '.join(missing)} not installed; install with pip install 'vitrail[serve]'")
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -177,16 +172,16 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _token(token: str | None, file: Path | None) -> str | None:
-    """Return the token; a file keeps it out of the list of processes and of the environment."""
+    """Return the token; a file keeps it out of the process list and the environment."""
     from vitrail.errors import ConfigError
 
-    for name in ("TOKEN", "TOKEN_FILE"):  # an empty variable is left out without a word, and the door would be open
+    for name in ("TOKEN", "TOKEN_FILE"):  # typer ignores an empty variable, and the server would need no token
         if token is None and file is None and os.environ.get(_ENV + name) == "":
-            raise ConfigError(f"{_ENV}{name} is empty; give it a value, or unset it to serve without a token")
+            raise ConfigError(f"{_ENV}{name} is empty; set it, or unset it to serve without a token")
     if file is None:
         return token
     if token is not None:
-        raise ConfigError("the token is given twice, by --token and by --token-file; give one of them")
+        raise ConfigError("both --token and --token-file are set; use one of them")
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:

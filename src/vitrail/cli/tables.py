@@ -1,4 +1,4 @@
-"""Tables and progress on the terminal, the same for every command."""
+"""Tables and progress bars, shared by all commands."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
-    """Print a table on stdout; the columns named in `numbers` are set to the right. Only the last column wraps."""
+    """Print a table on stdout; the columns named in `numbers` are right-aligned. Only the last column wraps."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -28,15 +28,17 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers
             min_width=min(widths[i], 24) if last else widths[i],
         )
     for line in lines:
-        table.add_row(*map(Text, line))  # as it is: "[bold]" in a name is no markup
-    # Wider than a narrow terminal rather than broken names and numbers; whole lines where nobody watches.
+        table.add_row(*map(Text, line))  # literally: "[bold]" in a name is not markup
+    # Overflow a narrow terminal rather than break names and numbers; never wrap when piped.
     least = sum(widths[:-1]) + 2 * len(widths) + min(widths[-1], 24)
-    watched = sys.stdout.isatty()
-    Console(width=max(Console().width, least) if watched else max(least, sum(widths) + 2 * len(widths))).print(table)
+    on_terminal = sys.stdout.isatty()
+    Console(width=max(Console().width, least) if on_terminal else max(least, sum(widths) + 2 * len(widths))).print(
+        table
+    )
 
 
 def with_progress(items: Sequence[Item], what: str) -> Iterable[Item]:
-    """Go through `items` with a progress bar on stderr that leaves no trace."""
+    """Iterate over `items` with a transient progress bar on stderr."""
     from rich.console import Console
     from rich.progress import track
 
@@ -45,7 +47,7 @@ def with_progress(items: Sequence[Item], what: str) -> Iterable[Item]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Give a function that moves a bar on stderr, which leaves no trace; without a terminal nothing is shown."""
+    """Yield a function that updates a transient progress bar on stderr; without a terminal it does nothing."""
     if not sys.stderr.isatty():
         yield _show_nothing
         return
@@ -58,7 +60,7 @@ def progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
 
     def move(done: int, total: int | None) -> None:
         bar.update(task, completed=done, total=total)
-        bar.start()  # only now: its thread must not be there yet when the worker processes are made
+        bar.start()  # only now: its thread must not exist yet when the worker processes are forked
 
     try:
         yield move

@@ -1,4 +1,4 @@
-"""What a command says on the terminal. Nothing else in the commands prints, so that no text from a file commands it."""
+"""Terminal output. All commands print through `echo`, which escapes control characters in untrusted text."""
 
 import typer
 
@@ -6,6 +6,6 @@ from vitrail.terminal import printable
 
 
 def echo(text: str = "", *, err: bool = False, bold: bool = False) -> None:
-    """Print a text on stdout or stderr, with whatever would command the terminal written out."""
+    """Print text on stdout or stderr, with control characters escaped."""
     safe = printable(text)
     typer.echo(typer.style(safe, bold=True) if bold else safe, err=err)

@@ -1,4 +1,4 @@
-"""`vitrail train`: a folder of images in, a measured classifier out."""
+"""`vitrail train`: train a classifier on a folder of images, and evaluate it."""
 
 import os
 import sys
@@ -25,54 +25,54 @@ RECIPES = (
     "plain-baseline",
     "cifar10",
 )
-"""The recipes that come with the package; reading their folder would cost `--help` time."""
+"""The built-in recipes, listed here because reading their folder would slow down `--help`."""
 
 
 def train(
     data: Annotated[
-        str, typer.Argument(help="A folder with a sub-folder for each class, a manifest, tar shards; or digits.")
+        str, typer.Argument(help="A folder with a sub-folder per class, a manifest, tar shards, or digits.")
     ] = "digits",
     recipe: Annotated[
         str | None,
         typer.Option(
-            help=f"A recipe's name, or a TOML file. There are {', '.join(RECIPES)}; by default the first, and with "
-            "--from the second."
+            help=f"A built-in recipe or a TOML file. Built in: {', '.join(RECIPES)}. By default the first; with "
+            "--from, the second."
         ),
     ] = None,
     pretrained: Annotated[
-        str | None, typer.Option("--from", help="A model to start from: whatever inspect opens.")
+        str | None, typer.Option("--from", help="The pretrained model to fine-tune: anything that inspect opens.")
     ] = None,
     override: Overrides = None,
     keys: Keys = None,
     run: Annotated[Path | None, typer.Option(help="The folder of the run; by default runs/<data>-<recipe>.")] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", help="Change the recipe: optimizer.lr=3e-4.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a recipe field: optimizer.lr=3e-4; may be repeated.")
+    ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Try each of some values, and keep the best on the validation split: optimizer.lr=.003,.01,.03."
-        ),
+        typer.Option(help="Try several values, and keep the best on the validation split: optimizer.lr=.003,.01,.03."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, mps, or auto.")] = "auto",
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that read images; on a CPU one for each four cores.")
+        int | None, typer.Option(min=0, help="Data-loading processes; on a CPU, by default one per four cores.")
     ] = None,
 ) -> None:
-    """Train a classifier; the same command goes on with a run that was stopped."""
+    """Train a classifier; rerun the same command to resume an interrupted run."""
     from vitrail.training.signals import Stopped
     from vitrail.training.train import train as run_training
 
-    said = read_overrides(override)
-    is_main = os.environ.get("RANK", "0") == "0"  # among the processes that torchrun started
+    overrides = read_overrides(override)
+    is_main = os.environ.get("RANK", "0") == "0"  # set by torchrun
     try:
         if sweep:
-            done = _sweep(data, sweep, recipe, changes or [], pretrained, said, keys, run, device, workers)
+            done = _sweep(data, sweep, recipe, changes or [], pretrained, overrides, keys, run, device, workers)
         else:
             done = run_training(
                 data,
                 recipe=recipe,
                 changes=changes or (),
                 pretrained=pretrained,
-                overrides=said,
+                overrides=overrides,
                 keys=keys,
                 folder=run,
                 device=device,
@@ -80,9 +80,9 @@ def train(
             )
     except Stopped as stopped:
         if is_main:
-            echo("stopped; the run is saved, and the same command goes on with it", err=True)
+            echo("stopped; the run is saved, rerun the same command to resume it", err=True)
         raise typer.Exit(128 + stopped.number) from None
-    if is_main and not _shown_together():  # else it was shown a moment ago
+    if is_main and not _same_stream():  # else the log has just shown it
         echo(f"the best model is {done.folder / 'best'}; the run is in {done.folder}")
         echo(done.summary)
     if is_main:
@@ -90,15 +90,15 @@ def train(
 
 
 def _report(folder: Path) -> None:
-    """Write the report; a run is not less finished for lack of one."""
+    """Write the report; a failure does not fail the run."""
     from vitrail.reports.report import report_of_finished
 
-    path, said = report_of_finished(folder)
-    echo(said, err=path is None)
+    path, message = report_of_finished(folder)
+    echo(message, err=path is None)
 
 
-def _shown_together() -> bool:
-    """Say whether what is printed and what is reported go to the same place."""
+def _same_stream() -> bool:
+    """Return whether stdout and stderr go to the same place."""
     try:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except OSError:
@@ -117,7 +117,7 @@ def _sweep(
     device: str,
     workers: int | None,
 ) -> "Run":
-    """Run a sweep, print what came of it, and return the best run."""
+    """Run a sweep, print its results, and return the best run."""
     from vitrail.training.grid import read_sweep
     from vitrail.training.sweep import sweep
 
@@ -148,23 +148,23 @@ def _print_sweep(done: "Sweep", keys: list[str]) -> None:
     rows = []
     for candidate in done.candidates:
         outcome = candidate.outcome
-        measured = ["–"] * (4 if by else 3)
+        scores = ["–"] * (4 if by else 3)
         if outcome.val_top1 is not None and outcome.val_loss is not None:
             reached = [f"{percent(getattr(outcome, COLUMNS[by]))}%"] if by else []
-            measured = [f"{percent(outcome.val_top1)}%", *reached, f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
+            scores = [f"{percent(outcome.val_top1)}%", *reached, f"{outcome.val_loss:.4f}", f"{outcome.best_step:,}"]
         result = "diverged" if outcome.diverged else "best" if candidate is done.chosen else ""
         values = [shown(candidate.values[key]) for key in keys]
-        rows.append((*values, *measured, f"{outcome.seconds / 60:.1f}", result))
+        rows.append((*values, *scores, f"{outcome.seconds / 60:.1f}", result))
     print_table((*keys, *numbers, "result"), rows, numbers=(*keys, *numbers))
     for spread in done.seeds:
         which = "".join(f"{key}={shown(value)}, " for key, value in spread.values.items())
         echo(
-            f"{which}{spread.runs} seeds: {percent(spread.mean)}% of the validation split on average, "
+            f"{which}{spread.runs} seeds: mean validation accuracy {percent(spread.mean)}%, range "
             f"{percent(spread.low)}–{percent(spread.high)}"
         )
     if done.seeds:
         echo(
-            "The best of several seeds is partly luck: expect the average of a new run. Where the data names no "
-            "splits, every seed has drawn its own."
+            "The best of several seeds is partly luck: expect the mean from a new run. If the data has no splits, "
+            "every seed drew its own."
         )
     echo("")

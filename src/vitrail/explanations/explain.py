@@ -15,14 +15,14 @@ from vitrail.checkpoints.load import ready_bundle
 from vitrail.data.inputs import ImageInput, Item, fitted, is_one, item_of, name_of, no_image
 from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, suggest
-from vitrail.evaluation import in_use
+from vitrail.evaluation import eval_mode
 from vitrail.explanations.attention import attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
 from vitrail.explanations.relevance import answering_token
 from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
 from vitrail.explanations.rollout import Fuse
 from vitrail.explanations.tokens import Query
-from vitrail.models.checks import whole_number
+from vitrail.models.checks import as_int
 from vitrail.runtime import choose_device
 
 Each = Literal["heads", "layers"]
@@ -132,7 +132,7 @@ class Explainer:
     def explain(self, item: Item, name: str = "the image") -> Explanation:
         """Explain one image; `name` is for messages."""
         seen, pixels = self._prepared(item, name)
-        with in_use(self.model):
+        with eval_mode(self.model):
             told = self._told(pixels)
             map = explain_pixels(self.model, pixels, self.request, told.target)[0]
         return self._explanation(map, seen, told)
@@ -141,7 +141,7 @@ class Explainer:
         """Explain one image for every head of the layer, or for every layer."""
         check_grid(self.request, each)
         seen, pixels = self._prepared(item, name)
-        with in_use(self.model):
+        with eval_mode(self.model):
             told = self._told(pixels)
             if each == "heads":
                 maps = list(attention_maps(self.model, pixels, self.request.layer, self.request.query)[0])
@@ -212,7 +212,7 @@ def read_class(target: str | int, bundle: Bundle) -> int:
     if isinstance(target, str) and not (target.isascii() and target.isdigit()):
         near = suggest(target, names) if names is not None else "; its classes have no names, so give a number"
         raise InputError(f"this model has no class {target!r}{near or f'; it has {_listed(names or ())}'}")
-    number = int(target) if isinstance(target, str) else whole_number(target)
+    number = int(target) if isinstance(target, str) else as_int(target)
     if number is None or not 0 <= number < outputs:
         raise InputError(f"class {target} does not exist: this model has classes 0 to {outputs - 1}")
     return number

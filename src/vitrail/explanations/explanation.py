@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from vitrail.checkpoints.writing import whole_file
+from vitrail.checkpoints.writing import atomic_file
 from vitrail.errors import ConfigError
 from vitrail.evaluation import percent
 from vitrail.explanations.overlay import beside, captioned, enlarged, overlay
@@ -91,13 +91,13 @@ def save_image(image: Image.Image, target: Path, *, overwrite: bool, notes: Mapp
         options["pnginfo"] = PngInfo()
         for key, value in notes.items():
             options["pnginfo"].add_itxt(f"vitrail:{key}", value)
-    with whole_file(target, overwrite=overwrite) as temporary:
+    with atomic_file(target, overwrite=overwrite) as temporary:
         image.save(temporary, **options)
     return target
 
 
 def save_array(array: NDArray[np.float32], target: Path, *, overwrite: bool) -> Path:
     """Write an array as NumPy does, all or nothing."""
-    with whole_file(target, overwrite=overwrite) as temporary, temporary.open("wb") as file:
+    with atomic_file(target, overwrite=overwrite) as temporary, temporary.open("wb") as file:
         np.save(file, array)
     return target

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from vitrail._version import __version__
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.checkpoints.writing import check_target, whole_file
+from vitrail.checkpoints.writing import atomic_file, check_target
 from vitrail.data.batches import BadImage
 from vitrail.data.sources.selection import choose_images, recorded_split
 from vitrail.data.sources.source import Source
@@ -127,8 +127,8 @@ def embed_source(
     bundle.announce()
     with ExitStack() as files:
         # In this order, so that what the disk refuses is said of the output.
-        beside = None if names is None else files.enter_context(whole_file(names, overwrite=overwrite))
-        temporary = files.enter_context(whole_file(output, overwrite=overwrite))
+        beside = None if names is None else files.enter_context(atomic_file(names, overwrite=overwrite))
+        temporary = files.enter_context(atomic_file(output, overwrite=overwrite))
         file = open_rows(
             temporary, beside, output.suffix.lower(), len(source), shape, dtype, _facts(request, config.depth, source)
         )

@@ -17,7 +17,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.batches import BadImage, Evaluation, evaluation_batches
 from vitrail.data.sources.source import Source
 from vitrail.errors import ConfigError, DataError, suggest
-from vitrail.evaluation import check_finite, in_use
+from vitrail.evaluation import check_finite, eval_mode
 from vitrail.models.checks import read_layer
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -157,7 +157,7 @@ def feature_batches(
     place = how.check()
     model, done = request.ready(bundle.model.to(place), how.precision), 0
     data = Evaluation(source, bundle.preprocess, how.batch, bad_files="skip")
-    with in_use(model):
+    with eval_mode(model):
         for images in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):
             features = np.zeros((0, *request.shape(model.config)), np.float32)
             if len(images.labels):

@@ -1,1 +1,1 @@
-"""Measures of a classifier: arrays in, numbers out."""
+"""Classification metrics: arrays in, numbers out."""

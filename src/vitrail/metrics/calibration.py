@@ -1,4 +1,4 @@
-"""Whether a classifier is right as often as it says it is."""
+"""Calibration: does the confidence match the accuracy?"""
 
 from typing import NamedTuple
 
@@ -11,27 +11,27 @@ BINS = 15
 
 
 class ReliabilityBin(NamedTuple):
-    """The images whose answer had a probability in (low, high]."""
+    """The images whose predicted class has a probability in (low, high]."""
 
     low: float
     high: float
     images: int
     confidence: float | None
-    """The mean probability of their answers; None in an empty bin."""
+    """The mean probability of the predicted classes; None in an empty bin."""
     accuracy: float | None
-    """The share of right answers; None in an empty bin."""
+    """The fraction of correct predictions; None in an empty bin."""
 
 
 def reliability(probabilities: Floats, labels: Integers, bins: int = BINS) -> tuple[ReliabilityBin, ...]:
-    """Sort images into equally wide bins by the probability of their answer, and see how many of each are right."""
+    """Bin images by confidence into bins of equal width, and compute the accuracy of each bin."""
     check_labels(probabilities, labels)
     confidence = probabilities.max(axis=1).astype(np.float64)
     right = probabilities.argmax(axis=1) == labels
     edges = np.linspace(0, 1, bins + 1)
-    place = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, bins - 1)
-    counts = np.bincount(place, minlength=bins)
-    confidences = np.bincount(place, confidence, bins) / np.maximum(counts, 1)
-    accuracies = np.bincount(place, right, bins) / np.maximum(counts, 1)
+    index = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, bins - 1)
+    counts = np.bincount(index, minlength=bins)
+    confidences = np.bincount(index, confidence, bins) / np.maximum(counts, 1)
+    accuracies = np.bincount(index, right, bins) / np.maximum(counts, 1)
     return tuple(
         ReliabilityBin(
             float(edges[i]),
@@ -45,7 +45,7 @@ def reliability(probabilities: Floats, labels: Integers, bins: int = BINS) -> tu
 
 
 def expected_calibration_error(table: tuple[ReliabilityBin, ...]) -> float:
-    """Return the mean difference between probability and accuracy, each bin weighted by its images (ECE)."""
+    """Return the expected calibration error (ECE): the mean gap between confidence and accuracy, weighted by images."""
     gaps = [
         row.images * abs(row.accuracy - row.confidence)
         for row in table

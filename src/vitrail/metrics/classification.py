@@ -1,7 +1,7 @@
-"""How often a classifier is right, and where it is wrong.
+"""Accuracy, per-class metrics and confusions of a classifier.
 
-Shapes: N images, K classes. `probabilities` (N, K), `labels` and `predicted` (N,), `matrix` (K, K) with the true
-class by row and the predicted one by column. Every function takes at least one image.
+Shapes: N images, K classes. `probabilities` (N, K), `labels` and `predicted` (N,), `matrix` (K, K) with true classes as
+rows and predicted classes as columns. Every function needs at least one image.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Integers = NDArray[np.integer]
 
 
 def top_k_right(probabilities: Floats, labels: Integers, k: int) -> NDArray[np.bool_]:
-    """Say of each image whether its class is among the k most probable; of equal ones the first counts as more."""
+    """Return whether each image's class is among the k most probable; ties go to the lower class index."""
     check_labels(probabilities, labels)
     own = probabilities[np.arange(len(labels)), labels][:, None]
     earlier = np.arange(probabilities.shape[1]) < labels[:, None]
@@ -25,40 +25,40 @@ def top_k_right(probabilities: Floats, labels: Integers, k: int) -> NDArray[np.b
 
 
 def top_k_accuracy(probabilities: Floats, labels: Integers, k: int = 1) -> float:
-    """Return the share of images whose class is among the k most probable."""
+    """Return the fraction of images whose class is among the k most probable."""
     return float(top_k_right(probabilities, labels, k).mean())
 
 
 def confusion_matrix(labels: Integers, predicted: Integers, classes: int) -> NDArray[np.int64]:
-    """Count the images of each class (row) that were taken for each class (column)."""
+    """Count the images of each class (row) by predicted class (column)."""
     cells = np.bincount(np.asarray(labels, np.int64) * classes + predicted, minlength=classes**2)
     return cells.reshape(classes, classes).astype(np.int64)
 
 
 class PerClass(NamedTuple):
-    """One number for each class; NaN where there is nothing to divide by."""
+    """One value per class; NaN where undefined."""
 
     images: NDArray[np.int64]
-    """How many the class has."""
+    """The number of images of the class."""
     precision: NDArray[np.float64]
-    """Of the images taken for the class, the share that is of it."""
+    """The fraction of images predicted as the class that belong to it."""
     recall: NDArray[np.float64]
-    """Of the images of the class, the share taken for it."""
+    """The fraction of images of the class that are predicted as it."""
     f1: NDArray[np.float64]
-    """The harmonic mean of both; 0 where no image is right, NaN where the class occurs nowhere."""
+    """The harmonic mean of both; 0 if no prediction is right, NaN if the class does not occur."""
 
 
 def per_class(matrix: NDArray[np.int64]) -> PerClass:
     """Return count, precision, recall and F1 of each class."""
-    right, count, taken = np.diagonal(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
-    return PerClass(count, _ratio(right, taken), _ratio(right, count), _ratio(2 * right, count + taken))
+    right, count, predicted = np.diagonal(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
+    return PerClass(count, _ratio(right, predicted), _ratio(right, count), _ratio(2 * right, count + predicted))
 
 
 def macro_f1(matrix: NDArray[np.int64]) -> float:
     """Return the mean F1 of the classes that have images.
 
-    Where every class has some, this is scikit-learn's; a class without images is left out here, and counts as 0 there
-    if an image was taken for it.
+    If every class has images, this equals scikit-learn's. A class without images is skipped here; in scikit-learn it
+    counts as 0 if it was predicted.
     """
     scores = per_class(matrix)
     return float(scores.f1[scores.images > 0].mean())
@@ -70,19 +70,19 @@ def balanced_accuracy(matrix: NDArray[np.int64]) -> float:
 
 
 def log_losses(probabilities: Floats, labels: Integers) -> NDArray[np.float64]:
-    """Return -log of each image's probability of its class, of which 0 counts as the least float32 above it."""
+    """Return -log of the probability of each image's class, clamped at the smallest positive float32."""
     check_labels(probabilities, labels)
     own = probabilities[np.arange(len(labels)), labels].astype(np.float64)
     return np.asarray(-np.log(np.maximum(own, np.finfo(np.float32).tiny)))
 
 
 def log_loss(probabilities: Floats, labels: Integers) -> float:
-    """Return the mean of -log of the probability of the right class."""
+    """Return the mean of -log of the probability of the true class."""
     return float(log_losses(probabilities, labels).mean())
 
 
 class Confusion(NamedTuple):
-    """Images of one class that were taken for another."""
+    """Images of one class that were predicted as another."""
 
     true: int
     predicted: int
@@ -90,7 +90,7 @@ class Confusion(NamedTuple):
 
 
 def most_confused(matrix: NDArray[np.int64], most: int) -> list[Confusion]:
-    """Return the most frequent confusions, the largest first."""
+    """Return the most frequent confusions, in descending order."""
     wrong = matrix.copy()
     np.fill_diagonal(wrong, 0)
     true, predicted = np.nonzero(wrong)
@@ -99,18 +99,18 @@ def most_confused(matrix: NDArray[np.int64], most: int) -> list[Confusion]:
 
 
 def check_labels(probabilities: Floats, labels: Integers) -> None:
-    """See to it that there are images, and one known class for each."""
+    """Raise unless there is at least one image, and a valid label for each."""
     if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
-        raise InputError(f"probabilities {probabilities.shape} with labels {labels.shape}; give (N, K) and (N,)")
+        raise InputError(f"probabilities {probabilities.shape} with labels {labels.shape}; pass (N, K) and (N,)")
     if not len(labels):
-        raise InputError("there are no images to measure")
+        raise InputError("there are no images to evaluate")
     if labels.min() < 0 or labels.max() >= probabilities.shape[1]:
         raise InputError(
-            f"labels go from {labels.min()} to {labels.max()}; with {probabilities.shape[1]} classes they go from 0 to "
-            f"{probabilities.shape[1] - 1}"
+            f"labels range from {labels.min()} to {labels.max()}; with {probabilities.shape[1]} classes they must be "
+            f"0 to {probabilities.shape[1] - 1}"
         )
 
 
-def _ratio(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.float64]:
-    ratios = np.full(len(whole), np.nan)
-    return np.asarray(np.divide(part, whole, out=ratios, where=whole > 0))
+def _ratio(numerator: NDArray[np.int64], denominator: NDArray[np.int64]) -> NDArray[np.float64]:
+    ratios = np.full(len(denominator), np.nan)
+    return np.asarray(np.divide(numerator, denominator, out=ratios, where=denominator > 0))

@@ -1,4 +1,4 @@
-"""How far a number measured on a few images may be from the one that many would give."""
+"""Confidence intervals of metrics: Wilson, Bonett-Price and bootstrap."""
 
 from statistics import NormalDist
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from vitrail.metrics.classification import balanced_accuracy, macro_f1
 
 RESAMPLES = 1000
 _AT_ONCE = 4_000_000
-"""Numbers drawn at a time, so that memory stays small."""
+"""Samples drawn at a time, to limit memory."""
 
 
 class Interval(NamedTuple):
-    """Where a number lies with the given confidence."""
+    """A confidence interval."""
 
     low: float
     high: float
 
 
 def wilson_interval(right: int, images: int, level: float = 0.95) -> Interval:
-    """Return Wilson's interval of the share right / images (without correction for continuity).
+    """Return the Wilson interval of the fraction right / images (without continuity correction).
 
     >>> [round(end, 3) for end in wilson_interval(354, 360)]
     [0.964, 0.992]
@@ -31,18 +31,18 @@ def wilson_interval(right: int, images: int, level: float = 0.95) -> Interval:
     if not 0 <= right <= images:
         raise InputError(f"{right} of {images} images cannot be right")
     z = _z(level)
-    share, extra = right / images, z**2 / images
-    centre = (share + extra / 2) / (1 + extra)
-    half = z * (share * (1 - share) / images + extra / images / 4) ** 0.5 / (1 + extra)
-    # The formula gives these ends but for rounding.
+    fraction, extra = right / images, z**2 / images
+    centre = (fraction + extra / 2) / (1 + extra)
+    half = z * (fraction * (1 - fraction) / images + extra / images / 4) ** 0.5 / (1 + extra)
+    # The formula gives these bounds up to rounding.
     return Interval(0.0 if right == 0 else centre - half, 1.0 if right == images else centre + half)
 
 
 def paired_interval(only_first: int, only_second: int, images: int, level: float = 0.95) -> Interval:
-    """Return the interval of the difference of two shares that were found on the same images (Bonett and Price).
+    """Return the interval of the difference of two accuracies on the same images (Bonett and Price).
 
-    Only the images on which one alone is right tell the two apart; one is added to each kind, so that two classifiers
-    that agree on every image are not said to be equal for certain.
+    Only the images on which exactly one classifier is right matter; one is added to each count, so that the interval of
+    two classifiers that agree on every image is not empty.
 
     >>> [round(end, 3) for end in paired_interval(0, 0, 100)]
     [-0.027, 0.027]
@@ -58,7 +58,7 @@ def paired_interval(only_first: int, only_second: int, images: int, level: float
 def bootstrap_mean(
     values: NDArray[np.floating | np.bool_], *, seed: int = 0, resamples: int = RESAMPLES, level: float = 0.95
 ) -> Interval:
-    """Return the percentile interval of the mean of a number that every image has: its loss, whether it is right."""
+    """Return the bootstrap percentile interval of the mean of a per-image value, such as the loss."""
     _check(len(values), level)
     numbers, generator = np.asarray(values, np.float64), np.random.default_rng(seed)
     at_once = max(1, _AT_ONCE // len(numbers))
@@ -70,7 +70,7 @@ def bootstrap_mean(
 
 
 class ScoreIntervals(NamedTuple):
-    """The intervals of the two scores in which every class counts alike."""
+    """The intervals of the two scores that weight all classes equally."""
 
     balanced_accuracy: Interval
     macro_f1: Interval
@@ -79,13 +79,13 @@ class ScoreIntervals(NamedTuple):
 def bootstrap_scores(
     matrix: NDArray[np.int64], *, seed: int = 0, resamples: int = RESAMPLES, level: float = 0.95
 ) -> ScoreIntervals:
-    """Return percentile intervals of balanced accuracy and macro-F1, from the confusion matrix.
+    """Return bootstrap percentile intervals of balanced accuracy and macro-F1, from the confusion matrix.
 
-    Drawing images again is drawing the matrix's cells again, each as often as it has images; so the images themselves
-    are not needed. A plain bootstrap never draws a mistake that did not happen: of a perfect result it would say that
-    it is certain. So it is done again with a few images added, z²/2 right and as many wrong, as Agresti and Coull do
-    for a share, which is what the centre of Wilson's interval comes to; the intervals reach over both. Where all are
-    right, or none, they are nowhere narrower than Wilson's interval of the accuracy.
+    Resampling images is the same as resampling cells of the matrix in proportion to their counts, so the images are not
+    needed. A plain bootstrap never draws a mistake that did not happen, so a perfect result would get an empty
+    interval. So it is repeated with z²/2 right and z²/2 wrong images added, as Agresti and Coull do for a proportion
+    (the centre of Wilson's interval); the result covers both intervals. If all predictions are right, or none, it is
+    at least as wide as Wilson's interval of the accuracy.
     """
     images, right = int(matrix.sum()), int(np.trace(matrix))
     _check(images, level)
@@ -110,88 +110,88 @@ def bootstrap_scores(
 
 
 def _over_both(plain: NDArray[np.float64], smoothed: NDArray[np.float64], estimate: float, level: float) -> Interval:
-    """Return what two bootstraps span.
+    """Return the interval that covers both bootstraps.
 
-    Of few images a class, macro-F1 comes out too low on average, and of images drawn again too low once more, by about
-    as much. So the end on that side is moved by what the plain bootstrap loses.
+    With few images per class, macro-F1 is biased low, and resampling adds about the same bias again. So the bounds are
+    shifted by the bias of the plain bootstrap.
     """
     one, other = _percentiles(plain, estimate, level), _percentiles(smoothed, estimate, level)
-    lost = estimate - float(plain.mean())
-    low, high = min(one.low, one.low + lost, other.low), max(one.high, one.high + lost, other.high)
+    bias = estimate - float(plain.mean())
+    low, high = min(one.low, one.low + bias, other.low), max(one.high, one.high + bias, other.high)
     return Interval(max(0.0, low), min(1.0, high))
 
 
 def _smoothed_cells(
     matrix: NDArray[np.int64], level: float
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
-    """Return the cells that images can be drawn from, true and predicted class, and what is added to each.
+    """Return the cells to sample from, as true and predicted classes, and the weight added to each.
 
-    The added images are spread over the classes as the images are. A class's wrong ones are taken for the next class
-    that has images: which one hardly matters, and a cell for every pair of a thousand classes would be a million.
+    The added images are distributed over the classes like the images. Wrong ones are assigned to the next class with
+    images: which class hardly matters, and a cell for every pair of 1,000 classes would be a million cells.
     """
     images, classes = matrix.sum(axis=1), len(matrix)
     present = np.flatnonzero(images)
     others = np.roll(present, -1) if len(present) > 1 else (present + 1) % classes
     added = _z(level) ** 2 / 2 * images[present] / images.sum()
     right, wrong = present * classes + present, present * classes + others
-    places = np.unique(np.concatenate([np.flatnonzero(matrix), right, wrong]))
-    weights = np.zeros(len(places))
+    occupied = np.unique(np.concatenate([np.flatnonzero(matrix), right, wrong]))
+    weights = np.zeros(len(occupied))
     for cells in (right, wrong):
-        weights[np.searchsorted(places, cells)] += added
-    return places // classes, places % classes, weights
+        weights[np.searchsorted(occupied, cells)] += added
+    return occupied // classes, occupied % classes, weights
 
 
 class _Counts(NamedTuple):
-    """Of many matrices, (matrices, classes) each."""
+    """Per-class counts of many matrices, each (matrices, classes)."""
 
     right: NDArray[np.int64]
     images: NDArray[np.int64]
-    """Those of the class."""
-    taken: NDArray[np.int64]
-    """Images taken for it."""
+    """Images of the class."""
+    predicted: NDArray[np.int64]
+    """Images predicted as the class."""
 
 
 def _counts_of_each(
     cells: NDArray[np.int64], true: NDArray[np.intp], predicted: NDArray[np.intp], classes: int
 ) -> _Counts:
-    """Count in many matrices of which only the cells (matrices, cells) that can have images are given."""
-    right, count, taken = (np.zeros((len(cells), classes), np.int64) for _ in range(3))
-    for target, by in ((count, true), (taken, predicted)):
+    """Count per class in many matrices, given their possibly non-empty cells (matrices, cells)."""
+    right, count, guesses = (np.zeros((len(cells), classes), np.int64) for _ in range(3))
+    for target, by in ((count, true), (guesses, predicted)):
         order = np.argsort(by, kind="stable")
         present, starts = np.unique(by[order], return_index=True)
         target[:, present] = np.add.reduceat(cells[:, order], starts, axis=1)
     hits = true == predicted
     right[:, true[hits]] = cells[:, hits]
-    return _Counts(right, count, taken)
+    return _Counts(right, count, guesses)
 
 
 def _macro_f1_of_each(counts: _Counts) -> NDArray[np.float64]:
-    """Return macro-F1 of many matrices; a class that was not drawn is left out, as `macro_f1` leaves it out."""
-    right, count, taken = counts
-    scores = np.where(count > 0, 2 * right / np.maximum(count + taken, 1), 0.0)
+    """Return macro-F1 of many matrices; skips classes without images, as `macro_f1` does."""
+    right, count, predicted = counts
+    scores = np.where(count > 0, 2 * right / np.maximum(count + predicted, 1), 0.0)
     return np.asarray(scores.sum(axis=1) / (count > 0).sum(axis=1))
 
 
 def _balanced_accuracy_of_each(counts: _Counts) -> NDArray[np.float64]:
-    """Return the mean recall of many matrices, over the classes that were drawn."""
+    """Return the mean recall of many matrices, over the classes with images."""
     right, count, _ = counts
     recalls = np.where(count > 0, right / np.maximum(count, 1), 0.0)
     return np.asarray(recalls.sum(axis=1) / (count > 0).sum(axis=1))
 
 
 def _percentiles(found: NDArray[np.float64], estimate: float, level: float) -> Interval:
-    """Return what the middle of the resamples spans, widened where it would leave out the estimate itself."""
+    """Return the percentile interval of the resamples, widened to include the estimate."""
     low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
     return Interval(min(float(low), estimate), max(float(high), estimate))
 
 
 def _z(level: float) -> float:
-    """Return how many standard deviations each side of a normal interval has: 1.96 for 95%."""
+    """Return the half-width of a normal interval in standard deviations: 1.96 for 95%."""
     return NormalDist().inv_cdf((1 + level) / 2)
 
 
 def _check(images: int, level: float) -> None:
     if images < 1:
-        raise InputError("there are no images to measure")
+        raise InputError("there are no images to evaluate")
     if not 0 < level < 1:
-        raise InputError(f"the level of an interval is {level}; it lies between 0 and 1, such as 0.95")
+        raise InputError(f"the level of an interval is {level}; it must be between 0 and 1, such as 0.95")

@@ -1,4 +1,4 @@
-"""Whether one classifier is better than another, when both were asked about the same images."""
+"""Paired comparison of two classifiers on the same images."""
 
 import math
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from vitrail.metrics.intervals import Interval, paired_interval
 
 
 class Paired(NamedTuple):
-    """How two classifiers fared with the same images."""
+    """The comparison of two classifiers on the same images."""
 
     images: int
     both: int
@@ -20,17 +20,19 @@ class Paired(NamedTuple):
     only_second: int
     neither: int
     difference: float
-    """How much larger the second one's share of right answers is."""
+    """The accuracy of the second minus that of the first."""
     interval: Interval
-    """Of the difference, 95% (Bonett and Price)."""
+    """The 95% interval of the difference (Bonett and Price)."""
     chance: float
-    """How often luck alone makes a difference at least as large (McNemar's test, exact)."""
+    """The p-value of the exact McNemar test."""
 
 
 def paired(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Paired:
-    """Compare two classifiers by which of the same images each is right on."""
+    """Compare two classifiers, given which images each gets right."""
     if first.shape != second.shape or first.ndim != 1:
-        raise InputError(f"answers to {first.shape} and {second.shape} images; give one for each of the same images")
+        raise InputError(
+            f"predictions of shape {first.shape} and {second.shape}; pass one per image, for the same images"
+        )
     if not len(first):
         raise InputError("there are no images to compare two classifiers on")
     only_first, only_second = int((first & ~second).sum()), int((~first & second).sum())
@@ -47,17 +49,17 @@ def paired(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> Paired:
 
 
 def exact_mcnemar(only_first: int, only_second: int) -> float:
-    """Return how often fair coins, one for each image on which the two differ, fall at least as unevenly.
+    """Return the two-sided p-value of the exact McNemar test.
 
     >>> round(exact_mcnemar(1, 7), 4)
     0.0703
     """
-    tosses, fewer = only_first + only_second, min(only_first, only_second)
-    if 2 * fewer >= tosses:
+    differing, fewer = only_first + only_second, min(only_first, only_second)
+    if 2 * fewer >= differing:
         return 1.0
-    # By logarithms, because the numbers of combinations outgrow floats from about a thousand tosses on.
+    # In log space, because binomial coefficients overflow floats from about 1,000 images on.
     terms = [
-        math.lgamma(tosses + 1) - math.lgamma(k + 1) - math.lgamma(tosses - k + 1) - tosses * math.log(2)
+        math.lgamma(differing + 1) - math.lgamma(k + 1) - math.lgamma(differing - k + 1) - differing * math.log(2)
         for k in range(fewer + 1)
     ]
     return min(1.0, 2 * math.fsum(map(math.exp, terms)))

@@ -1,1 +1,1 @@
-"""The Vision Transformer: pure `nn.Module`s that know no files and no data sets."""
+"""The Vision Transformer: pure `nn.Module`s, independent of files and datasets."""

@@ -1,7 +1,7 @@
 """Multi-head self-attention.
 
-There is no attention mask: every token of an image may look at every other one, and images in a batch have the same
-number of tokens. Axes: B batch, T tokens, D width, H heads, d width of a head.
+There is no attention mask: every token attends to every other token of its image, and all images in a batch have the
+same number of tokens. Axes: B batch, T tokens, D width, H heads, d width of a head.
 """
 
 from typing import cast
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.models.config import ViTConfig
-from vitrail.models.position import Places, relative_term, rotate
+from vitrail.models.position import TokenPositions, relative_term, rotate
 
 
 class Attention(nn.Module):
@@ -34,38 +34,38 @@ class Attention(nn.Module):
         self.proj = nn.Linear(inner, config.width, bias=config.proj_bias) if config.out_proj else nn.Identity()
         self.proj_drop = nn.Dropout(config.proj_dropout)
 
-    def forward(self, x: Tensor, places: Places) -> Tensor:
+    def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        query, key, value, bias = self.project(x, places)
+        query, key, value, bias = self.project(x, positions)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
         return self._merge(x)
 
-    def traced(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Return what `forward` returns, and the attention weights (B, H, T, T) whose rows sum to 1."""
-        query, key, value, bias = self.project(x, places)
+    def traced(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Tensor]:
+        """Return the output of `forward` and the attention weights (B, H, T, T), whose rows sum to 1."""
+        query, key, value, bias = self.project(x, positions)
         logits = (query * self.head_width**-0.5) @ key.transpose(-2, -1)
         if bias is not None:
             logits = logits + bias
-        # In float32 also under bf16: whoever multiplies the weights of many layers needs rows that sum to 1.
+        # In float32 even under bf16 autocast: rollout multiplies the weights of many layers, so rows must sum to 1.
         weights = logits.softmax(dim=-1, dtype=torch.float32)
         x = F.dropout(weights, self.dropout, self.training).to(value.dtype) @ value
         return self._merge(x), weights
 
-    def project(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values, each (B, H, T, d), and what is added to the logits."""
+    def project(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and values, each (B, H, T, d), and the attention bias."""
         B, T, _ = x.shape
         qkv = self.qkv(x).reshape(B, T, 3, self.heads, self.head_width)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         query, key = self.q_norm(query), self.k_norm(key)
-        if places.rotation is not None:
-            query, key = rotate(query, places.rotation), rotate(key, places.rotation)
+        if positions.rotation is not None:
+            query, key = rotate(query, positions.rotation), rotate(key, positions.rotation)
         bias = None
-        if self.rel_pos is not None and places.offsets is not None:
-            bias = relative_term(query * self.head_width**-0.5, self.rel_pos, places.offsets)
+        if self.rel_pos is not None and positions.offsets is not None:
+            bias = relative_term(query * self.head_width**-0.5, self.rel_pos, positions.offsets)
         return query, key, value, bias
 
     def _merge(self, x: Tensor) -> Tensor:
-        """Put the heads (B, H, T, d) side by side and project them to (B, T, D)."""
+        """Concatenate the heads (B, H, T, d) and project them to (B, T, D)."""
         x = self.proj(x.transpose(1, 2).flatten(2))
         return cast("Tensor", self.proj_drop(x))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vitrail.models.attention import Attention
 from vitrail.models.config import ViTConfig
-from vitrail.models.position import Places, add_table, pick, read_table
+from vitrail.models.position import TokenPositions, add_table, gather_tokens, read_table
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mlp(nn.Module):
-    """Two layers with an activation between. `swiglu` makes two hidden vectors and lets one gate the other."""
+    """Two linear layers with an activation between them; `swiglu` gates one half of the hidden layer with the other."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Mlp(nn.Module):
         return cast("Tensor", self.drop2(x))
 
     def activated(self, x: Tensor) -> Tensor:
-        """Make the hidden layer of what its first layer returns."""
+        """Apply the activation, gated or not, to the output of fc1."""
         if self.activation is None:
             gate, x = x.chunk(2, dim=-1)
             return F.silu(gate) * x
@@ -56,7 +56,7 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned factor for each channel of a branch (arXiv 2103.17239)."""
+    """A learned per-channel scale of a residual branch (arXiv 2103.17239)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class LayerScale(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, leave a branch out for a random share of the images (arXiv 1603.09382)."""
+    """Skip a residual branch for randomly chosen images during training (arXiv 1603.09382)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero the branch of some images and scale the others so that the mean stays."""
+        """Zero the branch of some images and rescale the others to keep the expectation."""
         if not self.training or self.rate == 0:
             return x
         keep = 1 - self.rate
@@ -98,36 +98,36 @@ class Block(nn.Module):
         if config.table_owner == "blocks":
             add_table(self, config)
 
-    def forward(self, x: Tensor, places: Places) -> Tensor:
+    def forward(self, x: Tensor, positions: TokenPositions) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        x = self.place(x, places)
+        x = self.add_position(x, positions)
         if self.config.norm_order == "pre":
-            x = x + self._attended(self.attn(self.norm1(x), places))
-            return x + self._thought(self.norm2(x))
-        x = self.norm1(x + self._attended(self.attn(x, places)))
-        return cast("Tensor", self.norm2(x + self._thought(x)))
+            x = x + self._attention_branch(self.attn(self.norm1(x), positions))
+            return x + self._mlp_branch(self.norm2(x))
+        x = self.norm1(x + self._attention_branch(self.attn(x, positions)))
+        return cast("Tensor", self.norm2(x + self._mlp_branch(x)))
 
-    def traced(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor]:
-        """Return what `forward` returns, and this block's attention weights (B, H, T, T)."""
-        x = self.place(x, places)
+    def traced(self, x: Tensor, positions: TokenPositions) -> tuple[Tensor, Tensor]:
+        """Return the output of `forward` and this block's attention weights (B, H, T, T)."""
+        x = self.add_position(x, positions)
         if self.config.norm_order == "pre":
-            y, weights = self.attn.traced(self.norm1(x), places)
-            x = x + self._attended(y)
-            return x + self._thought(self.norm2(x)), weights
-        y, weights = self.attn.traced(x, places)
-        x = self.norm1(x + self._attended(y))
-        return self.norm2(x + self._thought(x)), weights
+            y, weights = self.attn.traced(self.norm1(x), positions)
+            x = x + self._attention_branch(y)
+            return x + self._mlp_branch(self.norm2(x)), weights
+        y, weights = self.attn.traced(x, positions)
+        x = self.norm1(x + self._attention_branch(y))
+        return self.norm2(x + self._mlp_branch(x)), weights
 
-    def place(self, x: Tensor, places: Places) -> Tensor:
-        """Add the position, where the config wants it in every block."""
+    def add_position(self, x: Tensor, positions: TokenPositions) -> Tensor:
+        """Add the position embedding, if the config adds it in every block."""
         if self.config.table_owner == "blocks":
-            x = x + pick(read_table(self, self.config), places.kept)
-        if places.table is not None:
-            x = x + places.table
+            x = x + gather_tokens(read_table(self, self.config), positions.kept)
+        if positions.table is not None:
+            x = x + positions.table
         return x
 
-    def _attended(self, y: Tensor) -> Tensor:
+    def _attention_branch(self, y: Tensor) -> Tensor:
         return cast("Tensor", self.drop_path(self.ls1(y)))
 
-    def _thought(self, y: Tensor) -> Tensor:
+    def _mlp_branch(self, y: Tensor) -> Tensor:
         return cast("Tensor", self.drop_path(self.ls2(self.mlp(y))))

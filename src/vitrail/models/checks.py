@@ -1,4 +1,4 @@
-"""What a model says to input that does not fit: one sentence with what was found and what to do."""
+"""Input checks with one-sentence errors: what was found and what to do."""
 
 import operator
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from vitrail.models.config import ViTConfig
 
 
 def check_images(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
-    """Refuse what is not a batch of images for a model of this config, one of whose weights is `weight`."""
+    """Raise unless `x` is a valid batch of images for the config; `weight` gives the model's device and dtype."""
     if not isinstance(x, Tensor):
         raise InputError(f"expected a tensor of images, found {type(x).__name__}; preprocess the image first")
     if x.ndim != 4:
@@ -29,9 +29,9 @@ def check_images(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
             remedy = f"convert the image, or build the model with channels={x.shape[1]}"
         raise InputError(f"this model takes images of {config.channels} channels, found {x.shape[1]}; {remedy}")
     if tuple(x.shape[2:]) != config.image_size:
-        found, wanted = (f"{h}×{w}" for h, w in (x.shape[2:], config.image_size))
+        found, expected = (f"{h}×{w}" for h, w in (x.shape[2:], config.image_size))
         raise InputError(
-            f"this model takes images of {wanted} pixels, found {found}; resize the images, "
+            f"this model takes images of {expected} pixels, found {found}; resize the images, "
             f"or call model.resize(({x.shape[2]}, {x.shape[3]}))"
         )
     if not x.is_floating_point():
@@ -45,7 +45,7 @@ def check_images(x: Tensor, config: ViTConfig, weight: Tensor) -> None:
 
 
 def per_token(config: ViTConfig) -> str:
-    """Say why a model cannot be used as a classifier of images, where its head looks at every token; else nothing."""
+    """Return why a model with per-token logits cannot classify images; "" if it can."""
     if config.pool != "none" or not config.classes:
         return ""
     pool = "mean" if config.class_token == "none" else "cls"
@@ -57,24 +57,24 @@ def per_token(config: ViTConfig) -> str:
 
 
 def read_layers(layers: Iterable[int], depth: int) -> dict[int, int]:
-    """Return, for each number that was asked for, which of `depth` layers it means."""
+    """Map each requested layer, which may be negative, to its index."""
     if not isinstance(layers, Iterable) or isinstance(layers, str):
-        raise InputError(f"expected the numbers of layers, such as (0, -1), found {layers!r}")
+        raise InputError(f"expected layer indices, such as (0, -1), found {layers!r}")
     if isinstance(layers, Tensor):
         layers = layers.tolist()
     return {layer: read_layer(layer, depth) for layer in layers}
 
 
 def read_layer(layer: int, depth: int) -> int:
-    """Read a layer's number, which may count from the end."""
+    """Resolve a layer index, which may be negative."""
     return read_number(layer, depth, "layer")
 
 
 def read_number(value: int, count: int, what: str) -> int:
-    """Read the number of one of `count` things, which may count from the end."""
-    number = whole_number(value)
+    """Resolve an index below `count`, which may be negative."""
+    number = as_int(value)
     if number is None:
-        raise InputError(f"a {what} is a whole number, found {value!r}; this model has {what}s 0 to {count - 1}")
+        raise InputError(f"expected an integer {what}, found {value!r}; this model has {what}s 0 to {count - 1}")
     if not -count <= number < count:
         raise InputError(
             f"{what} {number} does not exist: this model has {what}s 0 to {count - 1} (or -1 for the last)"
@@ -82,11 +82,11 @@ def read_number(value: int, count: int, what: str) -> int:
     return number % count
 
 
-def whole_number(value: object) -> int | None:
-    """Return a whole number, also one of NumPy or torch, as Python's own; None for anything else."""
+def as_int(value: object) -> int | None:
+    """Convert an integer, also one of NumPy or torch, to int; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # a tensor of something else
+    except TypeError:  # not an integer tensor
         return None

@@ -1,6 +1,6 @@
-"""`ViTConfig`: every choice a Vision Transformer leaves open, as one frozen value that checks itself.
+"""`ViTConfig`: every option of a Vision Transformer, as one frozen, validated value.
 
-This file imports no torch, so that a config can be read, checked and printed in no time.
+This file does not import torch, so that reading, validating and printing a config is fast.
 """
 
 import math
@@ -15,12 +15,12 @@ from vitrail.schema import LIMIT, Count, Frozen, Pair, Positive, Rate, Sequence
 GROUPS = 32
 """Groups of every GroupNorm in the hybrid's ResNet."""
 RELATIVE_LIMIT = 10_000
-"""Most tokens with relative positions, which keep a number for every pair of them."""
+"""The maximum number of tokens with relative positions, which store a value for every pair."""
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu"]
 Initialisation = Literal["paper", "timm", "torchvision", "lucidrains"]
 
-CALLED_ELSEWHERE = {
+FIELD_ALIASES = {
     "num_classes": "classes", "num_labels": "classes", "n_classes": "classes",
     "img_size": "image_size", "input_size": "image_size",
     "in_chans": "channels", "in_channels": "channels", "num_channels": "channels",
@@ -30,7 +30,7 @@ CALLED_ELSEWHERE = {
     "drop_path_rate": "stochastic_depth", "pos_drop_rate": "embed_dropout",
     "attn_drop_rate": "attention_dropout", "patch_drop_rate": "patch_dropout",
 }  # fmt: skip
-"""What timm, transformers, torchvision and vit-pytorch call some fields of `ViTConfig`."""
+"""Argument names of timm, transformers, torchvision and vit-pytorch, mapped to fields of `ViTConfig`."""
 
 
 def value_here(name: str, value: object) -> str:
@@ -49,18 +49,18 @@ class ConvLayer(Frozen):
 
 
 class ResNet(Frozen):
-    """The convolutional half of a hybrid: weight-standardised convolutions with GroupNorm.
+    """The ResNet of a hybrid: weight-standardised convolutions with GroupNorm.
 
-    The root convolution and its max-pool shrink the image by 4, every stage after the first by 2 more.
+    The root convolution and its max-pool have a total stride of 4; every stage after the first doubles it.
     """
 
     depths: Annotated[tuple[Positive, ...], Sequence] = (3, 4, 9)
     """Bottleneck blocks in each stage. () is the root alone, as in R+Ti/16."""
     width_factor: Annotated[float, Field(ge=0.5, le=64, multiple_of=0.5)] = 1.0
-    """Multiplies the 64 channels of the root, and with them every stage's. A multiple of 0.5, which fills GroupNorm's
+    """Multiplies the 64 channels of the root, and so those of every stage. A multiple of 0.5, because of GroupNorm's
     groups."""
     numerics: Literal["google", "timm"] = "google"
-    """Where the small constants go: google divides by (std + 1e-5) and has GroupNorm eps 1e-6; timm divides by
+    """The epsilons: google divides by (std + 1e-5) and has GroupNorm eps 1e-6; timm divides by
     sqrt(var + 1e-8) and has eps 1e-5."""
 
     @property
@@ -70,7 +70,7 @@ class ResNet(Frozen):
 
     @property
     def stride(self) -> int:
-        """Input pixels, along one side, for each cell of the feature map."""
+        """The total stride."""
         return 4 << max(0, len(self.depths) - 1)
 
     @property
@@ -80,7 +80,7 @@ class ResNet(Frozen):
 
 
 class Layout(NamedTuple):
-    """Where each kind of token stands in the sequence."""
+    """The index of each kind of token in the sequence."""
 
     patches: slice
     class_token: int | None
@@ -93,43 +93,43 @@ class ViTConfig(Frozen):
     """A Vision Transformer. The defaults are the paper's ViT-B/16 at 224×224 (arXiv 2010.11929), with the exact GELU
     of every PyTorch library where Google's code computes `gelu_tanh`."""
 
-    called_elsewhere: ClassVar[Mapping[str, str]] = CALLED_ELSEWHERE
+    aliases: ClassVar[Mapping[str, str]] = FIELD_ALIASES
 
     # The image and its patches
     image_size: Pair = (224, 224)
     """Height and width of the image, in pixels."""
     patch_size: Pair = (16, 16)
-    """Height and width of what one token stands for, in pixels; for stems with convolutions, their total stride."""
+    """Height and width of a patch, in pixels; for convolutional stems, the total stride."""
     channels: Positive = 3
     """Channels of the image."""
     stem: Literal["linear", "conv", "linear_norm", "conv_stem", "resnet"] = "conv"
-    """How a patch becomes a token. `linear` and `conv` compute the same function."""
+    """The patch embedding. `linear` and `conv` compute the same function."""
     conv_stem: Annotated[tuple[ConvLayer, ...], Sequence] | None = None
     """The layers of `conv_stem`. None: 3×3 convolutions of stride 2 whose channels double up to `width`."""
     resnet: ResNet | None = None
-    """The ResNet of `resnet`. None: depths (3, 4, 9), the paper's R50 without a fourth stage."""
+    """The config of the `resnet` stem. None: depths (3, 4, 9), the paper's R50 without the fourth stage."""
     patch_bias: bool = True
-    """Whether the patch projection has a bias (CLIP's has none)."""
+    """Whether the patch projection has a bias (not in CLIP)."""
 
-    # The tokens beside the patches
+    # Special tokens
     class_token: Literal["first", "last", "none"] = "first"
-    """Where the class token stands. `last` puts every special token behind the patches, the class token at the end."""
+    """Position of the class token. `last` puts all special tokens after the patches, and the class token at the end."""
     registers: Count = 0
-    """Learned tokens that carry no image and feed no head (arXiv 2309.16588)."""
+    """Number of register tokens (arXiv 2309.16588)."""
     distillation_token: bool = False
-    """A second class token with a head of its own (DeiT); the answer is the mean of the two heads."""
+    """A second class token with its own head (DeiT); the logits are the mean of both heads."""
 
-    # Where a patch lies
+    # Positions
     position: Literal["none", "learned_1d", "learned_2d", "relative", "sincos_2d", "rope_2d"] = "learned_1d"
-    """How tokens learn where they are. `relative` and `rope_2d` act inside every attention, the others are added."""
+    """The position embedding. `relative` and `rope_2d` act inside every attention layer; the others are added."""
     position_at: Literal["stem", "every_block", "shared"] = "stem"
-    """Where the table is added: once, before every block from a table of its own, or before every block from one
-    shared table (the paper's Table 8)."""
+    """Where the table is added: once after the stem, before every block from a separate table per block, or before
+    every block from one shared table (the paper's Table 8)."""
     position_covers: Literal["patches", "class", "all"] | None = None
-    """Which tokens have a row in the `learned_1d` table: patches only, also class and distillation token, or
-    registers too. None: all. Every other kind of position covers patches only."""
+    """Which tokens have a row in the `learned_1d` table: patches only, also class and distillation token, or also
+    registers. None: all. Every other kind of position covers patches only."""
     rope_theta: Annotated[float, Field(gt=0, le=1e9)] = 100.0
-    """The base of `rope_2d`'s frequencies."""
+    """The base of the `rope_2d` frequencies."""
 
     # The encoder
     width: Positive = 768
@@ -147,19 +147,19 @@ class ViTConfig(Frozen):
     norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
     qkv_bias: bool = True
     qk_norm: bool = False
-    """LayerNorm on every head's queries and keys."""
+    """LayerNorm on the queries and keys of every head."""
     out_proj: bool = True
-    """Whether attention ends in a projection (lucidrains leaves it out for a single head of full width)."""
+    """Whether attention has an output projection (lucidrains omits it for a single head of full width)."""
     proj_bias: bool = True
-    """Whether that projection has a bias."""
+    """Whether the output projection has a bias."""
     mlp_bias: bool = True
-    """Whether the MLP's two layers have biases."""
+    """Whether both layers of the MLP have biases."""
     layer_scale: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Initial value of LayerScale's factors. None: no LayerScale."""
+    """Initial value of LayerScale. None: no LayerScale."""
 
     # Regularisation: active only in training
     embed_dropout: Rate = 0.0
-    """After the position was added."""
+    """After the position embedding."""
     attention_dropout: Rate = 0.0
     """On the attention weights."""
     proj_dropout: Rate = 0.0
@@ -167,26 +167,26 @@ class ViTConfig(Frozen):
     mlp_dropout: Rate = 0.0
     """After each of the MLP's two layers."""
     stochastic_depth: Rate = 0.0
-    """Chance that the last block's branches are skipped; it grows linearly from 0 at the first block."""
+    """Drop probability of the last block's branches; it grows linearly from 0 at the first block."""
     patch_dropout: Rate = 0.0
-    """Share of the patches that is dropped before the first block."""
+    """Fraction of the patches dropped before the first block."""
 
-    # From tokens to an answer
+    # Pooling and head
     pool: Literal["cls", "mean", "map", "none"] = "cls"
-    """`cls` takes the class token, `mean` averages, `map` attends with a learned query, `none` answers per token."""
+    """`cls` takes the class token, `mean` averages, `map` attends with a learned query, `none` keeps every token."""
     pool_over: Literal["patches", "all"] = "patches"
-    """Which tokens `mean` and `map` look at."""
+    """Which tokens `mean` and `map` pool."""
     final_norm: Literal["before_pool", "after_pool", "none"] = "before_pool"
     representation: Positive | None = None
     """Width of a tanh layer before the head (`pre_logits`). None: no such layer."""
     classes: Count = 1000
-    """Outputs of the head. 0: no head, the pooled features are the answer."""
+    """Outputs of the head. 0: no head; the model returns the pooled features."""
     init: Initialisation = "paper"
-    """Whose initialisation a fresh model gets."""
+    """The initialisation scheme of a new model."""
     head_bias: Annotated[float, Field(ge=-100, le=100)] | None = None
-    """What the bias of a fresh head begins at; for `sigmoid` losses Google's code has -10. None: what `init` says."""
+    """Initial bias of the head; Google's code uses -10 for sigmoid losses. None: by `init`."""
 
-    # ── what follows from the fields ──
+    # ── derived values ──
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -205,7 +205,7 @@ class ViTConfig(Frozen):
 
     @property
     def heads_fill_width(self) -> bool:
-        """Whether the heads together are as wide as the model, as in every plain ViT."""
+        """Whether heads × head width equals the model width, as in every plain ViT."""
         return self.heads * self.head_width == self.width
 
     @property
@@ -215,7 +215,7 @@ class ViTConfig(Frozen):
 
     @property
     def stem_layers(self) -> tuple[ConvLayer, ...]:
-        """The convolutions of `conv_stem`, also where they were left to the default."""
+        """The convolutions of `conv_stem`, with the default resolved."""
         if self.conv_stem is not None:
             return self.conv_stem
         halvings = self.patch_size[0].bit_length() - 1
@@ -223,7 +223,7 @@ class ViTConfig(Frozen):
 
     @property
     def stem_resnet(self) -> ResNet:
-        """The ResNet of the hybrid, also where it was left to the default."""
+        """The ResNet of the hybrid, with the default resolved."""
         return self.resnet if self.resnet is not None else ResNet()
 
     @property
@@ -233,7 +233,7 @@ class ViTConfig(Frozen):
 
     @property
     def resnet_numerics(self) -> Literal["google", "timm"] | None:
-        """Whose small constants the hybrid's ResNet has; None for a model without one."""
+        """The epsilons of the hybrid's ResNet; None without a ResNet."""
         return self.stem_resnet.numerics if self.stem == "resnet" else None
 
     @property
@@ -243,14 +243,14 @@ class ViTConfig(Frozen):
 
     @property
     def table_owner(self) -> Literal["model", "blocks", "none"]:
-        """Who holds the table that is added to the tokens; one that is computed needs no copy in every block."""
+        """Which module holds the added table; a computed table is never copied into the blocks."""
         if self.position not in ("learned_1d", "learned_2d", "sincos_2d"):
             return "none"
         return "blocks" if self.position_at == "every_block" and self.position != "sincos_2d" else "model"
 
     @property
     def layout(self) -> Layout:
-        """The order of the tokens: class, distillation, registers, patches; reversed for a class token at the end."""
+        """The order of the tokens: class, distillation, registers, patches; reversed if the class token is last."""
         has_class, special = self.class_token != "none", self.special_tokens
         patches, total = self.patches, self.patches + special
         if self.class_token == "last":
@@ -272,16 +272,16 @@ class ViTConfig(Frozen):
 
     @property
     def tokens(self) -> int:
-        """Length of the sequence the encoder sees."""
+        """Sequence length of the encoder."""
         return self.patches + self.special_tokens
 
     @property
     def pooled_width(self) -> int:
-        """Width of what the head sees."""
+        """Width of the head's input."""
         return self.representation or self.width
 
     def resolved(self) -> Self:
-        """Return the same model with every default that depends on other fields written out, fit for a file."""
+        """Return an equal config with all derived defaults made explicit, for saving."""
         return self.replace(
             head_dim=self.head_width,
             mlp_width=self.mlp_hidden,
@@ -290,10 +290,10 @@ class ViTConfig(Frozen):
             position_covers=self.covers,
         )
 
-    # ── what contradicts ──
+    # ── validation ──
 
     @model_validator(mode="after")
-    def _image_holds_whole_patches(self) -> Self:
+    def _patches_fit_image(self) -> Self:
         for side, image, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True):
             if image % patch:
                 below, above = image - image % patch, image - image % patch + patch
@@ -328,9 +328,7 @@ class ViTConfig(Frozen):
     def _stem_fits_patches(self) -> Self:
         for option in ("conv_stem", "resnet"):
             if getattr(self, option) is not None and self.stem != option:
-                raise ConfigError(
-                    f"{option} is set but stem is {self.stem!r}; set stem={option!r} or leave {option} out"
-                )
+                raise ConfigError(f"{option} is set but stem is {self.stem!r}; set stem={option!r} or omit {option}")
         if self.stem == "resnet":
             stride = self.stem_resnet.stride
             if any(side % stride for side in self.patch_size):
@@ -347,12 +345,12 @@ class ViTConfig(Frozen):
         if self.conv_stem is None and (height != width or height & (height - 1) or height == 1):
             raise ConfigError(
                 f"the default conv_stem needs a square patch of 2, 4, 8, 16, …, but patch_size is "
-                f"{_by(self.patch_size)}; give conv_stem a list of layers"
+                f"{_by(self.patch_size)}; set conv_stem to a list of layers"
             )
         if self.conv_stem is None and self.width % (height // 2):
             raise ConfigError(
                 f"the default conv_stem doubles its channels up to width {self.width}, which is not a multiple of "
-                f"{height // 2}; give conv_stem a list of layers"
+                f"{height // 2}; set conv_stem to a list of layers"
             )
         stride = math.prod(layer.stride for layer in self.stem_layers)
         if (stride, stride) != self.patch_size:
@@ -372,12 +370,12 @@ class ViTConfig(Frozen):
         if self.position in ("none", "relative", "rope_2d") and self.position_at != "stem":
             raise ConfigError(
                 f"position_at={self.position_at!r} needs a table that is added to the tokens, but position is "
-                f"{self.position!r}; leave position_at out"
+                f"{self.position!r}; omit position_at"
             )
         if self.position != "learned_1d" and self.position_covers not in (None, "patches"):
             raise ConfigError(
                 f"position {self.position!r} covers patches only, but position_covers is {self.position_covers!r}; "
-                f"leave it out, or use position='learned_1d'"
+                f"omit it, or use position='learned_1d'"
             )
         for position, divisor, name, number in (
             ("sincos_2d", 4, "width", self.width),
@@ -389,19 +387,19 @@ class ViTConfig(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _pooling_finds_its_tokens(self) -> Self:
+    def _pooling_fits(self) -> Self:
         if self.pool == "cls" and self.class_token == "none":
             raise ConfigError("pool='cls' needs a class token, but class_token is 'none'; use pool='mean' or 'map'")
         if self.distillation_token and (self.pool != "cls" or self.class_token == "none"):
             raise ConfigError(
-                f"a distillation token stands beside a class token, but class_token is {self.class_token!r} and pool "
-                f"is {self.pool!r}; use class_token='first' and pool='cls'"
+                f"a distillation token needs a class token and pool='cls', but class_token is {self.class_token!r} and "
+                f"pool is {self.pool!r}; use class_token='first' and pool='cls'"
             )
         if self.pool_over == "all" and self.pool not in ("mean", "map"):
-            raise ConfigError(f"pool_over='all' means nothing with pool={self.pool!r}; leave pool_over out")
+            raise ConfigError(f"pool_over='all' has no effect with pool={self.pool!r}; omit pool_over")
         return self
 
 
 def _by(size: tuple[int, int]) -> str:
-    """Write a size the way people say it: 224×224."""
+    """Format a size: 224×224."""
     return f"{size[0]}×{size[1]}"

@@ -1,4 +1,4 @@
-"""What a model costs, counted without computing anything: the model is built and run on torch's meta device."""
+"""The cost of a model: parameters and FLOPs, counted on the meta device."""
 
 from typing import NamedTuple
 
@@ -10,18 +10,18 @@ from vitrail.models.vit import ViT
 
 
 class Cost(NamedTuple):
-    """Size and work of a model."""
+    """Parameters, tokens and FLOPs of a model."""
 
     parameters: int
     tokens: int
     flops: int
-    """Floating-point operations to classify one image; a multiply-add counts as two."""
+    """FLOPs per image; a multiply-add counts as two."""
 
 
 def cost(config: ViTConfig) -> Cost:
-    """Count the parameters of a model and the operations of its matrix products, convolutions and attentions.
+    """Count the parameters of a model and the FLOPs of its matmuls, convolutions and attention.
 
-    All blocks are alike, so models of one and of two blocks say what any depth costs.
+    All blocks are identical, so the cost is extrapolated from models with one and two blocks.
     """
     one, two = _count(config.replace(depth=1)), _count(config.replace(depth=2))
     more = config.depth - 1
@@ -34,7 +34,7 @@ def cost(config: ViTConfig) -> Cost:
 
 def _count(config: ViTConfig) -> Cost:
     with torch.device("meta"):
-        model = ViT(config).eval().to("meta")  # also what a model computes for itself, such as rotations
+        model = ViT(config).eval().to("meta")  # also moves computed buffers, such as the RoPE table
         image = torch.empty(1, config.channels, *config.image_size)
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:

@@ -1,7 +1,7 @@
-"""Fresh weights, the way the paper's code, timm, torchvision or vit-pytorch draws them.
+"""Weight initialisation as in the paper's code, timm, torchvision or vit-pytorch.
 
-A scheme is a table from the role of a parameter to how it is filled; the role follows from the parameter's name. So a
-parameter without a role is an error, and two schemes can be compared line by line.
+A scheme maps the role of a parameter to its initialiser; the role follows from the parameter's name. A parameter
+without a role is an error, and two schemes can be compared line by line.
 """
 
 import math
@@ -16,16 +16,16 @@ from vitrail.models.config import Initialisation, ViTConfig
 
 
 class Fan(NamedTuple):
-    """The size of the layer a parameter belongs to."""
+    """The fan-in and fan-out of a parameter's layer."""
 
     inputs: int
     outputs: int
-    """Outputs of one part: a fused query-key-value kernel is three layers in one, and is drawn as three."""
+    """Outputs of one sub-layer: a fused query-key-value kernel is initialised as three layers."""
 
 
 Fill = Callable[[Tensor, Fan], Tensor]
 
-# ── ways to fill a tensor ──
+# ── initialisers ──
 
 
 def _constant(value: float) -> Fill:
@@ -37,14 +37,14 @@ def _normal(std: float) -> Fill:
 
 
 def _truncated(std: float) -> Fill:
-    """Truncated at ±2, not at two sigma: for small sigma a plain normal, as in timm."""
+    """Truncated at ±2, not at two sigma: for a small sigma effectively a plain normal, as in timm."""
     return lambda t, _: t.normal_(std=std).clamp_(-2, 2)
 
 
 def _within_two_sigma(t: Tensor, sigma: float) -> Tensor:
-    """Draw a normal cut at two sigma through its inverse distribution: in place, without torch's large temporaries."""
-    reach = math.erf(math.sqrt(2))
-    return t.uniform_(-reach, reach).erfinv_().mul_(math.sqrt(2) * sigma)
+    """Sample a normal truncated at two sigma by inverse transform: in place, without torch's large temporaries."""
+    bound = math.erf(math.sqrt(2))
+    return t.uniform_(-bound, bound).erfinv_().mul_(math.sqrt(2) * sigma)
 
 
 def _xavier(t: Tensor, fan: Fan) -> Tensor:
@@ -53,8 +53,8 @@ def _xavier(t: Tensor, fan: Fan) -> Tensor:
     return t.uniform_(-bound, bound)
 
 
-def _xavier_whole(t: Tensor, _: Fan) -> Tensor:
-    """Xavier for a fused kernel taken as one layer, which draws it too small (torch's MultiheadAttention does this)."""
+def _xavier_fused(t: Tensor, _: Fan) -> Tensor:
+    """Xavier that treats a fused kernel as one layer, and so is too small (as torch's MultiheadAttention does)."""
     return nn.init.xavier_uniform_(t)
 
 
@@ -64,7 +64,7 @@ def _lecun(t: Tensor, fan: Fan) -> Tensor:
 
 
 def _fan_in_truncated(t: Tensor, fan: Fan) -> Tensor:
-    """Normal of standard deviation 1/√inputs, cut at ±2."""
+    """Normal with standard deviation 1/√inputs, truncated at ±2."""
     return t.normal_(std=math.sqrt(1 / fan.inputs)).clamp_(-2, 2)
 
 
@@ -77,19 +77,19 @@ def _width_truncated(t: Tensor, _: Fan) -> Tensor:
 
 
 def _torch_default(t: Tensor, fan: Fan) -> Tensor:
-    """Uniform in ±1/√inputs: what nn.Linear and nn.Conv2d do for kernel and bias alike."""
+    """Uniform in ±1/√inputs: the default of nn.Linear and nn.Conv2d, for weight and bias."""
     bound = 1 / math.sqrt(fan.inputs)
     return t.uniform_(-bound, bound)
 
 
 def _kaiming_fan_out(t: Tensor, _: Fan) -> Tensor:
-    """Normal for ReLU, by outputs."""
+    """Kaiming normal for ReLU, by fan-out."""
     return nn.init.kaiming_normal_(t, mode="fan_out", nonlinearity="relu")
 
 
 _ZERO, _ONE = _constant(0.0), _constant(1.0)
 
-# ── the role of a parameter, by its name; the first match counts ──
+# ── the role of a parameter, by its name; the first match wins ──
 
 _ROLES: tuple[tuple[str, str], ...] = (
     (r"ls[12]\.gamma", "layer_scale"),
@@ -125,7 +125,7 @@ _TORCH: dict[str, Fill] = dict.fromkeys(
 )
 
 SCHEMES: dict[Initialisation, Mapping[str, Fill]] = {
-    # Flax's defaults as the paper's code uses them; queries, keys and values are three layers.
+    # Flax's defaults, as in the paper's code; query, key and value are three layers.
     "paper": _EVERYWHERE
     | _ZERO_BIASES
     | {
@@ -172,7 +172,7 @@ SCHEMES: dict[Initialisation, Mapping[str, Fill]] = {
         "latent": _xavier,
         "backbone": _torch_default,
         "patch": _fan_in_truncated,
-        "qkv": _xavier_whole,
+        "qkv": _xavier_fused,
         "out": _torch_default,
         "mlp": _xavier,
         "mlp_bias": _normal(1e-6),
@@ -193,9 +193,9 @@ SCHEMES: dict[Initialisation, Mapping[str, Fill]] = {
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: ViTConfig, *, only: Sequence[str] = ()) -> None:
-    """Fill the parameters of `model` by `config.init`, drawing from torch's global generator.
+    """Initialise the parameters of `model` by `config.init`, with torch's global generator.
 
-    `only` names the submodules to fill; everything, where it is empty.
+    `only` names the submodules to initialise; by default all.
     """
     scheme = SCHEMES[config.init]
     sizes = dict(model.named_parameters())
@@ -203,7 +203,7 @@ def initialise(model: nn.Module, config: ViTConfig, *, only: Sequence[str] = ())
         if only and name.partition(".")[0] not in only:
             continue
         role = role_of(name)
-        if parameter.is_meta:  # there is nothing to fill, and torch would import its whole compiler for it
+        if parameter.is_meta:  # nothing to fill, and torch would import its compiler for it
             continue
         if role == "layer_scale":
             parameter.fill_(config.layer_scale or 0.0)
@@ -214,7 +214,7 @@ def initialise(model: nn.Module, config: ViTConfig, *, only: Sequence[str] = ())
         kernel = sizes.get(name.removesuffix(".bias") + ".weight", parameter)
         fill = scheme[role]
         if config.init == "torchvision" and role == "patch" and config.stem == "conv_stem":
-            fill = _fan_out_normal  # torchvision draws its 1×1 convolution after early ones by another rule
+            fill = _fan_out_normal  # torchvision's rule for the 1×1 convolution of the conv stem
         fill(parameter, _fan(name, kernel, gated=config.activation == "swiglu"))
 
 
@@ -227,10 +227,10 @@ def role_of(name: str) -> str:
 
 
 def _fan(name: str, kernel: Tensor, gated: bool) -> Fan:
-    parts = 1
+    sublayers = 1
     if ".qkv." in name:
-        parts = 3
+        sublayers = 3
     elif ".kv." in name or (gated and ".fc1." in name):
-        parts = 2
+        sublayers = 2
     inputs = kernel[0].numel() if kernel.ndim > 1 else kernel.numel()
-    return Fan(inputs, kernel.shape[0] // parts)
+    return Fan(inputs, kernel.shape[0] // sublayers)

@@ -1,4 +1,4 @@
-"""Cutting an image into patches, and putting it together again.
+"""Split images into patches, and put them back together.
 
 Axes: B batch, C channels, H W image, h w patch, N patches (row by row).
 """
@@ -8,11 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 Order = Literal["chw", "hwc"]
-"""How the numbers of one patch are laid out: channel first (a convolution kernel's order) or channel last."""
+"""The layout of a flattened patch: channels first (as in a convolution kernel) or channels last."""
 
 
-def cut(x: Tensor, patch: tuple[int, int], order: Order = "chw") -> Tensor:
-    """Cut (B, C, H, W) into (B, N, C·h·w), patches row by row."""
+def patchify(x: Tensor, patch: tuple[int, int], order: Order = "chw") -> Tensor:
+    """Split (B, C, H, W) into (B, N, C·h·w), patches in row-major order."""
     B, C, H, W = x.shape
     h, w = patch
     x = x.reshape(B, C, H // h, h, W // w, w)
@@ -20,8 +20,10 @@ def cut(x: Tensor, patch: tuple[int, int], order: Order = "chw") -> Tensor:
     return x.permute(axes).reshape(B, (H // h) * (W // w), C * h * w)
 
 
-def join(patches: Tensor, grid: tuple[int, int], patch: tuple[int, int], channels: int, order: Order = "chw") -> Tensor:
-    """Undo `cut`: (B, N, C·h·w) becomes (B, C, H, W)."""
+def unpatchify(
+    patches: Tensor, grid: tuple[int, int], patch: tuple[int, int], channels: int, order: Order = "chw"
+) -> Tensor:
+    """Invert `patchify`: (B, N, C·h·w) to (B, C, H, W)."""
     B, (rows, columns), (h, w) = patches.shape[0], grid, patch
     if order == "chw":
         x = patches.reshape(B, rows, columns, channels, h, w).permute(0, 3, 1, 4, 2, 5)

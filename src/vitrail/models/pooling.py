@@ -1,4 +1,4 @@
-"""From tokens (B, T, D) to what the head sees."""
+"""Pool tokens (B, T, D) into the input of the head."""
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,10 @@ class AttentionPool(nn.Module):
         return self._merge(F.scaled_dot_product_attention(query, key, value))
 
     def traced(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `forward` returns, and how much the query looks at each token: (B, H, T)."""
+        """Return the output of `forward` and the attention weights of the query over the tokens, (B, H, T)."""
         query, key, value = self._project(x)
         logits = (query * self.head_width**-0.5) @ key.transpose(-2, -1)
-        # The answer is made from what is returned, so that its gradient can be had.
+        # The output is computed from the returned weights, so that gradients flow to them.
         weights = logits.softmax(dim=-1, dtype=torch.float32)[:, :, 0]
         return self._merge(weights[:, :, None].to(value.dtype) @ value), weights
 
@@ -43,7 +43,7 @@ class AttentionPool(nn.Module):
         return query, key, value
 
     def _merge(self, x: Tensor) -> Tensor:
-        """Put the heads (B, H, 1, d) side by side and think about them: (B, D)."""
+        """Concatenate the heads (B, H, 1, d) and apply the MLP: (B, D)."""
         x = self.proj(x.transpose(1, 2).flatten(2))
         x = x + self.mlp(self.norm(x))
         return x[:, 0]

@@ -1,8 +1,8 @@
-"""How a token knows where it lies: tables that are added, rotations, and offsets between patches.
+"""Position embeddings: added tables, rotary embeddings, and relative offsets between patches.
 
-Axes: T tokens of the whole sequence, N patches, D width, d width of a head. Every table below spans the whole
-sequence, special tokens included, so that no code that uses one has to know where the patches begin. A special token
-gets what changes nothing: a row of zeros, a rotation by no angle, an offset whose term is zero.
+Axes: T tokens of the sequence, N patches, D width, d width of a head. Every table below covers the whole sequence,
+special tokens included, so that callers need not know where the patches start. Special tokens get neutral entries: a
+row of zeros, a rotation by zero, an offset whose bias is zero.
 """
 
 from typing import NamedTuple, cast
@@ -15,21 +15,21 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.resample import Method, resample_grid, resample_line, resample_offsets
 
 
-class Places(NamedTuple):
-    """Where the tokens of this batch lie, as far as the encoder needs it. What the config does not use is None."""
+class TokenPositions(NamedTuple):
+    """The position information that the blocks need for this batch; None where the config does not use it."""
 
     table: Tensor | None = None
-    """(1 or B, T, D), added before every block when one table is shared by all."""
+    """(1 or B, T, D), added before every block if all blocks share one table."""
     rotation: Tensor | None = None
     """(2, 1 or B, 1, T, d): cosines and sines for `rope_2d`."""
     offsets: Tensor | None = None
     """(1 or B, 1, T, T): for each query and key, the row of the `relative` table."""
     kept: Tensor | None = None
-    """(B, kept T): which tokens patch dropout left. None: all of them."""
+    """(B, kept T): indices of the tokens that patch dropout kept. None: all tokens."""
 
 
 def add_table(owner: nn.Module, config: ViTConfig) -> None:
-    """Give `owner` (the model, or a block) the learned position table that `read_table` reads."""
+    """Add the learned position table that `read_table` reads to `owner` (the model or a block)."""
     rows, columns = config.grid
     match config.position:
         case "learned_1d":
@@ -41,7 +41,7 @@ def add_table(owner: nn.Module, config: ViTConfig) -> None:
 
 def read_table(owner: nn.Module, config: ViTConfig) -> Tensor:
     """Return the table of `owner` for the whole sequence, (1, T, D)."""
-    # Plain attributes, not get_parameter(): torch.func.functional_call and parametrisations put tensors in their place.
+    # Plain attributes, not get_parameter(): torch.func.functional_call and parametrisations replace them with tensors.
     match config.position:
         case "learned_1d":
             table = cast("Tensor", owner.pos_embed)
@@ -53,7 +53,7 @@ def read_table(owner: nn.Module, config: ViTConfig) -> Tensor:
 
 
 def resized_tables(owner: nn.Module, old: ViTConfig, new: ViTConfig, method: Method) -> dict[str, nn.Parameter]:
-    """Return the learned tables of `owner` for another grid, by name. The rows of special tokens stay as they are."""
+    """Return the learned tables of `owner` for another grid, by name. Rows of special tokens do not change."""
     resized: dict[str, nn.Parameter] = {}
     for name, parameter in owner.named_parameters(recurse=False):
         table = parameter.detach()
@@ -75,7 +75,7 @@ def resized_tables(owner: nn.Module, old: ViTConfig, new: ViTConfig, method: Met
 
 
 def table_rows(config: ViTConfig) -> int:
-    """Rows of the `learned_1d` table."""
+    """Return the number of rows of the `learned_1d` table."""
     return {
         "all": config.tokens,
         "class": config.tokens - config.registers,
@@ -84,7 +84,7 @@ def table_rows(config: ViTConfig) -> int:
 
 
 def _fill_gap(table: Tensor, config: ViTConfig) -> Tensor:
-    """Insert zeros for the tokens that the table does not cover."""
+    """Insert rows of zeros for the tokens that the table does not cover."""
     missing = config.tokens - table.shape[1]
     if not missing:
         return table
@@ -97,7 +97,7 @@ def _fill_gap(table: Tensor, config: ViTConfig) -> Tensor:
 
 
 def outer(row: Tensor, column: Tensor) -> Tensor:
-    """Join a row table (rows, D/2) and a column table (columns, D/2) to (1, N, D): x first, then y (appendix D.4)."""
+    """Combine a row table (rows, D/2) and a column table (columns, D/2) to (1, N, D): x, then y (appendix D.4)."""
     rows, columns = row.shape[0], column.shape[0]
     x = column[None, :, :].expand(rows, -1, -1)
     y = row[:, None, :].expand(-1, columns, -1)
@@ -107,7 +107,7 @@ def outer(row: Tensor, column: Tensor) -> Tensor:
 def sincos_2d(grid: tuple[int, int], width: int, temperature: float = 10_000.0) -> Tensor:
     """Return the fixed table (1, N, D) of the plain baseline (arXiv 2205.01580): sin x, cos x, sin y, cos y."""
     quarter = width // 4
-    # On the CPU whatever the default device: a model built on "meta" still needs these numbers.
+    # Always on the CPU: a model built on the meta device still needs these values.
     steps = torch.arange(quarter, dtype=torch.float64, device="cpu") / max(1, quarter - 1)
     x, y = (angles[..., None] * temperature**-steps for angles in _coordinates(grid))
     table = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1)
@@ -115,70 +115,70 @@ def sincos_2d(grid: tuple[int, int], width: int, temperature: float = 10_000.0) 
 
 
 def rope_2d(config: ViTConfig) -> Tensor:
-    """Return cosines and sines, (2, 1, 1, T, d): numbers 2i and 2i+1 of a head turn together, first by x, then by y."""
+    """Return cosines and sines, (2, 1, 1, T, d): features 2i and 2i+1 of a head rotate together, by x, then by y."""
     pairs = config.head_width // 4
     steps = torch.arange(pairs, dtype=torch.float64, device="cpu") / pairs
     x, y = (angles[..., None] * config.rope_theta**-steps for angles in _coordinates(config.grid))
     angles = torch.cat([x, y], dim=-1).reshape(config.patches, 2 * pairs).repeat_interleave(2, dim=-1)
-    everywhere = torch.zeros(config.tokens, config.head_width, dtype=torch.float64, device="cpu")
-    everywhere[config.layout.patches] = angles
-    return torch.stack([everywhere.cos(), everywhere.sin()]).float()[:, None, None]
+    by_token = torch.zeros(config.tokens, config.head_width, dtype=torch.float64, device="cpu")
+    by_token[config.layout.patches] = angles
+    return torch.stack([by_token.cos(), by_token.sin()]).float()[:, None, None]
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn queries or keys (B, heads, T, d) by their place."""
+    """Apply rotary embeddings to queries or keys (B, heads, T, d)."""
     cosine, sine = rotation.to(x.dtype).unbind(0)
-    turned: Tensor = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
-    return x * cosine + turned * sine
+    rotated: Tensor = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    return x * cosine + rotated * sine
 
 
 def relative_offsets(config: ViTConfig) -> Tensor:
-    """Return, for each query and key, which row of the relative table holds their offset: (1, 1, T, T).
+    """Return the row of the relative table for each query and key: (1, 1, T, T).
 
     Two patches q and k have row q − k + N − 1. A pair with a special token has row 2N − 1, one past the end.
     """
     patches = torch.arange(config.patches, device="cpu")
     offsets = torch.full((config.tokens, config.tokens), 2 * config.patches - 1, device="cpu")
-    where = config.layout.patches
-    offsets[where, where] = patches[:, None] - patches[None, :] + config.patches - 1
+    span = config.layout.patches
+    offsets[span, span] = patches[:, None] - patches[None, :] + config.patches - 1
     return offsets[None, None]
 
 
 def relative_term(query: Tensor, table: Tensor, offsets: Tensor) -> Tensor:
-    """Attend with the queries (B, heads, T, d) to the embeddings of their offsets: (B, heads, T, T) (appendix D.4)."""
+    """Return the relative position bias (B, heads, T, T) of the queries (B, heads, T, d) (appendix D.4)."""
     by_offset = F.pad(query @ table.transpose(0, 1), (0, 1))
     return by_offset.gather(-1, offsets.expand(*query.shape[:2], -1, -1))
 
 
 def drop_patches(config: ViTConfig, batch: int, device: torch.device) -> Tensor:
-    """Draw which tokens stay, in order, for each image: every special token and a random share of the patches."""
+    """Sample the indices of the tokens to keep, per image: all special tokens and a random subset of the patches."""
     keep = max(1, round(config.patches * (1 - config.patch_dropout)))
     order = torch.rand(batch, config.patches, device=device).argsort(dim=1)
     chosen = order[:, :keep].sort(dim=1).values + config.layout.patches.start
-    everyone = torch.arange(config.tokens, device=device).expand(batch, -1)
+    every_token = torch.arange(config.tokens, device=device).expand(batch, -1)
     return torch.cat(
-        [everyone[:, : config.layout.patches.start], chosen, everyone[:, config.layout.patches.stop :]], dim=1
+        [every_token[:, : config.layout.patches.start], chosen, every_token[:, config.layout.patches.stop :]], dim=1
     )
 
 
-def pick(table: Tensor, kept: Tensor | None) -> Tensor:
-    """Take the kept rows of (1 or B, T, D) for each image: (B, kept T, D)."""
+def gather_tokens(table: Tensor, kept: Tensor | None) -> Tensor:
+    """Gather the kept tokens of (1 or B, T, D) for each image: (B, kept T, D)."""
     if kept is None:
         return table
     B, D = kept.shape[0], table.shape[-1]
     return table.expand(B, -1, -1).gather(1, kept[..., None].expand(-1, -1, D))
 
 
-def locate(places: Places, kept: Tensor) -> Places:
-    """Narrow every table in `places` to the kept tokens."""
-    table, rotation, offsets = places.table, places.rotation, places.offsets
+def keep_positions(positions: TokenPositions, kept: Tensor) -> TokenPositions:
+    """Restrict all position information to the kept tokens."""
+    table, rotation, offsets = positions.table, positions.rotation, positions.offsets
     if table is not None:
-        table = pick(table, kept)
+        table = gather_tokens(table, kept)
     if rotation is not None:
-        rotation = torch.stack([pick(part[:, 0], kept)[:, None] for part in rotation])
+        rotation = torch.stack([gather_tokens(term[:, 0], kept)[:, None] for term in rotation])
     if offsets is not None:
         offsets = offsets[0, 0][kept[:, :, None], kept[:, None, :]][:, None]
-    return Places(table, rotation, offsets, kept)
+    return TokenPositions(table, rotation, offsets, kept)
 
 
 def _coordinates(grid: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Carrying learned tables and kernels to another grid or patch size.
+"""Resample learned position tables and patch kernels to another grid or patch size.
 
-Position tables are resampled by the *shape* of the grid. 14×14 and 7×28 both have 196 patches, and a table that is
-copied because the counts agree puts every patch in the wrong place.
+Position tables are resampled by the *shape* of the grid: 14×14 and 7×28 both have 196 patches, so copying a table
+because the counts match would give every patch the wrong position.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from torch import Tensor
 from vitrail.errors import ConfigError, suggest
 
 Method = Literal["google", "timm", "torchvision", "transformers", "dinov2"]
-"""Whose way of resampling a position table:
+"""How to resample a position table:
 
-- `google`: bilinear with aligned corners, the same as scipy's order-1 zoom in Google's fine-tuning code;
+- `google`: bilinear with aligned corners, as scipy's order-1 zoom in Google's fine-tuning code;
 - `timm`: bicubic with antialiasing;
 - `torchvision`: bicubic with aligned corners;
 - `transformers`: bicubic;
@@ -32,7 +32,7 @@ def _dinov2(x: Tensor, new: Grid) -> Tensor:
     return F.interpolate(x, scale_factor=scale, mode="bicubic", recompute_scale_factor=False)
 
 
-# Each takes (1, D, rows, columns) and the new rows and columns.
+# Each takes (1, D, rows, columns) and the new grid.
 METHODS: dict[Method, Callable[[Tensor, Grid], Tensor]] = {
     "google": lambda x, new: F.interpolate(x.double(), new, mode="bilinear", align_corners=True),  # as scipy computes
     "timm": lambda x, new: F.interpolate(x, new, mode="bicubic", antialias=True),
@@ -43,7 +43,7 @@ METHODS: dict[Method, Callable[[Tensor, Grid], Tensor]] = {
 
 
 def check_method(method: str) -> None:
-    """Refuse a method that does not exist."""
+    """Raise if the method does not exist."""
     if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(
             f"no resampling method {method!r}; choose one of {', '.join(get_args(Method))}" + suggest(method, METHODS)
@@ -51,7 +51,7 @@ def check_method(method: str) -> None:
 
 
 def resample_grid(table: Tensor, old: Grid, new: Grid, method: Method = "timm") -> Tensor:
-    """Resample (1, old rows · old columns, D) to (1, new rows · new columns, D); at equal grids nothing changes."""
+    """Resample (1, old rows · old columns, D) to (1, new rows · new columns, D); a no-op for equal grids."""
     check_method(method)
     if old == new:
         return table
@@ -68,14 +68,14 @@ def resample_line(table: Tensor, new: int, method: Method = "timm") -> Tensor:
 def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
     """Resample the relative table (2·old N − 1, d) to (2·new N − 1, d).
 
-    An offset counts patches row by row, so it is a step of some rows and some columns; of the two readings of an
-    offset (2 right, or 1 down and 12 left, on 14 columns) the one with fewer columns is taken. The step covers the same
-    share of the image on the old grid, where the table is read between its rows.
+    An offset counts patches in row-major order, so it is a step of some rows and columns. Of its two readings (with 14
+    columns: 2 right, or 1 down and 12 left) the one with fewer columns is used. The step is scaled to the old grid,
+    where the table is interpolated.
     """
     if old == new:
         return table
-    reach = new[0] * new[1] - 1
-    offset = torch.arange(-reach, reach + 1, device=table.device, dtype=torch.float64)
+    largest = new[0] * new[1] - 1
+    offset = torch.arange(-largest, largest + 1, device=table.device, dtype=torch.float64)
     down = (offset / new[1]).round()
     right = offset - down * new[1]
     down, right = down * old[0] / new[0], right * old[1] / new[1]
@@ -92,8 +92,8 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid) -> Tensor:
 def resample_kernel(kernel: Tensor, new: Grid) -> Tensor:
     """Resize patch kernels (D, C, h, w) by FlexiViT's pseudo-inverse (arXiv 2212.08013).
 
-    If B resizes a patch bilinearly, the new kernel is pinv(Bᵀ) times the old one: an enlarged patch then gives exactly
-    the embedding that the small one gave, which resizing the kernel like an image does not.
+    If B resizes a patch bilinearly, the new kernel is pinv(Bᵀ) times the old one: an enlarged patch then gets exactly
+    the embedding of the small one, unlike with an interpolated kernel.
     """
     old = (kernel.shape[-2], kernel.shape[-1])
     if old == new:

@@ -13,7 +13,7 @@ from vitrail.models.config import GROUPS, ResNet
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad as TensorFlow's SAME does: the odd pixel goes to the bottom and the right."""
+    """Pad as TensorFlow's SAME does: an odd pixel goes to the bottom and the right."""
     heights, widths = (max(0, (-(-n // stride) - 1) * stride + kernel - n) for n in x.shape[-2:])
     if not heights and not widths:
         return x
@@ -21,7 +21,7 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
 
 
 class StdConv(nn.Conv2d):
-    """A convolution whose kernels are brought to zero mean and unit variance before each use."""
+    """A weight-standardised convolution: kernels have zero mean and unit variance."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, google: bool) -> None:
         super().__init__(inputs, outputs, kernel, stride, bias=False)
@@ -49,7 +49,7 @@ class ConvNorm(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions around a shortcut; the output has four times `channels`."""
+    """1×1, 3×3 and 1×1 convolutions with a shortcut; the output has 4 × `channels`."""
 
     def __init__(self, inputs: int, channels: int, stride: int, google: bool, first: bool) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ class Bottleneck(nn.Module):
         return F.relu(x + shortcut)
 
 
-class Stage(nn.Module):
-    """Bottlenecks of one resolution; only the first changes it."""
+class ResNetStage(nn.Module):
+    """Bottlenecks at one resolution; only the first has a stride."""
 
     def __init__(self, inputs: int, channels: int, depth: int, stride: int, google: bool) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Stage(nn.Module):
 
 
 class ResNetBackbone(nn.Module):
-    """An image in, a feature map out: (B, C, H, W) to (B, out_channels, H / stride, W / stride)."""
+    """Map images (B, C, H, W) to a feature map (B, out_channels, H / stride, W / stride)."""
 
     def __init__(self, channels: int, config: ResNet) -> None:
         super().__init__()
@@ -96,13 +96,13 @@ class ResNetBackbone(nn.Module):
         self.stages = nn.ModuleList()
         inputs = root
         for i, depth in enumerate(config.depths):
-            self.stages.append(Stage(inputs, root * 2**i, depth, 1 if i == 0 else 2, google))
+            self.stages.append(ResNetStage(inputs, root * 2**i, depth, 1 if i == 0 else 2, google))
             inputs = 4 * root * 2**i
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the feature map."""
         x = F.relu(self.stem(x))
-        # Every value is at least 0 here, so that padding with 0 never wins against a real one.
+        # All values are non-negative after ReLU, so zero padding never wins the max.
         x = F.max_pool2d(pad_same(x, 3, 2), 3, 2)
         for stage in self.stages:
             x = stage(x)

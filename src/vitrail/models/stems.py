@@ -1,7 +1,7 @@
-"""Stems: five ways from an image (B, C, H, W) to patch embeddings (B, N, D).
+"""Stems: five patch embeddings, from images (B, C, H, W) to tokens (B, N, D).
 
-Whatever the stem, `proj.weight` has the shape of a convolution kernel, (D, C, h, w), so that `linear`, `conv`
-and (but for its norms) `linear_norm` can exchange weights.
+In every stem `proj.weight` has the shape of a convolution kernel, (D, C, h, w), so that `linear`, `conv` and (except
+for its norms) `linear_norm` share weights.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
-from vitrail.models.patches import cut
+from vitrail.models.patches import patchify
 from vitrail.models.resample import resample_kernel
 from vitrail.models.resnet import ResNetBackbone
 
 
 class ConvProjection(nn.Module):
-    """Project patches by a convolution whose stride is its kernel."""
+    """Project patches with a convolution whose stride equals its kernel size."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class ConvProjection(nn.Module):
 
 
 class LinearProjection(nn.Module):
-    """Flatten patches, then project them: the words of the paper, the same numbers as `ConvProjection`."""
+    """Flatten patches and project them, as in the paper; equivalent to `ConvProjection`."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class LinearProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed the patches."""
-        return F.linear(cut(x, self.patch), self.proj.weight.flatten(1), self.proj.bias)
+        return F.linear(patchify(x, self.patch), self.proj.weight.flatten(1), self.proj.bias)
 
 
 class NormedLinearProjection(nn.Module):
@@ -48,20 +48,20 @@ class NormedLinearProjection(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.patch = config.patch_size
-        numbers = config.channels * config.patch_size[0] * config.patch_size[1]
-        self.norm_in = nn.LayerNorm(numbers, eps=config.norm_eps)
+        features = config.channels * config.patch_size[0] * config.patch_size[1]
+        self.norm_in = nn.LayerNorm(features, eps=config.norm_eps)
         self.proj = _projection(config, config.channels, config.patch_size)
         self.norm_out = nn.LayerNorm(config.width, eps=config.norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Embed the patches."""
         weight = self.proj.weight.permute(0, 2, 3, 1).flatten(1)
-        x = F.linear(self.norm_in(cut(x, self.patch, "hwc")), weight, self.proj.bias)
+        x = F.linear(self.norm_in(patchify(x, self.patch, "hwc")), weight, self.proj.bias)
         return cast("Tensor", self.norm_out(x))
 
 
 class ConvNormReLU(nn.Module):
-    """One early convolution."""
+    """Convolution, BatchNorm and ReLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, stride: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class EarlyConvolutions(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """A ResNet whose feature map is cut into patches, of 1×1 in all the paper's hybrids but R+Ti/16."""
+    """A ResNet whose feature map is split into patches, of 1×1 in all the paper's hybrids except R+Ti/16."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -115,20 +115,20 @@ STEMS: dict[str, Callable[[ViTConfig], nn.Module]] = {
 
 
 def resized_stem(stem: nn.Module, config: ViTConfig) -> nn.Module:
-    """Return a stem for another patch size, its kernels resized by FlexiViT's rule."""
+    """Return a stem for another patch size, with kernels resized as in FlexiViT."""
     if config.stem not in ("linear", "conv"):
         raise ConfigError(
             f"the stem {config.stem!r} is bound to its patch size; only 'linear' and 'conv' kernels can be resized, "
             f"so leave patch_size as it is and change image_size"
         )
     old = cast("nn.Conv2d", stem.proj)
-    fresh = STEMS[config.stem](config)
-    proj = cast("nn.Conv2d", fresh.proj)
+    resized = STEMS[config.stem](config)
+    proj = cast("nn.Conv2d", resized.proj)
     proj.weight = nn.Parameter(
         resample_kernel(old.weight.detach(), config.patch_size), requires_grad=old.weight.requires_grad
     )
     proj.bias = old.bias
-    return fresh.train(stem.training)
+    return resized.train(stem.training)
 
 
 def _projection(config: ViTConfig, channels: int, patch: tuple[int, int]) -> nn.Conv2d:
@@ -136,5 +136,5 @@ def _projection(config: ViTConfig, channels: int, patch: tuple[int, int]) -> nn.
 
 
 def _sequence(feature_map: Tensor) -> Tensor:
-    """Read a feature map (B, D, rows, columns) as a sequence (B, N, D), row by row."""
+    """Flatten a feature map (B, D, rows, columns) to a sequence (B, N, D)."""
     return feature_map.flatten(2).transpose(1, 2)

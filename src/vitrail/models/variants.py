@@ -1,4 +1,4 @@
-"""The named Vision Transformers, as rows of a table. This file imports no torch."""
+"""The named Vision Transformers, as rows of a table. This file does not import torch."""
 
 import re
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from vitrail.models.config import ResNet, ViTConfig
 
 
 class Size(NamedTuple):
-    """How large an encoder is."""
+    """The size of an encoder."""
 
     width: int
     depth: int
@@ -28,13 +28,13 @@ SIZES = {
 
 
 class Variant(NamedTuple):
-    """One named model. The name is timm's without the image size, `paper` is the name in the papers."""
+    """One named model. `name` is timm's, without the image size; `paper` is the name in the papers."""
 
     name: str
     paper: str
     size: str
     patch: int
-    """Pixels a token stands for, along one side."""
+    """The patch size, in pixels."""
     resnet: tuple[int, ...] | None = None
     """Depths of the hybrid's ResNet."""
 
@@ -52,7 +52,7 @@ VARIANTS = (
     Variant("vit_huge_patch14", "H/14", "huge", 14),
     Variant("vit_giant_patch14", "g/14", "giant", 14),
     Variant("vit_gigantic_patch14", "G/14", "gigantic", 14),
-    # R+Ti/16 keeps its published name, but cuts 8×8 patches out of a feature map of stride 4: 32 pixels a token.
+    # R+Ti/16 keeps its published name, but has 8×8 patches on a feature map of stride 4: 32 pixels per token.
     Variant("vit_tiny_r_s16_p8", "R+Ti/16", "tiny", 32, ()),
     Variant("vit_small_r26_s32", "R26+S/32", "small", 32, (2, 2, 2, 2)),
     Variant("vit_base_r50_s16", "R50+B/16", "base", 16, (3, 4, 9)),
@@ -64,7 +64,7 @@ PAPER = {
     name: ViTConfig.model_fields[name].default
     for name in ("stem", "class_token", "position", "activation", "stochastic_depth", "pool", "final_norm", "init")
 }
-"""What the ViT paper's model has, whatever its size: plain patches, a class token that the head reads, and so on."""
+"""The options of the ViT paper's model at any size: plain patches, class token pooling, and so on."""
 
 
 def variant_config(name: str) -> ViTConfig:
@@ -87,9 +87,9 @@ def variant_config(name: str) -> ViTConfig:
 
 
 def variant_name(config: ViTConfig) -> str | None:
-    """Return the paper's name for a model of this size, such as "B/16"; None where no named size fits.
+    """Return the paper's name for a model of this size, such as "B/16"; None if no named size fits.
 
-    The sizes go with any square patch, also one that the table has no row for: "S/14".
+    Plain ViTs match with any square patch size, also one that is not in the table: "S/14".
     """
     size = Size(config.width, config.depth, config.heads, config.mlp_hidden)
     patch, other = config.patch_size
@@ -105,9 +105,9 @@ def variant_name(config: ViTConfig) -> str | None:
 
 
 def _find(name: str) -> tuple[Variant, int]:
-    """Look a name up: the paper's, or timm's with or without an image size."""
+    """Look up a name: the paper's, or timm's with or without an image size."""
     if not isinstance(name, str):
-        raise ConfigError(f"expected the name of a model, such as 'B/16', found {name!r}")
+        raise ConfigError(f"expected a model name such as 'B/16', found {name!r}")
     for variant in VARIANTS:
         if name == variant.paper:
             return variant, DEFAULT_IMAGE_SIZE

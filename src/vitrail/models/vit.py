@@ -1,12 +1,12 @@
 """The Vision Transformer (arXiv 2010.11929).
 
     image (B, C, H, W)
-      -> stem: one token a patch, (B, N, D)
-      -> class token and other special tokens join, positions are added, (B, T, D)
+      -> stem: one token per patch, (B, N, D)
+      -> special tokens are concatenated and positions added, (B, T, D)
       -> encoder blocks
       -> pool, representation layer, head: (B, classes)
 
-Parameter names are timm's, so that a plain ViT's weights load into either.
+Parameter names follow timm, so that the weights of a plain ViT load into either.
 """
 
 from collections.abc import Iterable
@@ -24,11 +24,11 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.initialise import initialise
 from vitrail.models.pooling import AttentionPool, PreLogits
 from vitrail.models.position import (
-    Places,
+    TokenPositions,
     add_table,
     drop_patches,
-    locate,
-    pick,
+    gather_tokens,
+    keep_positions,
     read_table,
     relative_offsets,
     resized_tables,
@@ -41,29 +41,29 @@ from vitrail.models.stems import STEMS, resized_stem
 
 @dataclass(frozen=True)
 class Features:
-    """What an image looks like to the model, before the head."""
+    """The features of images, before the head."""
 
     pooled: Tensor
-    """(B, D), or (B, representation): what the head sees; for every token, (B, T, …), where `pool` is none."""
+    """The input of the head: (B, D), or (B, representation); (B, T, …) with `pool="none"`."""
     tokens: Tensor
-    """(B, T, D), every token in order; or (B, D, rows, columns), the patches only, with `as_grid`."""
+    """All tokens, (B, T, D); with `as_grid` the patches only, (B, D, rows, columns)."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A forward pass with the intermediate values that were asked for, all differentiable."""
+    """The logits and the requested intermediate values of a forward pass, all differentiable."""
 
     logits: Tensor
     attention: dict[int, Tensor]
-    """Attention weights (B, heads, T, T) of the layers asked for; row i says where token i looks."""
+    """Attention weights (B, heads, T, T) of the requested layers; row i is the attention of token i."""
     tokens: dict[int, Tensor]
-    """Tokens (B, T, D) as they leave the layers asked for."""
+    """Output tokens (B, T, D) of the requested layers."""
     pooling: Tensor | None = None
-    """How much the pool `map` looks at each token it pools over, (B, heads, tokens); None with any other pool."""
+    """Attention weights of the `map` pool over its tokens, (B, heads, tokens); None with any other pool."""
 
 
 class ViT(nn.Module):
-    """A Vision Transformer built from a `ViTConfig`, freshly initialised."""
+    """A Vision Transformer, built and initialised from a `ViTConfig`."""
 
     dist_token: nn.Parameter | None
     cls_token: nn.Parameter | None
@@ -75,11 +75,11 @@ class ViT(nn.Module):
         super().__init__()
         if not isinstance(config, ViTConfig):
             raise ConfigError(
-                f"ViT takes a ViTConfig, found {config!r}; a named model is made by vitrail.create('B/16')"
+                f"ViT takes a ViTConfig, found {config!r}; build a named model with vitrail.create('B/16')"
             )
         self.config = config
         self.gradient_checkpointing = False
-        """Recompute each block's activations in the backward pass: less memory, more time."""
+        """Recompute each block's activations in the backward pass: less memory, more compute."""
 
         D = config.width
         self.patch_embed = STEMS[config.stem](config)
@@ -88,7 +88,7 @@ class ViT(nn.Module):
         self.register_parameter("reg_token", _token(config.registers, D) if config.registers else None)
         if config.table_owner == "model":
             add_table(self, config)
-        self._set_places(self._computed_places(config))
+        self._set_position_buffers(self._position_buffers(config))
         self.pos_drop = nn.Dropout(config.embed_dropout)
         self.norm_pre = self._norm(config.norm_before_blocks)
 
@@ -102,22 +102,20 @@ class ViT(nn.Module):
         self.head_dist = _head(config) if config.distillation_token else None
         initialise(self, config)
 
-    # ── from image to logits ──
+    # ── inference ──
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images (B, C, H, W) to logits (B, classes); to (B, T, classes) where `pool` is none."""
+        """Map images (B, C, H, W) to logits (B, classes); to (B, T, classes) with `pool="none"`."""
         return self._classify(self._encode(x))
 
     def features(self, x: Tensor, *, layer: int | None = None, as_grid: bool = False) -> Features:
         """Return the pooled vector and the tokens after `layer` (0-based, negative from the end).
 
-        The model is treated as if it ended after that layer: its final norm, pooling and representation layer follow. A
-        norm that comes after pooling is in `pooled` only. Raw tokens of a layer come from `trace`.
+        The model is truncated after that layer; final norm, pooling and representation layer still apply. A norm after
+        pooling affects `pooled` only. Use `trace` for the raw tokens of a layer.
         """
         if as_grid and self.training and self.config.patch_dropout:
-            raise InputError(
-                "patch dropout leaves no whole grid of patches; call .eval() before features(as_grid=True)"
-            )
+            raise InputError("patch dropout removes patches from the grid; call .eval() before features(as_grid=True)")
         depth = None if layer is None else read_layer(layer, self.config.depth) + 1
         tokens = self.norm(self._encode(x, depth))
         pooled = self._pool(tokens)
@@ -127,41 +125,41 @@ class ViT(nn.Module):
         return Features(pooled, tokens)
 
     def trace(self, x: Tensor, *, attention: Iterable[int] = (), tokens: Iterable[int] = ()) -> Traced:
-        """Run `forward` and also return attention weights and tokens of the layers asked for.
+        """Run `forward` and also return attention weights and tokens of the requested layers.
 
-        Layers whose attention is not asked for keep the fused kernel, so that memory grows with the request alone.
+        All other layers keep the fused attention kernel, so memory grows only with the requested layers.
         """
         weights_at, tokens_at = (read_layers(layers, self.config.depth) for layers in (attention, tokens))
         weights_of: dict[int, Tensor] = {}
         tokens_of: dict[int, Tensor] = {}
-        state, places = self.embed(x)
+        state, positions = self.embed(x)
         for i, block in enumerate(self.blocks):
             if i in weights_at.values():
-                state, weights_of[i] = cast("Block", block).traced(state, places)
+                state, weights_of[i] = cast("Block", block).traced(state, positions)
             else:
-                state = self._run(block, state, places)
+                state = self._run(block, state, positions)
             if i in tokens_at.values():
                 tokens_of[i] = state
         logits, pooling = self.classify(state)
         return Traced(
             logits,
             pooling=pooling,
-            attention={asked: weights_of[layer] for asked, layer in weights_at.items()},
-            tokens={asked: tokens_of[layer] for asked, layer in tokens_at.items()},
+            attention={key: weights_of[layer] for key, layer in weights_at.items()},
+            tokens={key: tokens_of[layer] for key, layer in tokens_at.items()},
         )
 
     def distilled(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class token's and the distillation token's logits apart, as DeiT's training needs them."""
+        """Return the logits of class and distillation token separately, for DeiT training."""
         if self.head_dist is None:
             raise InputError("this model has no distillation token; build it with distillation_token=True")
         return self._both_heads(self.norm(self._encode(x)))
 
-    # ── changing a model that exists ──
+    # ── changing a model ──
 
     def reset_head(self, classes: int) -> None:
-        """Replace the head by a fresh one for `classes` classes; 0 leaves none. Everything else keeps its weights.
+        """Replace the head with a new one for `classes` classes; 0 removes it. All other weights are kept.
 
-        The head's parameters are new objects: make the optimiser afterwards.
+        The head's parameters are new objects: create the optimizer afterwards.
         """
         config, like = self.config.replace(classes=classes), next(self.parameters())
         heads = [_head(config).to(like).train(self.training) for _ in range(2 if config.distillation_token else 1)]
@@ -178,10 +176,10 @@ class ViT(nn.Module):
         *,
         method: Method = "timm",
     ) -> None:
-        """Fit the model to another image or patch size, resampling position tables and patch kernels.
+        """Change the image or patch size, resampling position tables and patch kernels.
 
-        `method` names whose way of resampling positions is followed; see `vitrail.models.resample`. What is resampled
-        becomes new parameters: make the optimiser afterwards.
+        `method` is the resampling method for positions; see `vitrail.models.resample`. Resampled tensors are new
+        parameters: create the optimizer afterwards.
         """
         changes = {"image_size": image_size, "patch_size": patch_size}
         old, new = self.config, self.config.replace(**{k: v for k, v in changes.items() if v is not None})
@@ -189,57 +187,57 @@ class ViT(nn.Module):
         stem = resized_stem(self.patch_embed, new) if new.patch_size != old.patch_size else self.patch_embed
         owners = [self, *self.blocks, *(cast("Block", block).attn for block in self.blocks)]
         tables = [(owner, resized_tables(owner, old, new, method)) for owner in owners]
-        places = self._computed_places(new)
-        # Whatever can fail (too little memory, say) has been done by now, and the model is as it was.
+        positions = self._position_buffers(new)
+        # Everything that can fail, such as an allocation, is done by now; until here the model is unchanged.
         self.patch_embed = stem
         for owner, resized in tables:
             for name, parameter in resized.items():
                 setattr(owner, name, parameter)
         self.reconfigure(new)
-        self._set_places(places)
+        self._set_position_buffers(positions)
 
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
-        """Move to a device without keeping values, as torch does; what follows from the config is computed again."""
+        """Move to a device without copying values, as in torch; buffers that follow from the config are recomputed."""
         super().to_empty(device=device, recurse=recurse)
-        self._set_places(self._computed_places(self.config))
+        self._set_position_buffers(self._position_buffers(self.config))
         return self
 
     def reconfigure(self, config: ViTConfig) -> None:
-        """Tell the model and its blocks what they have become; their weights must be so already."""
+        """Set the config of the model and its blocks; the weights must match it already."""
         self.config = config
         for block in self.blocks:
             cast("Block", block).config = config
 
-    # ── the steps of the forward pass ──
+    # ── steps of the forward pass ──
 
-    def embed(self, x: Tensor) -> tuple[Tensor, Places]:
-        """Turn images into placed tokens (B, T, D), and say what the blocks need to know of their places."""
+    def embed(self, x: Tensor) -> tuple[Tensor, TokenPositions]:
+        """Embed images as tokens (B, T, D) with positions; also return the position information for the blocks."""
         check_images(x, self.config, next(self.parameters()))
-        return self.placed(self.patch_embed(x))
+        return self.add_positions(self.patch_embed(x))
 
-    def placed(self, patches: Tensor) -> tuple[Tensor, Places]:
-        """Do what `embed` does behind the stem: patches (B, N, D) become tokens that know their places."""
+    def add_positions(self, patches: Tensor) -> tuple[Tensor, TokenPositions]:
+        """Do everything in `embed` after the stem: add special tokens and positions to patches (B, N, D)."""
         config = self.config
         tokens = self._join(patches)
         table = read_table(self, config) if config.table_owner == "model" else None
         if table is not None and config.position_at == "stem":
             tokens, table = tokens + table, None
         tokens = self.pos_drop(tokens)
-        places = Places(table, self.rotation, self.offsets)
+        positions = TokenPositions(table, self.rotation, self.offsets)
         if self.training and config.patch_dropout:
             kept = drop_patches(config, len(tokens), tokens.device)
-            tokens, places = pick(tokens, kept), locate(places, kept)
-        return self.norm_pre(tokens), places
+            tokens, positions = gather_tokens(tokens, kept), keep_positions(positions, kept)
+        return self.norm_pre(tokens), positions
 
     def classify(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Turn tokens (B, T, D), as they leave the last block, into logits; also say where the pool `map` looks."""
+        """Map the output tokens of the last block (B, T, D) to logits; also return the attention of the `map` pool."""
         if self.attn_pool is None:
             return self._classify(tokens), None
         pooled, weights = self.attn_pool.traced(self._pooled_over(self.norm(tokens)))
         return self.head(self.pre_logits(self.fc_norm(pooled))), weights
 
     def _join(self, patches: Tensor) -> Tensor:
-        """Put the special tokens before or behind the patches."""
+        """Concatenate the special tokens and the patches."""
         special = [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
         if not special:
             return patches
@@ -249,20 +247,20 @@ class ViT(nn.Module):
         return torch.cat([*expanded, patches], dim=1)
 
     def _encode(self, x: Tensor, depth: int | None = None) -> Tensor:
-        """Run images through the first `depth` blocks, or through all: (B, T, D)."""
-        tokens, places = self.embed(x)
+        """Run images through the first `depth` blocks, or all: (B, T, D)."""
+        tokens, positions = self.embed(x)
         for block in list(self.blocks)[:depth]:
-            tokens = self._run(block, tokens, places)
+            tokens = self._run(block, tokens, positions)
         return tokens
 
-    def _run(self, block: nn.Module, tokens: Tensor, places: Places) -> Tensor:
-        """Run one block, forgetting its activations until the backward pass where that is wanted."""
+    def _run(self, block: nn.Module, tokens: Tensor, positions: TokenPositions) -> Tensor:
+        """Run one block, with gradient checkpointing if enabled."""
         if self.gradient_checkpointing and self.training:
-            return cast("Tensor", checkpoint(block, tokens, places, use_reentrant=False))
-        return cast("Tensor", block(tokens, places))
+            return cast("Tensor", checkpoint(block, tokens, positions, use_reentrant=False))
+        return cast("Tensor", block(tokens, positions))
 
     def _classify(self, tokens: Tensor) -> Tensor:
-        """Turn the encoder's output into logits."""
+        """Map the encoder's output to logits."""
         tokens = self.norm(tokens)
         if self.head_dist is not None:
             by_class, by_distillation = self._both_heads(tokens)
@@ -270,7 +268,7 @@ class ViT(nn.Module):
         return cast("Tensor", self.head(self._pool(tokens)))
 
     def _pool(self, tokens: Tensor) -> Tensor:
-        """Reduce normed tokens (B, T, D) to what the head sees."""
+        """Pool normalised tokens (B, T, D) into the input of the head."""
         match self.config.pool:
             case "cls":
                 pooled = tokens[:, 0 if self.config.class_token == "first" else -1]
@@ -283,10 +281,10 @@ class ViT(nn.Module):
         return cast("Tensor", self.pre_logits(self.fc_norm(pooled)))
 
     def _pooled_over(self, tokens: Tensor) -> Tensor:
-        """Return the tokens that pooling looks at."""
+        """Return the tokens that are pooled."""
         if self.config.pool_over == "all":
             return tokens
-        # Counted from both ends, because patch dropout changes the number of patches.
+        # Count from both ends, because patch dropout changes the number of patches.
         before, after = self.config.layout.patches.start, self.config.tokens - self.config.layout.patches.stop
         return tokens[:, before : tokens.shape[1] - after]
 
@@ -298,10 +296,10 @@ class ViT(nn.Module):
 
     # ── small helpers ──
 
-    def _computed_places(self, config: ViTConfig) -> dict[str, Tensor | None]:
-        """Compute the buffers that follow from the grid."""
+    def _position_buffers(self, config: ViTConfig) -> dict[str, Tensor | None]:
+        """Compute the position buffers for the config's grid."""
         like = next(self.parameters())
-        # On the meta device they are computed all the same, so that a model filled by assigned weights is whole.
+        # Computed even for a meta model, so that it is complete once weights are assigned.
         device = torch.device("cpu") if like.is_meta else like.device
         kind = config.position
         return {
@@ -312,14 +310,14 @@ class ViT(nn.Module):
             "offsets": relative_offsets(config).to(device) if kind == "relative" else None,
         }
 
-    def _set_places(self, places: dict[str, Tensor | None]) -> None:
-        """Keep the computed buffers. They are not saved: the config says it all."""
-        # Those that are there first: torch.export counts buffers that are None, but passes none for them.
-        for name, table in sorted(places.items(), key=lambda item: item[1] is None):
+    def _set_position_buffers(self, positions: dict[str, Tensor | None]) -> None:
+        """Register the computed buffers. They are not saved, because they follow from the config."""
+        # Non-None buffers first: torch.export counts None buffers, but does not pass them.
+        for name, table in sorted(positions.items(), key=lambda item: item[1] is None):
             self.register_buffer(name, table, persistent=False)
 
-    def _norm(self, wanted: bool) -> nn.Module:
-        return nn.LayerNorm(self.config.width, eps=self.config.norm_eps) if wanted else nn.Identity()
+    def _norm(self, enabled: bool) -> nn.Module:
+        return nn.LayerNorm(self.config.width, eps=self.config.norm_eps) if enabled else nn.Identity()
 
 
 def _head(config: ViTConfig) -> nn.Module:

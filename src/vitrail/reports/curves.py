@@ -108,7 +108,7 @@ def _over_steps(
 ) -> str:
     return chart(
         line_chart(
-            series, title=title, x_label="step", x_unit="whole", log=log, y_unit=unit, y_low=low, y_high=high,
+            series, title=title, x_label="step", x_unit="integer", log=log, y_unit=unit, y_low=low, y_high=high,
             width=WIDTH, height=height, standalone=False,
         ),
         note,

@@ -119,7 +119,7 @@ def _sizes(check: Check) -> str:
         for span in check.short_sides
     ]
     return (
-        chart(bar_chart(bars, title="Shorter side in pixels", unit="whole", width=WIDTH, standalone=False))
+        chart(bar_chart(bars, title="Shorter side in pixels", unit="integer", width=WIDTH, standalone=False))
         if bars
         else ""
     )

@@ -13,7 +13,7 @@ from torch import nn
 from vitrail.checkpoints.bundle import CONFIG, Bundle, check_weights, is_bundle
 from vitrail.checkpoints.files import read_json
 from vitrail.checkpoints.load import load
-from vitrail.checkpoints.writing import whole_folder
+from vitrail.checkpoints.writing import atomic_folder
 from vitrail.data.sources.contents import carry_contents
 from vitrail.errors import CheckpointError
 from vitrail.io import file_digest
@@ -104,7 +104,7 @@ class Best:
 
 def save_in_run(bundle: Bundle, folder: Path) -> None:
     """Write a bundle into the run folder it lies in, with the digests of the images that the run trains on."""
-    with whole_folder(folder, overwrite=True) as temporary:
+    with atomic_folder(folder, overwrite=True) as temporary:
         bundle.write(temporary)
         carry_contents(folder.parent, temporary)
 

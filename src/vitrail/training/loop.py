@@ -18,7 +18,7 @@ from vitrail.data.sources.splits import Splits
 from vitrail.data.stream import Share, Stream
 from vitrail.errors import ConfigError, Diverged
 from vitrail.evaluation import Evaluation as Measured
-from vitrail.evaluation import measure
+from vitrail.evaluation import evaluate_predictions
 from vitrail.models.vit import ViT
 from vitrail.runtime import derive_seed, seed_torch
 from vitrail.training.auto_batch import within_memory
@@ -233,7 +233,7 @@ class _Run:
         source = self.splits.test or self.splits.val or self.splits.train
         answers = self.predictions(best.model.to(self.context.device), source)
         kind = "training images" if source is self.splits.train else "held-out images"
-        measured = measure(answers, source, kind=kind)
+        measured = evaluate_predictions(answers, source, kind=kind)
         if self.records is not None and self.splits.val is not None:
             gap = gap_warning(MetricsFile.read(self.folder), len(self.splits.val))
             measured = replace(measured, warnings=(*measured.warnings, *gap))

@@ -16,8 +16,7 @@ import torch
 
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.io import ContentError, open_regular, parse_json, parse_toml, read_json, read_text, read_toml
-from vitrail.io import whole as whole_file
+from vitrail.io import ContentError, atomic_write, open_regular, parse_json, parse_toml, read_json, read_text, read_toml
 from vitrail.training.recipe import Recipe, write_toml
 
 T = TypeVar("T")
@@ -177,7 +176,7 @@ def _settings(table: dict[str, Any], path: str = "") -> dict[str, Any]:
 def whole(path: Path) -> Iterator[Path]:
     """Give another name to write a file under; it gets its own when it is whole."""
     try:
-        with whole_file(path) as temporary:
+        with atomic_write(path) as temporary:
             yield temporary
     except OSError as error:
         raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from None

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.models.patches import cut
+from vitrail.models.patches import patchify
 
 Form = Literal["none", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 """The supported activations."""
@@ -75,7 +75,7 @@ def cut_patches(
         from vitrail.acceleration.cuda.kernels import cut_patches as fused
 
         return fused(images, patch, dtype, before=before, after=after)
-    return F.pad(cut(images, patch).to(dtype), (0, 0, before, after))
+    return F.pad(patchify(images, patch).to(dtype), (0, 0, before, after))
 
 
 def add_table(tokens: Tensor, table: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.models.checks import whole_number
+from vitrail.models.checks import as_int
 from vitrail.models.config import ViTConfig
 
 
@@ -31,7 +31,7 @@ class Merging:
 
 def read_merging(tokens: int, config: ViTConfig, merges: int) -> Merging | None:
     """Check how many tokens each of `merges` blocks should merge; None for 0."""
-    number = whole_number(tokens)
+    number = as_int(tokens)
     if number is None or number < 0:
         raise ConfigError(f"merge is {tokens!r}; use the number of tokens to merge per block, 0 or more")
     if not number:

@@ -1,1 +1,1 @@
-"""Foreign formats, one file a family: how to know it, and one two-way key table. No peer is imported here."""
+"""Formats of other libraries, one file per family: detection and a two-way key table. No other library is imported."""

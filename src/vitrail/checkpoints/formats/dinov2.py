@@ -1,10 +1,10 @@
-"""DINOv2 as a backbone: facebook's files (timm's names but for registers and SwiGLU), and transformers'."""
+"""DINOv2 as a backbone: Meta's files (timm's names except for registers and SwiGLU), and transformers'."""
 
 import re
 
 import torch
 
-from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, refuse_no_layer_scale, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, require_layer_scale, strip_prefix
 from vitrail.checkpoints.formats.timm import TABLE as TIMM
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
@@ -56,19 +56,19 @@ FAMILY = Family(
         "layer_scale": ANY,
         "classes": (0,),
     },
-    refuses=refuse_no_layer_scale,
+    limits=require_layer_scale,
     nearly={"norm_eps": 1e-6},
 )
 
 
-# ── the way transformers spells it ──
+# ── in transformers ──
 
 _LAYER = "encoder.layer.{}."
 _QKV = tuple(f"{_LAYER}attention.attention.{part}." for part in ("query", "key", "value"))
 
 
 def _transformers_table(fc1: str, fc2: str) -> KeyMap:
-    """Return the table in the names that transformers writes to files, of any version."""
+    """Return the key table with the names that every version of transformers writes to files."""
     leaves = {"attention.output.dense": "attn.proj", "norm1": "norm1", "norm2": "norm2", fc1: "mlp.fc1", fc2: "mlp.fc2"}
     return KeyMap(
         [
@@ -94,7 +94,7 @@ _IN_MEMORY = {
     ".mlp.weights_out.": ".mlp.fc2.",
     ".mlp.down_proj.": ".mlp.fc2.",
 }
-"""What version 5 calls them in `state_dict()`, which people save too; and one name for both kinds of MLP."""
+"""The names in version 5's `state_dict()`, which people save too; and one name for both kinds of MLP."""
 
 
 def _recognise_transformers(shapes: Shapes) -> bool:
@@ -120,9 +120,9 @@ def _written_in_transformers(config: ViTConfig | None) -> KeyMap:
     return _IN_TRANSFORMERS_GATED if gated else _IN_TRANSFORMERS
 
 
-def whole_ratio(config: ViTConfig) -> int | None:
-    """Return the MLP's width as transformers says it: a whole number of model widths, for a gated MLP before it is cut
-    to two thirds and rounded up to a multiple of 8. None where there is no such number."""
+def integer_ratio(config: ViTConfig) -> int | None:
+    """Return `mlp_ratio` for transformers: an integer multiple of the width, which for a gated MLP is then reduced to
+    two thirds and rounded up to a multiple of 8. None if no integer fits."""
     for ratio in range(1, 17):
         hidden = config.width * ratio
         if config.activation == "swiglu":
@@ -132,11 +132,15 @@ def whole_ratio(config: ViTConfig) -> int | None:
     return None
 
 
-def _refuse_odd_widths(config: ViTConfig) -> list[str]:
-    if whole_ratio(config) is not None:
-        return refuse_no_layer_scale(config)
-    whole = "two thirds of a multiple of the width, in eights" if config.activation == "swiglu" else "whole multiples"
-    return [f"mlp_width={config.mlp_hidden} with width={config.width} (it has only {whole})"]
+def _require_integer_ratio(config: ViTConfig) -> list[str]:
+    if integer_ratio(config) is not None:
+        return require_layer_scale(config)
+    supported = (
+        "two thirds of a multiple of the width, rounded up to a multiple of 8"
+        if config.activation == "swiglu"
+        else "integer multiples"
+    )
+    return [f"mlp_width={config.mlp_hidden} with width={config.width} (supported: {supported})"]
 
 
 IN_TRANSFORMERS = Family(
@@ -148,12 +152,12 @@ IN_TRANSFORMERS = Family(
     preprocess=FAMILY.preprocess,
     images=FAMILY.images,
     assumes={
-        "activation": "as in DINOv2's own models; its config.json would tell",
-        "norm_eps": "as in DINOv2's own models; its config.json would tell",
+        "activation": "as in the published DINOv2 models; its config.json would tell",
+        "norm_eps": "as in the published DINOv2 models; its config.json would tell",
     },
-    # Its classifier reads the class token beside the mean of the patches, which no head of ours does.
+    # Its classifier takes the class token and the mean of the patches, which no head of ours does.
     drops=("embeddings.mask_token", "classifier.weight", "classifier.bias"),
     adds=lambda config: {"embeddings.mask_token": torch.zeros(1, config.width)},
     needs={**FAMILY.needs, "registers": ANY},
-    refuses=_refuse_odd_widths,
+    limits=_require_integer_ratio,
 )

@@ -1,4 +1,4 @@
-"""Google's `.npz` files: the original and AugReg numbering, linen's, scanned blocks, every prefix, and the hybrids."""
+"""Google's `.npz` files: original, AugReg and linen numbering, scanned blocks, all prefixes, and hybrids."""
 
 import re
 
@@ -17,7 +17,7 @@ _IN = ((0,), (1, 2))
 
 
 def _dense(theirs: str, ours: str) -> list[Rule]:
-    """JAX keeps kernels as (inputs, outputs)."""
+    """JAX stores kernels as (inputs, outputs)."""
     return [rule(f"{theirs}/kernel", f"{ours}.weight", permute=(1, 0)), rule(f"{theirs}/bias", f"{ours}.bias")]
 
 
@@ -26,12 +26,12 @@ def _norm(theirs: str, ours: str) -> list[Rule]:
 
 
 def _conv(theirs: str, ours: str) -> Rule:
-    """JAX keeps convolution kernels as (height, width, inputs, outputs)."""
+    """JAX stores convolution kernels as (height, width, inputs, outputs)."""
     return rule(f"{theirs}/kernel", f"{ours}.weight", permute=(3, 2, 0, 1))
 
 
 def _attention(theirs: str, ours: str) -> list[Rule]:
-    """JAX keeps the heads as an axis of their own."""
+    """JAX stores the heads as a separate axis."""
     parts = [f"{theirs}/{part}" for part in ("query", "key", "value")]
     return [
         rule(tuple(f"{p}/kernel" for p in parts), f"{ours}.qkv.weight", shape="D H h", fold=_IN, permute=(1, 0)),
@@ -75,7 +75,7 @@ _TABLE = KeyMap(
         *_map_head("MAPHead_0", "attn_pool"),
         *_dense("pre_logits", "pre_logits.fc"),
         *_dense("head", "head"),
-        # The hybrid's ResNet; Google counts stages and units from 1, which `_tidy` and `_count` see to.
+        # The hybrid's ResNet; Google counts stages and units from 1, see `_tidy` and `_count`.
         _conv("conv_root", f"{_BACKBONE}stem.conv"),
         *_norm("gn_root", f"{_BACKBONE}stem.norm"),
         *(_conv(f"block{{}}/unit{{}}/conv{i}", f"{_UNIT}conv{i}") for i in (1, 2, 3)),
@@ -91,13 +91,13 @@ def _recognise(shapes: Shapes) -> bool:
 
 
 def _tidy(weights: Weights, _: Hints) -> Weights:
-    """Bring every form of the files to the first one: the prefixes, linen's numbering, scanned blocks, old shapes."""
+    """Normalise all variants of the files: prefixes, linen's numbering, scanned blocks, old shapes."""
     prefix = next(name for name in weights if name.endswith("embedding/kernel")).removesuffix("embedding/kernel")
     weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     tidied: Weights = {}
     for name, tensor in weights.items():
         if re.match(r"(gn_root|block\d+/unit\d+/gn)", name):
-            tensor = tensor.reshape(-1)  # old files keep GroupNorm's vectors as (1, 1, 1, C)
+            tensor = tensor.reshape(-1)  # old files store GroupNorm's vectors as (1, 1, 1, C)
         if name.startswith("Transformer/encoderblock/"):
             leaf = name.removeprefix("Transformer/encoderblock/")
             tidied |= {f"Transformer/encoderblock_{i}/{_renumber(leaf)}": part for i, part in enumerate(tensor)}
@@ -109,18 +109,18 @@ def _tidy(weights: Weights, _: Hints) -> Weights:
 
 
 def _renumber(leaf: str) -> str:
-    """linen counts each kind of layer for itself; the older files count them all together."""
+    """linen numbers each type of layer separately; older files number them all together."""
     leaf = leaf.replace("MultiHeadDotProductAttention_0/", "MultiHeadDotProductAttention_1/")
     return leaf.replace("LayerNorm_1/", "LayerNorm_2/").replace("MlpBlock_0/", "MlpBlock_3/")
 
 
 def _shift(name: str, by: int) -> str:
-    """Count the ResNet's stages and units from 0 rather than from 1, or back."""
+    """Shift the indices of the ResNet's stages and units by `by`."""
     return re.sub(r"^block(\d+)/unit(\d+)/", lambda found: f"block{int(found[1]) + by}/unit{int(found[2]) + by}/", name)
 
 
 def _place(weights: Weights) -> Weights:
-    """Find the position table, which lies in one of three places; the third has no row for the class token."""
+    """Find the position table under one of its three names; the third has no row for the class token."""
     home = "Transformer/posembed_input/pos_embedding"
     for name in ("Transformer/pos_embedding", "pos_embedding"):
         if name in weights:
@@ -140,18 +140,18 @@ def _hints(shapes: Shapes) -> Hints:
     return {"norm_eps": 1e-6, "activation": "gelu_tanh", "heads": heads}
 
 
-class _Counted(KeyMap):
-    """The table with the ResNet counted as Google does, for writing."""
+class _GoogleNumbering(KeyMap):
+    """The key table with Google's ResNet numbering, for writing."""
 
     def write(self, weights: dict[str, Tensor], config: ViTConfig) -> Weights:  # type: ignore[override]
-        """Write, then count the ResNet's stages and units from 1."""
+        """Write, then number the ResNet's stages and units from 1."""
         return {_shift(name, 1): tensor for name, tensor in super().write(weights, config).items()}
 
 
 FAMILY = Family(
     name="google",
     recognise=_recognise,
-    table=lambda config: _TABLE if config is None else _Counted(_TABLE.rules),
+    table=lambda config: _TABLE if config is None else _GoogleNumbering(_TABLE.rules),
     tidy=_tidy,
     hints=_hints,
     preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),

@@ -1,4 +1,4 @@
-"""vit-pytorch's `ViT`: today's form, the older one with `fn` in its names, and the first one without patch norms."""
+"""vit-pytorch's `ViT`: current names, older names with `fn`, and the first version without patch norms."""
 
 import math
 import re
@@ -22,7 +22,7 @@ _COMMON = [
     ),
     *layer_rules("", "", {"transformer.norm": "norm", "mlp_head": "head"}),
 ]
-# A flattened patch has its channels last: (D, p1·p2·c) is a kernel (D, c, p1, p2), unfolded and turned.
+# A flattened patch is channels-last: (D, p1·p2·c) is a kernel (D, c, p1, p2), reshaped and permuted.
 _PATCH = rule("to_patch_embedding.2.weight", "patch_embed.proj.weight", shape="D PQC", permute=(0, 3, 1, 2))
 _WRITE = KeyMap(
     [
@@ -42,13 +42,13 @@ def _recognise(shapes: Shapes) -> bool:
     )
 
 
-def _tidy(weights: Weights, known: Hints) -> Weights:
-    """Bring the older forms to today's names, and a patch's numbers to their own axes."""
+def _tidy(weights: Weights, hints: Hints) -> Weights:
+    """Convert older names to the current ones, and unflatten the patch projection."""
     tidied: Weights = {}
     first_form = "to_patch_embedding.2.weight" not in weights
     layered_head = "mlp_head.1.weight" in weights
     for name, tensor in weights.items():
-        # 0.fn.to_qkv and 1.fn.net.0 with the norm beside them: the older pre-norm wrapper.
+        # 0.fn.to_qkv and 1.fn.net.0 next to their norm: the older pre-norm wrapper.
         name = re.sub(r"^(transformer\.layers\.\d+\.0)\.fn\.", r"\1.", name)
         name = re.sub(r"^(transformer\.layers\.\d+\.1)\.norm\.", r"\1.net.0.", name)
         name = re.sub(r"^(transformer\.layers\.\d+\.1)\.fn\.net\.0\.", r"\1.net.1.", name)
@@ -64,20 +64,20 @@ def _tidy(weights: Weights, known: Hints) -> Weights:
         tidied[name] = tensor
     kernel = tidied.get("to_patch_embedding.2.weight")
     if kernel is not None:
-        tidied["to_patch_embedding.2.weight"] = kernel.reshape(kernel.shape[0], *_patch(kernel.shape[1], known))
+        tidied["to_patch_embedding.2.weight"] = kernel.reshape(kernel.shape[0], *_patch(kernel.shape[1], hints))
     return tidied
 
 
-def _patch(numbers: int, known: Hints) -> tuple[int, int, int]:
-    """Return height, width and channels of a patch that has so many numbers."""
-    channels = known.get("channels", 3)
-    if "patch_size" in known:
-        height, width = known["patch_size"]
+def _patch(numbers: int, hints: Hints) -> tuple[int, int, int]:
+    """Return height, width and channels of a flattened patch."""
+    channels = hints.get("channels", 3)
+    if "patch_size" in hints:
+        height, width = hints["patch_size"]
     else:
         height = width = math.isqrt(numbers // channels)
     if height * width * channels != numbers:
         raise CheckpointError(
-            f"a patch has {numbers} numbers, which are not {channels} channels of a square; say them with --override "
+            f"a patch has {numbers} values, which are not {channels} channels of a square; set them with --override "
             f"patch_size=8 --override channels=1 (overrides={{...}})"
         )
     return height, width, channels
@@ -90,18 +90,18 @@ def _hints(shapes: Shapes) -> Hints:
         _, *patch, channels = shapes["to_patch_embedding.2.weight"]
         hints |= {"patch_size": tuple(patch), "channels": channels}
     if "cls_token" in shapes and "mlp_head_norm.weight" in shapes:
-        hints["pool"] = "cls"  # the first form read the class token unless pool="mean" was asked for
+        hints["pool"] = "cls"  # the first version used the class token unless pool="mean" was set
     return hints
 
 
-def _follows(said: Hints, shapes: Shapes) -> Hints:
-    """Mean pooling takes all tokens there, so also the class token where there is one."""
-    return {"pool_over": "all"} if said.get("pool") == "mean" and "cls_token" in shapes else {}
+def _follows(hints: Hints, shapes: Shapes) -> Hints:
+    """Its mean pooling averages all tokens, including a class token."""
+    return {"pool_over": "all"} if hints.get("pool") == "mean" and "cls_token" in shapes else {}
 
 
-def _refuse_patches_alone(config: ViTConfig) -> list[str]:
+def _require_pool_over_all(config: ViTConfig) -> list[str]:
     if config.pool == "mean" and config.pool_over == "patches" and config.class_token != "none":
-        return ["pool_over='patches' beside a class token (it averages all tokens)"]
+        return ["pool_over='patches' with a class token (supported: all tokens)"]
     return []
 
 
@@ -116,10 +116,10 @@ FAMILY = Family(
     tidy=_tidy,
     hints=_hints,
     preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),
-    images="vit-pytorch has none of its own",
+    images="vit-pytorch does not define any",
     assumes={"pool": "vit-pytorch's default for such tensors; its pool='mean' averages all tokens"},
     follows=_follows,
-    refuses=_refuse_patches_alone,
+    limits=_require_pool_over_all,
     needs={
         **PLAIN,
         "stem": ("linear_norm",),

@@ -1,8 +1,8 @@
-"""timm's `VisionTransformer`, whose names are ours (DeiT's own files have them too), and its ViTs with RoPE."""
+"""timm's `VisionTransformer`, whose names we share (as do DeiT's files), and its ViTs with RoPE."""
 
 import re
 
-from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, refuse_no_layer_scale, strip_prefix
+from vitrail.checkpoints.family import ANY, PLAIN, Family, Hints, require_layer_scale, strip_prefix
 from vitrail.checkpoints.infer import Shapes
 from vitrail.checkpoints.keys import KeyMap, Weights, layer_rules, rule
 from vitrail.data.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -42,7 +42,7 @@ def _recognise(shapes: Shapes) -> bool:
 
 
 def _tidy(weights: Weights, _: Hints) -> Weights:
-    """A hybrid that is a root alone has no stages, and timm then leaves the word `stem` out."""
+    """A hybrid with only a root has no stages, and timm then omits `stem` from the names."""
     return {
         name.replace("patch_embed.backbone.conv.", "patch_embed.backbone.stem.conv.").replace(
             "patch_embed.backbone.norm.", "patch_embed.backbone.stem.norm."
@@ -67,7 +67,7 @@ FAMILY = Family(
     preprocess=_PREPROCESS,
     images="as for most of timm's ViTs; DeiT's have mean 0.485,0.456,0.406 and std 0.229,0.224,0.225, CLIP's others",
     assumes={
-        "activation": "timm's default; a file does not tell quick_gelu, gelu_tanh or relu",
+        "activation": "timm's default; a file does not record quick_gelu, gelu_tanh or relu",
         "norm_eps": "timm's default; CLIP's models have 1e-5",
         "pool": "timm's default for such tensors; timm's avg is mean here, its max is not supported",
         "pool_over": "timm's default",
@@ -93,13 +93,13 @@ FAMILY = Family(
 )
 
 
-# ── timm's ViTs with rotary positions (vit_*_patch16_rope_224), which are another class there ──
+# ── timm's ViTs with rotary positions (vit_*_patch16_rope_224), a separate class in timm ──
 
 _ROPE_TABLE = KeyMap([r._replace(theirs=(re.sub(r"ls([12])\.gamma", r"gamma_\1", r.theirs[0]),)) for r in TABLE.rules])
 
 
 def _recognise_rope(shapes: Shapes) -> bool:
-    """Its other models with gamma_1 (EVA, DINOv3, learned frequencies, registers) turn in other ways, and are not ours.
+    """Exclude timm's other models with gamma_1 (EVA, DINOv3, learned frequencies), whose RoPE differs from ours.
 
     They have a position table, frequencies, registers, or keys without a bias.
     """
@@ -125,6 +125,6 @@ ROPE = Family(
         "rope_theta": (100.0,),
         "layer_scale": ANY,
     },
-    refuses=refuse_no_layer_scale,
+    limits=require_layer_scale,
     nearly={"norm_eps": 1e-6},
 )

@@ -36,7 +36,7 @@ def _recognise(shapes: Shapes) -> bool:
 
 
 def _tidy(weights: Weights, _: Hints) -> Weights:
-    """Old files call the MLP's layers linear_1 and linear_2; a stem of convolutions ends in conv_last."""
+    """Old files name the MLP's layers linear_1 and linear_2; a conv stem ends in conv_last."""
     names = {".mlp.linear_1.": ".mlp.0.", ".mlp.linear_2.": ".mlp.3.", "conv_proj.conv_last.": "conv_proj."}
     return {
         re.sub("|".join(map(re.escape, names)), lambda found: names[found[0]], name): tensor
@@ -54,7 +54,7 @@ _PREPROCESS = Preprocess(resize="cover", resize_to=(256, 256), mean=IMAGENET_MEA
 
 
 def _preprocess_at(size: tuple[int, int]) -> Preprocess:
-    """Its models of other sizes than 224 are all from SWAG, which leaves no margin and resizes bicubically."""
+    """Its models at other sizes than 224 are all from SWAG, which does not crop and resizes bicubically."""
     if size == (224, 224):
         return _PREPROCESS
     return _PREPROCESS.replace(size=size, resize_to=None, interpolation="bicubic")
@@ -67,7 +67,7 @@ FAMILY = Family(
     tidy=_tidy,
     hints=lambda _: {"norm_eps": 1e-6, "activation": "gelu"},
     preprocess=_PREPROCESS,
-    images="as for torchvision's own weights of this size",
+    images="as for torchvision's weights of this size",
     assumes={"norm_eps": "torchvision's default"},
     preprocess_at=_preprocess_at,
     needs={**PLAIN, "stem": ("conv", "linear", "conv_stem"), "representation": ANY},

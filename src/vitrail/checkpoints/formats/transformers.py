@@ -1,4 +1,4 @@
-"""transformers' ViT and DeiT, in the names of version 5 and in the older ones that most files on the hub have."""
+"""transformers' ViT and DeiT, with the names of version 5 and the older ones of most files on the hub."""
 
 import re
 
@@ -51,7 +51,7 @@ _OLD = {
     r"encoder\.layer\.(\d+)\.": r"layers.\1.",
     r"cls_classifier\.": "classifier.",
 }
-"""The names before version 5, and what they are called now."""
+"""The names before version 5, mapped to the current ones."""
 
 
 def _recognise(shapes: Shapes) -> bool:
@@ -69,13 +69,13 @@ def _tidy(weights: Weights, _: Hints) -> Weights:
                 break
         tidied[name] = tensor
     if "embeddings.distillation_token" in tidied and "distillation_classifier.weight" not in tidied:
-        # DeiT without its second head makes nothing of the distillation token, which then is what we call a register.
+        # DeiT without its second head does not use the distillation token's output, so the token is a register.
         tidied["embeddings.register"] = tidied.pop("embeddings.distillation_token")
     return tidied
 
 
 def _written(config: ViTConfig) -> KeyMap:
-    """A model with a head has its body under a prefix; a bare one has none."""
+    """A model with a head has a prefix for its backbone; a bare one has none."""
     if not config.classes:
         return KeyMap(_BODY)
     body = "deit." if config.distillation_token else "vit."
@@ -88,13 +88,13 @@ def _written(config: ViTConfig) -> KeyMap:
     return KeyMap([*prefixed, *layer_rules("", "", heads)])
 
 
-def _refuse_other_ends(config: ViTConfig) -> list[str]:
-    """Its tanh layer is the pooler of the bare model, its distillation token goes with a second head."""
+def _check_head(config: ViTConfig) -> list[str]:
+    """Its tanh layer is the pooler of the headless model; a distillation token needs a second head."""
     if config.distillation_token and not config.classes:
-        return ["distillation_token=True without a head (it has that token only in models with two heads)"]
+        return ["distillation_token=True without a head (supported: in models with two heads)"]
     if config.representation is None or (config.classes == 0 and config.representation == config.width):
         return []
-    return [f"representation={config.representation} (it has one only in a model without a head, and as wide)"]
+    return [f"representation={config.representation} (supported: in a model without a head, as wide as the model)"]
 
 
 FAMILY = Family(
@@ -104,7 +104,7 @@ FAMILY = Family(
     tidy=_tidy,
     hints=lambda _: {"norm_eps": 1e-12, "activation": "gelu"},
     drops=("embeddings.mask_token",),
-    refuses=_refuse_other_ends,
+    limits=_check_head,
     preprocess=Preprocess(resize="squash", interpolation="bilinear", mean=HALF, std=HALF),
     images="the default of transformers' ViTImageProcessor; DeiT's differs",
     assumes={

@@ -18,7 +18,7 @@ from vitrail.charts.lines import Series, scatter
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged, InputError
-from vitrail.evaluation import in_use
+from vitrail.evaluation import eval_mode
 from vitrail.explanations.attention import attention_walk
 from vitrail.explanations.figures.figure import Absent, Figure
 from vitrail.models.config import ViTConfig
@@ -44,7 +44,7 @@ def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.floa
     between = patch_distances(config).to(parameter.device, torch.float32)
     sums = np.zeros((config.depth, config.heads))
     counts = np.zeros((config.depth, config.heads))
-    with in_use(model):
+    with eval_mode(model):
         for batch in batches:
             layer = 0
             for tokens, weights in attention_walk(model, batch):
@@ -137,7 +137,7 @@ def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> 
         lines=[line for line in lines if line is not None],
         x_label="block",
         y_label="pixels",
-        x_unit="whole",
+        x_unit="integer",
         y_low=0.0,
         # In a page the letters must be read on a phone, too.
         width=640 if standalone else 440,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from vitrail.checkpoints.writing import check_target, whole_file
+from vitrail.checkpoints.writing import atomic_file, check_target
 from vitrail.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ class Figure:
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
         """Write the drawing into a folder, whole or not at all, and return its path."""
         path = Path(folder) / self.file_name
-        with whole_file(path, overwrite=overwrite) as temporary:
+        with atomic_file(path, overwrite=overwrite) as temporary:
             if self.image is not None:
                 self.image.save(temporary, "PNG", optimize=True)
             else:
