@@ -222,7 +222,7 @@ def test_a_grid_of_heads_or_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "each", "message"),
+    ("asked", "each", "message"),
     [
         (ExplanationRequest("rollout"), "layers", "joins all layers in one map"),
         (ExplanationRequest("gradcam"), "heads", "only attention has a map for every head"),
@@ -231,10 +231,10 @@ def test_a_grid_of_heads_or_layers() -> None:
         (ExplanationRequest("pca"), "tokens", "heads or layers, not 'tokens'"),
     ],
 )
-def test_a_grid_of_what_has_none(request: ExplanationRequest, each: Any, message: str) -> None:
+def test_a_grid_of_what_has_none(asked: ExplanationRequest, each: Any, message: str) -> None:
     item = Item(b"", content=noise())
     with pytest.raises(ConfigError, match=message):
-        Explainer(bundle(), request, device="cpu").grid(item, each)
+        Explainer(bundle(), asked, device="cpu").grid(item, each)
 
 
 # ── images and files ──

@@ -168,7 +168,7 @@ def test_order_labels_and_bad_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted", "message"),
+    ("fields", "options", "message"),
     [
         (
             {},
@@ -181,9 +181,9 @@ def test_order_labels_and_bad_images() -> None:
         ({}, {"raw": True}, "raw features are tokens as they leave a layer"),
     ],
 )
-def test_what_a_model_does_not_have(fields: dict[str, Any], request: dict[str, Any], message: str) -> None:
+def test_what_a_model_does_not_have(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gather(bundle(**fields), images(), FeatureRequest(**request), HERE)
+        gather(bundle(**fields), images(), FeatureRequest(**options), HERE)
 
 
 @pytest.mark.parametrize("layer", [3, -4])

@@ -178,7 +178,7 @@ def test_where_a_step_cannot_be_left_out_it_is_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("context", ["loss", "gradient"])
 def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(context: str) -> None:
     stepper, state = begin()
     model, (first, second) = state.model, batches(2)
