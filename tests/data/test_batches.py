@@ -27,12 +27,12 @@ from vitrail.data.batches import (
     Training,
     default_workers,
     evaluation_batches,
-    made_ahead,
+    prefetch,
     training_batches,
 )
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays, Pixels
-from vitrail.data.stream import Share, Stream
+from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError, DataError
 
 SIZE = (16, 24)
@@ -85,7 +85,7 @@ STRAIGHT = [training(FILES)[step] for step in range(6)]
 @settings(deadline=None, derandomize=True, max_examples=20)
 def test_any_start_any_share(start: int, parts: int, micros: int) -> None:
     for step in range(start, 6):
-        shares = [training(FILES, share=Share(part, parts))[step] for part in range(parts)]
+        shares = [training(FILES, rank_slice=RankSlice(part, parts))[step] for part in range(parts)]
         if len(shares[0].labels) % micros == 0:
             shares = [share.micro(micro, micros) for share in shares for micro in range(micros)]
         for number in range(5):
@@ -137,7 +137,7 @@ def test_evaluation_sees_every_image_once(images: int, batch: int, parts: int) -
     seen = [
         int(row)
         for part in range(parts)
-        for made in evaluation_batches(Evaluation(source, pre, batch, Share(part, parts)), workers=0)
+        for made in evaluation_batches(Evaluation(source, pre, batch, RankSlice(part, parts)), workers=0)
         for row in made.pixels[:, 0, 0, 0]
     ]
     assert seen == list(range(images))
@@ -187,7 +187,7 @@ def test_nothing_but_bad_images() -> None:
 
 def test_odd_parts_of_pairs_are_refused() -> None:
     with pytest.raises(ConfigError, match="each of the 2 processes would get 3 images; use a batch that is a multiple"):
-        training(FILES, batch=6, share=Share(0, 2))
+        training(FILES, batch=6, rank_slice=RankSlice(0, 2))
 
 
 def test_a_fault_of_ours_in_a_worker_is_not_hidden() -> None:
@@ -202,7 +202,7 @@ def test_a_fault_of_ours_in_a_worker_is_not_hidden() -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda: Share(2, 2), "part 2 of 2 does not exist"),
+        (lambda: RankSlice(2, 2), "part 2 of 2 does not exist"),
         (lambda: Stream(10, 4, repeats=0), "repeats is 0"),
         (lambda: Stream(10, 4, seed=-1), "seed is -1"),
         (lambda: Evaluation(FILES, PRE, 0), "batch is 0"),
@@ -312,5 +312,5 @@ class Interval(Dataset[float]):
 def test_a_busy_worker_hands_over_what_it_has_made() -> None:
     """That is done by a thread of it, which has to wait for Python several times."""
     here = sys.getswitchinterval()
-    assert list(made_ahead(Interval(), range(2), workers=1)) == pytest.approx([1e-4] * 2)
+    assert list(prefetch(Interval(), range(2), workers=1)) == pytest.approx([1e-4] * 2)
     assert sys.getswitchinterval() == here

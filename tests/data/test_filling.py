@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Affine, Augmentation, AugmentationPlan, Jitter
-from vitrail.data.augmentation.device_operations import kind_of
+from vitrail.data.augmentation.device_operations import operation_group
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.augmentation.on_device import apply_all
-from vitrail.data.augmentation.padding import Rooms, filled, rooms_for
+from vitrail.data.augmentation.padding import OperationCapacity, pad_plans, operation_capacity
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
 from vitrail.data.batches import Training
 from vitrail.data.preprocess import Preprocess
@@ -52,7 +52,7 @@ def training(augmentation: Augmentation, batch: int) -> Training:
 def test_what_is_seen_stays_as_it_is(name: str, batch: int, first: int) -> None:
     augmentation = AUGMENTATIONS[name]
     plans = plans_of(augmentation, batch, first)
-    more = filled(plans, rooms_for(augmentation, SIZE, batch))
+    more = pad_plans(plans, operation_capacity(augmentation, SIZE, batch))
     assert more[:batch] == plans
     some = torch.randint(0, 256, (batch, 3, *SIZE), dtype=torch.uint8)
     unseen = some[:1].expand(len(more) - batch, -1, -1, -1)
@@ -61,13 +61,13 @@ def test_what_is_seen_stays_as_it_is(name: str, batch: int, first: int) -> None:
 
 @pytest.mark.parametrize("name", ["usual", "big_vision"])
 def test_every_batch_does_the_same_number_of_each_thing(name: str) -> None:
-    rooms = rooms_for(AUGMENTATIONS[name], SIZE, 512)
-    assert 0 < rooms.added < 512
+    capacity = operation_capacity(AUGMENTATIONS[name], SIZE, 512)
+    assert 0 < capacity.added < 512
     for first in range(0, 8 * 512, 512):
-        more = filled(plans_of(AUGMENTATIONS[name], 512, first), rooms)
-        assert len(more) == 512 + rooms.added
-        for layer, sizes in enumerate(rooms.layers):
-            found = Counter(kind_of(plan.operations[layer]) for plan in more)
+        more = pad_plans(plans_of(AUGMENTATIONS[name], 512, first), capacity)
+        assert len(more) == 512 + capacity.added
+        for layer, sizes in enumerate(capacity.layers):
+            found = Counter(operation_group(plan.operations[layer]) for plan in more)
             del found[None]
             assert found == sizes
 
@@ -75,7 +75,7 @@ def test_every_batch_does_the_same_number_of_each_thing(name: str) -> None:
 def test_batches_are_laid_out_alike() -> None:
     """So that a recording of one does for all."""
     data = training(AUGMENTATIONS["usual"], 512)
-    planning = Planning(data, rooms_for(data.augmentation, SIZE, 512))
+    planning = Planning(data, operation_capacity(data.augmentation, SIZE, 512))
     assert len({planning[step].layout for step in range(12)}) == 1
     assert len({Planning(data)[step].layout for step in range(12)}) == 12
 
@@ -84,7 +84,7 @@ def test_batches_are_laid_out_alike() -> None:
 def test_a_device_makes_the_same_batches_of_them(name: str) -> None:
     data = training(AUGMENTATIONS[name], 128)
     resident = Resident(data, CPU, 0)
-    filling = Planning(data, rooms_for(data.augmentation, SIZE, 128))
+    filling = Planning(data, operation_capacity(data.augmentation, SIZE, 128))
     for step in range(3):
         found, expected = resident.make(filling[step]), resident.make(Planning(data)[step])
         assert all(map(torch.equal, found.tensors, expected.tensors))
@@ -100,12 +100,12 @@ def test_a_device_makes_the_same_batches_of_them(name: str) -> None:
     ids=["a kind that never was", "more than ever"],
 )
 def test_what_does_not_fit_stays_as_it_is(change: dict[str, Any]) -> None:
-    rooms = Rooms(({"moves": 5}, {"moves": 5}), 9)
+    capacity = OperationCapacity(({"moves": 5}, {"moves": 5}), 9)
     move = Operation("translate_x", (2.0,))
     usual = plans_of(AUGMENTATIONS["none"], 4)
     fits = [plan._replace(operations=(move, move)) for plan in usual]
-    assert len(filled(fits, rooms)) == 13
+    assert len(pad_plans(fits, capacity)) == 13
     odd = [*fits[:3], fits[3]._replace(**change)]
-    assert filled(odd, rooms) == odd
-    assert filled(fits[:3] * 2, rooms) == fits[:3] * 2
-    assert filled(fits, Rooms(rooms.layers, 0)) == fits
+    assert pad_plans(odd, capacity) == odd
+    assert pad_plans(fits[:3] * 2, capacity) == fits[:3] * 2
+    assert pad_plans(fits, OperationCapacity(capacity.layers, 0)) == fits

@@ -14,18 +14,18 @@ from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.resident import Kept, Resident
+from vitrail.data.resident import ResidentEvaluation, Resident
 from vitrail.data.sources.opening import open_source
-from vitrail.data.stream import Share, Stream
+from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
 
 
-def training(folder: Path, share: Share | None = None, bad_files: str = "skip") -> Training:
+def training(folder: Path, share: RankSlice | None = None, bad_files: str = "skip") -> Training:
     source = open_source(folder)
     augmentation = Augmentation(crop="padded", flip=0.5, erasing=0.5)
-    parts = Share(0, 1) if share is None else share
+    parts = RankSlice(0, 1) if share is None else share
     return Training(
         source, Stream(len(source), 4, 7), Preprocess(size=(8, 8)), augmentation, Mixing(cutmix=1.0), parts, bad_files
     )
@@ -64,7 +64,7 @@ def test_workers_draw_the_same_batches(folder: Path, stop: int) -> None:
 
 def test_a_part_of_several_processes(folder: Path) -> None:
     whole = next(iter(Resident(training(folder), CPU, 0).batches(2, 3)))
-    parts = [next(iter(Resident(training(folder, Share(part, 2)), CPU, 0).batches(2, 3))) for part in range(2)]
+    parts = [next(iter(Resident(training(folder, RankSlice(part, 2)), CPU, 0).batches(2, 3))) for part in range(2)]
     assert torch.equal(torch.cat([part.pixels for part in parts]), whole.pixels)
 
 
@@ -90,12 +90,12 @@ def test_what_cannot_live_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("part", [Share(0, 1), Share(0, 2), Share(1, 2)])
-def test_what_is_measured_again_is_read_once(folder: Path, workers: int, part: Share) -> None:
+@pytest.mark.parametrize("part", [RankSlice(0, 1), RankSlice(0, 2), RankSlice(1, 2)])
+def test_what_is_measured_again_is_read_once(folder: Path, workers: int, part: RankSlice) -> None:
     (folder / "a" / "1.png").write_text("no image")
     data = Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, part, bad_files="skip")
     expected = list(evaluation_batches(data, workers=0))
-    kept = Kept(data, CPU, workers)
+    kept = ResidentEvaluation(data, CPU, workers)
     first = list(kept.batches())
     for image in folder.rglob("*.png"):
         image.unlink()
@@ -109,14 +109,14 @@ def test_what_is_measured_again_is_read_once(folder: Path, workers: int, part: S
 
 def test_a_measurement_that_breaks_off_is_not_kept(folder: Path) -> None:
     data = Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3)
-    kept = Kept(data, CPU, 0)
+    kept = ResidentEvaluation(data, CPU, 0)
     next(iter(kept.batches()))
     assert len(list(kept.batches())) == len(data)
 
 
 def test_what_is_too_large_to_keep_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
-    kept = Kept(Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, bad_files="skip"), CPU, 0)
+    kept = ResidentEvaluation(Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, bad_files="skip"), CPU, 0)
     assert sum(len(batch.labels) for batch in kept.batches()) == 10
     (folder / "b" / "3.png").unlink()
     assert sum(len(batch.labels) for batch in kept.batches()) == 9

@@ -34,7 +34,7 @@ def training() -> Training:
 def test_the_same_batches_while_the_device_is_busy(
     training: Training, workers: int, replayed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resident, "REPLAYED", replayed)
+    monkeypatch.setattr(resident, "CUDA_GRAPHS", replayed)
     expected = list(Resident(training, torch.device("cpu"), workers).batches(5, 25))
     busy = torch.randn(4096, 4096, device="cuda")
     with closing(Resident(training, torch.device("cuda"), workers).batches(5, 25)) as batches:

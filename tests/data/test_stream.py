@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data import stream as module
-from vitrail.data.stream import Share, Stream, evaluation_share, shuffle
+from vitrail.data.stream import RankSlice, Stream, evaluation_slice, shuffle
 from vitrail.errors import ConfigError, DataError
 
 PURE = settings(deadline=None, derandomize=True, max_examples=150)
@@ -33,7 +33,7 @@ def test_every_way_to_cut_it_gives_the_same_stream(made: tuple[Stream, int], ste
     stream, parts = made
     whole = stream.images_at(np.arange(start * stream.batch, (start + steps) * stream.batch))
     cut = [
-        stream.images_at(stream.positions(step, Share(part, parts)))
+        stream.images_at(stream.positions(step, RankSlice(part, parts)))
         for step in range(start, start + steps)
         for part in range(parts)
     ]
@@ -98,7 +98,7 @@ def test_balance_shows_every_class_equally_often_and_every_image_of_it_in_turn()
 @given(images=st.integers(0, 500), parts=st.integers(1, 9))
 @PURE
 def test_evaluation_scores_every_image_exactly_once(images: int, parts: int) -> None:
-    shares = [evaluation_share(images, Share(part, parts)) for part in range(parts)]
+    shares = [evaluation_slice(images, RankSlice(part, parts)) for part in range(parts)]
     assert [number for share in shares for number in share] == list(range(images))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -109,7 +109,7 @@ def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="a batch of 8 cannot show every image 3 times; use a multiple of 3"):
         Stream(10, 8, repeats=3)
     with pytest.raises(ConfigError, match="a batch of 8 cannot be cut into 3 equal parts"):
-        Stream(10, 8).positions(0, Share(0, 3))
+        Stream(10, 8).positions(0, RankSlice(0, 3))
     with pytest.raises(DataError, match="3 labels for 10 images"):
         Stream(10, 8, balance=np.zeros(3, np.int64))
 

@@ -12,7 +12,7 @@ from tests.inference.tiny import tiny_bundle, tiny_images, tiny_pixels
 
 import vitrail
 from vitrail import CheckpointError, Classifier, ConfigError, DataError, Diverged, InputError
-from vitrail.inference.classifier import Answer
+from vitrail.inference.classifier import Prediction
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_an_answer_is_the_softmax_of_the_model(classifier: Classifier) -> None:
     assert answer.names == tuple(("cat", "dog", "fox")[index] for index in order)
     assert answer.probabilities == pytest.approx(shares[order].tolist(), abs=1e-5)
     assert (answer.name, answer.probability) == next(iter(answer))
-    assert repr(answer).startswith(f"Answer({answer.name} ")
+    assert repr(answer).startswith(f"Prediction({answer.name} ")
     assert repr(answer).count("%") == 3
 
 
@@ -110,7 +110,7 @@ def test_bad_images_are_errors_or_answers(classifier: Classifier, tmp_path: Path
     first, second, third = classifier([bad, good, tmp_path / "gone.png"], errors="keep")
     assert (first.names, first.probabilities) == ((), ())
     assert first.error is not None
-    assert repr(first) == f"Answer(error: {first.error})"
+    assert repr(first) == f"Prediction(error: {first.error})"
     assert second == classifier(good)
     assert third.error == "it cannot be read: No such file or directory"
     with pytest.raises(DataError, match="there is no answer: it is not an image"):
@@ -175,7 +175,7 @@ def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
 
 def test_it_opens_what_load_opens(tmp_path: Path) -> None:
     folder = tiny_bundle().save(tmp_path / "bundle")
-    assert isinstance(vitrail.Classifier(folder).predict(tiny_pixels(0)), Answer)
+    assert isinstance(vitrail.Classifier(folder).predict(tiny_pixels(0)), Prediction)
     assert Classifier(str(folder), precision="bf16", device="cpu")(tiny_pixels(0)).names
 
 

@@ -27,7 +27,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.opening import open_source
 from vitrail.errors import CheckpointError, InputError
 from vitrail.inference import feature_files
-from vitrail.inference.features import Computing, FeatureRequest, Kind, gather
+from vitrail.inference.features import ComputeOptions, FeatureRequest, FeatureKind, gather
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -57,11 +57,13 @@ def read(path: Path) -> tuple[NDArray[Any], list[dict[str, Any]]]:
 @pytest.mark.parametrize("kind", ["pooled", "class", "patches", "registers"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_format_gives_back_what_was_computed(
-    suffix: str, kind: Kind, dtype: Any, photos: Path, tmp_path: Path
+    suffix: str, kind: FeatureKind, dtype: Any, photos: Path, tmp_path: Path
 ) -> None:
     model, path = bundle(registers=3), tmp_path / "out" / f"x.{suffix}"
     done = vitrail.embed(model, photos, path, tokens=kind, dtype=dtype, batch=3, workers=0, device="cpu")
-    expected = gather(model, open_source(photos), FeatureRequest(kind), Computing("cpu", batch=3, workers=0)).features
+    expected = gather(
+        model, open_source(photos), FeatureRequest(kind), ComputeOptions("cpu", batch=3, workers=0)
+    ).features
     found, rows = read(path)
     assert found.dtype == np.dtype(dtype)
     assert done.shape == found.shape

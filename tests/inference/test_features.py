@@ -16,13 +16,20 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import split_of
 from vitrail.errors import ConfigError, DataError, Diverged, InputError
-from vitrail.inference.features import KINDS, Computing, FeatureRequest, Kind, feature_batches, gather
+from vitrail.inference.features import (
+    FEATURE_KINDS,
+    ComputeOptions,
+    FeatureRequest,
+    FeatureKind,
+    feature_batches,
+    gather,
+)
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 
 TOLERANCE = 1e-5
-HERE = Computing("cpu", workers=0)
+HERE = ComputeOptions("cpu", workers=0)
 PRE = Preprocess(size=(32, 32))
 
 
@@ -49,8 +56,8 @@ def normalised(source: Arrays) -> torch.Tensor:
     return PRE.normalise(pixels)
 
 
-def features(model: Bundle, kind: Kind = "pooled", **request: Any) -> torch.Tensor:
-    found = gather(model, images(), FeatureRequest(kind, **request), Computing("cpu", batch=2, workers=0))
+def features(model: Bundle, kind: FeatureKind = "pooled", **request: Any) -> torch.Tensor:
+    found = gather(model, images(), FeatureRequest(kind, **request), ComputeOptions("cpu", batch=2, workers=0))
     return torch.from_numpy(found.features)
 
 
@@ -99,7 +106,7 @@ def test_every_layer_is_what_the_trace_shows(class_token: str) -> None:
     model = bundle(class_token=class_token, registers=2)
     vit, layout = model.model.eval(), model.model.config.layout
     traced = vit.trace(normalised(images()), tokens=range(3)).tokens
-    places: dict[Kind, Any] = {
+    places: dict[FeatureKind, Any] = {
         "class": layout.class_token,
         "patches": layout.patches,
         "registers": layout.registers,
@@ -123,8 +130,8 @@ def test_pooled_is_what_the_head_sees() -> None:
         torch.testing.assert_close(model.model.head(pooled), model.model.eval()(normalised(images())))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_normalised(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
+def test_normalised(kind: FeatureKind) -> None:
     model = bundle(registers=2)
     plain, unit = features(model, kind), features(model, kind, normalise=True)
     assert plain.shape[1:] == FeatureRequest(kind).shape(model.model.config)
@@ -134,7 +141,7 @@ def test_normalised(kind: Kind) -> None:
 
 def test_half_precision_is_near() -> None:
     model = bundle()
-    low = gather(model, images(), how=Computing("cpu", "bf16", workers=0)).features
+    low = gather(model, images(), how=ComputeOptions("cpu", "bf16", workers=0)).features
     assert relative_error(torch.from_numpy(low), features(model)) < 0.05
     assert low.dtype == np.float32
 
@@ -150,7 +157,7 @@ def test_order_labels_and_bad_images() -> None:
             model,
             broken,
             FeatureRequest(),
-            Computing("cpu", batch=2, workers=0, on_progress=lambda *step: steps.append(step)),
+            ComputeOptions("cpu", batch=2, workers=0, on_progress=lambda *step: steps.append(step)),
         )
     )
     assert model.model.training
@@ -202,7 +209,7 @@ def test_numbers_that_are_not_finite() -> None:
 
 ASKED = [
     FeatureRequest(kind, layer, normalise, raw)
-    for kind in get_args(Kind)
+    for kind in get_args(FeatureKind)
     for layer in (None, 0, -2)
     for normalise, raw in ((False, False), (True, False), (False, True))
     if not (raw and kind == "pooled")

@@ -17,7 +17,7 @@ from tests.inference.tiny import tiny_bundle, tiny_images
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference import jobs
 from vitrail.inference.predict import Summary, predict_files
-from vitrail.inference.writing import Row
+from vitrail.inference.writing import PredictionRow
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = tiny_bundle()
@@ -224,7 +224,7 @@ def test_what_another_process_finished_meanwhile_is_kept(format: str, tmp_path: 
 
     first, second, third = opened(), opened(), opened(overwrite=True)
     with first:
-        first.write([Row(1, b"a.png", None, ("cat",), (1.0,))])
+        first.write([PredictionRow(1, b"a.png", None, ("cat",), (1.0,))])
         going_on = opened(resume=True)
         first.finish()
     for late in (second, going_on):

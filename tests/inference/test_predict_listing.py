@@ -20,7 +20,7 @@ from vitrail.data.inputs import A_URL, Item
 from vitrail.errors import DataError
 from vitrail.inference import listing
 from vitrail.inference.listing import list_items
-from vitrail.inference.skipped import Skipped
+from vitrail.inference.skipped import SkippedFiles
 
 
 @pytest.fixture(autouse=True)
@@ -181,12 +181,12 @@ def test_what_is_skipped_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) -
     for at_once in (65_536, 2):  # a folder that is looked through several times is counted once
         monkeypatch.setattr(listing, "AT_ONCE", at_once)
         for place, others in (("p", ["p/notes.txt", "p/in/list.csv"]), ("p/*", ["p/notes.txt"])):
-            skipped = Skipped()
+            skipped = SkippedFiles()
             assert len(list(list_items([place], skipped=skipped))) == 3
             assert (skipped.count, skipped.images, skipped.named) == (len(others) + 1, 1, others)
             assert skipped.misnamed == ["p/upload.php: a PNG; rename it to upload.png"]
     touch("p/in/a.bin", "p/in/b.bin", "p/in/c.bin", "p/in/d.bin")
-    skipped = Skipped()
+    skipped = SkippedFiles()
     list(list_items(["p"], skipped=skipped))
     assert skipped.said() == [
         "1 file is an image by content but not by name, and skipped (p/upload.php: a PNG; rename it to upload.png)",
@@ -204,7 +204,7 @@ def test_what_is_skipped_in_tars_is_counted_and_named() -> None:
     packed("shards/s.tar", files)
     touch("shards/classes.txt", "shards/list.csv")
     for place, others in (("shards/s.tar", []), ("shards", ["shards/list.csv"])):
-        skipped = Skipped()
+        skipped = SkippedFiles()
         assert len(list(list_items([place], skipped=skipped))) == 2
         assert skipped.named == ["shards/s.tar/set/notes.md", *others]
         assert skipped.misnamed == ["shards/s.tar/set/upload.php: a PNG; rename it to upload.png"]

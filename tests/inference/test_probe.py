@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError
 from vitrail.inference.features import Features
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
 from vitrail.inference.probe import Collected, ProbePlan, measure, open_splits
-from vitrail.inference.probe_result import Probed, Row
+from vitrail.inference.probe_result import ProbeResult, ProbeRow
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -30,7 +30,7 @@ def bundle(**fields: Any) -> Bundle:
     return Bundle(ViT(ViTConfig(**{**size, "pool": "mean", **fields})), PRE)
 
 
-def accuracy(found: Probed, method: str, setting: float | None = None) -> float:
+def accuracy(found: ProbeResult, method: str, setting: float | None = None) -> float:
     rows = [row for row in found.rows if row.method == method and setting in (None, row.setting)]
     assert len(rows) == 1
     return rows[0].mean
@@ -97,7 +97,7 @@ def test_the_rows_are_the_protocols_and_nothing_else() -> None:
     interval = found.interval(found.rows[1])
     assert interval is not None
     assert interval.low < found.rows[1].mean < interval.high
-    assert Row("fewshot", 1, (0.5,)).spread is None
+    assert ProbeRow("fewshot", 1, (0.5,)).spread is None
 
 
 def test_the_command(run: Run) -> None:

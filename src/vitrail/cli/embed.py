@@ -43,13 +43,13 @@ def embed(
     """Write features of images to a file: pooled vectors or tokens, of any layer, a row for each image."""
     from vitrail.inference.embed import check_output, embed_source
     from vitrail.inference.feature_files import check_dtype
-    from vitrail.inference.features import Computing, FeatureRequest
+    from vitrail.inference.features import ComputeOptions, FeatureRequest
 
     check_output(output, overwrite=overwrite)
     check_dtype(dtype)
     from vitrail.data.sources.selection import choose_images, recorded_split
 
-    how = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
+    how = ComputeOptions(device, precision, batch, workers)  # type: ignore[arg-type]
     how.check()  # before anything is read
     model, request = open_model(bundle, override, keys), FeatureRequest(tokens, layer, normalise, raw)  # type: ignore[arg-type]
     request.check(model.model.config)

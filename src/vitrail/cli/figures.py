@@ -42,11 +42,11 @@ def figures(
 ) -> None:
     """Draw the paper's figures from a model: filters, similar positions, attention distance, attention rollout."""
     wanted = _wanted(only, given=bool(images))
-    from vitrail.explanations.figures.figure import Absent, check_room
+    from vitrail.explanations.figures.figure import Absent, check_writable
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.runtime import choose_device
 
-    check_room(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
+    check_writable(out, [*(NAMES[name] for name in wanted), CAPTIONS], overwrite=overwrite)
     choose_device(device)  # refuses a wrong one before anything is read
     listed = list_items(images or [], stdin=read_stdin())
     opened = open_model(bundle, override, keys)

@@ -77,7 +77,7 @@ def predict(
             echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
         raise
     if not quiet:
-        for text in done.skipped.said():
+        for text in done.skipped.messages():
             echo(f"vitrail: {text}", err=True)
         echo(_said(done, output), err=True)
 

@@ -30,7 +30,7 @@ def pooling_rows(model: ViT, pixels: Tensor) -> Tensor:
     return spread(pooling, model.config)
 
 
-def attention_walk(model: ViT, pixels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def iter_attention(model: ViT, pixels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Give, of one layer after another, the tokens that leave it and its attention weights (B, heads, T, T).
 
     Whoever lets go of the weights before asking for the next never holds those of two layers.
@@ -63,7 +63,7 @@ def maps_of_layers(model: ViT, pixels: Tensor, query: Query | None = None) -> li
     """Return what `attention_maps` returns for every layer, in one pass."""
     row = _row_in_a_layer(model, query).to(pixels.device)
     maps = []
-    for _, weights in attention_walk(model, pixels):
+    for _, weights in iter_attention(model, pixels):
         maps.append(patch_grid(row @ weights, model.config))
         del weights  # the next layer's take its place
     return maps

@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, sugg
 from vitrail.evaluation import in_use
 from vitrail.explanations.attention import attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
-from vitrail.explanations.relevance import answering_token
+from vitrail.explanations.relevance import explained_token
 from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
 from vitrail.explanations.rollout import Fuse
 from vitrail.explanations.tokens import Query
@@ -170,7 +170,7 @@ class Explainer:
         if not config.classes or (config.pool == "none" and not self.request.targeted):
             return _Told(None, None, None, None)  # nothing is said of a whole image
         logits = self.model(pixels)[0]
-        answer = logits[answering_token(config, self.request.query)] if config.pool == "none" else logits
+        answer = logits[explained_token(config, self.request.query)] if config.pool == "none" else logits
         shares, best = answer.softmax(dim=0), int(answer.argmax())
         if not self.request.targeted:
             return _Told(None, None, best, float(shares[best]))

@@ -66,11 +66,11 @@ def class_score(logits: Tensor, target: int | Tensor, config: ViTConfig, query: 
     chosen = torch.as_tensor(target, device=logits.device).expand(len(logits))
     if not bool(((chosen >= 0) & (chosen < config.classes)).all()):
         raise InputError(f"class {target} does not exist: this model has classes 0 to {config.classes - 1}")
-    scores = logits[:, answering_token(config, query)] if config.pool == "none" else logits
+    scores = logits[:, explained_token(config, query)] if config.pool == "none" else logits
     return scores.gather(1, chosen[:, None]).sum()
 
 
-def answering_token(config: ViTConfig, query: Query | None) -> int:
+def explained_token(config: ViTConfig, query: Query | None) -> int:
     """Return which token's answer is meant, in a model where every token has one."""
     if query is None and config.class_token == "none":
         raise InputError(
@@ -91,7 +91,7 @@ def _what_is_read(config: ViTConfig, query: Query | None) -> Tensor:
     match config.pool:
         case "none":
             row = torch.zeros(config.tokens)
-            row[answering_token(config, query)] = 1
+            row[explained_token(config, query)] = 1
         case "cls" if config.distillation_token:  # the answer is the mean of two heads
             row = (read_query("class", config) + read_query("distillation", config)) / 2
         case "cls":

@@ -9,7 +9,7 @@ from vitrail.errors import ConfigError, InputError, suggest
 from vitrail.explanations.attention import attention_maps, choose_head, read_head
 from vitrail.explanations.gradcam import gradcam_maps
 from vitrail.explanations.pca import pca_maps
-from vitrail.explanations.relevance import answering_token, check_has_classes, relevance_maps
+from vitrail.explanations.relevance import explained_token, check_has_classes, relevance_maps
 from vitrail.explanations.rollout import Fuse, check_settings, rollout_maps
 from vitrail.explanations.tokens import POOL, Query, read_query
 from vitrail.models.checks import read_layer
@@ -73,7 +73,7 @@ class ExplanationRequest:
 
     def _check_query(self, config: ViTConfig) -> None:
         if self.targeted and config.pool == "none":
-            answering_token(config, self.query)
+            explained_token(config, self.query)
         elif self.query is not None:
             self._check_taken("query")
             if self.query != POOL or config.pool != "map":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ConfigError, suggest
-from vitrail.explanations.attention import attention_walk
+from vitrail.explanations.attention import iter_attention
 from vitrail.explanations.tokens import POOL, Query, default_query, patch_grid, read_query, spread
 from vitrail.models.vit import ViT
 
@@ -50,7 +50,7 @@ def _roll(model: ViT, pixels: Tensor, fuse: Fuse, discard: float) -> tuple[Tenso
     config = model.config
     product = torch.eye(config.tokens, device=pixels.device).expand(len(pixels), -1, -1)
     tokens = pixels
-    for tokens, weights in attention_walk(model, pixels):  # noqa: B007 - the last ones are returned
+    for tokens, weights in iter_attention(model, pixels):  # noqa: B007 - the last ones are returned
         product = with_residual(discard_smallest(fuse_heads(weights, fuse), discard)) @ product
         del weights  # the next layer's take its place
     return product, tokens

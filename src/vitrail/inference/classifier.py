@@ -28,7 +28,7 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class Answer:
+class Prediction:
     """What a model says of one image: the likeliest classes, the likeliest first."""
 
     names: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ class Answer:
 
     def __repr__(self) -> str:
         if self.error is not None:
-            return f"Answer(error: {self.error})"
-        return "Answer(" + ", ".join(f"{name} {percent(likely)}%" for name, likely in self) + ")"
+            return f"Prediction(error: {self.error})"
+        return "Prediction(" + ", ".join(f"{name} {percent(likely)}%" for name, likely in self) + ")"
 
 
 class Classifier:
@@ -96,16 +96,16 @@ class Classifier:
     @overload
     def predict(  # type: ignore[overload-overlap]  # a text is a path, not several letters
         self, images: ImageInput, *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> Answer: ...
+    ) -> Prediction: ...
 
     @overload
     def predict(
         self, images: Iterable[ImageInput], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> list[Answer]: ...
+    ) -> list[Prediction]: ...
 
     def predict(
         self, images: ImageInput | Iterable[ImageInput], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> Answer | list[Answer]:
+    ) -> Prediction | list[Prediction]:
         """Return the answer for one image, or the list of answers for many.
 
         `top` is how many classes an answer has, if there are so many. What cannot be read raises an error that says
@@ -118,7 +118,7 @@ class Classifier:
             return self._answer([images], [name_of(images, None)], top, errors, map)[0]
         if not isinstance(images, Iterable):
             raise no_image(images)
-        answers: list[Answer] = []
+        answers: list[Prediction] = []
         given = iter(images)
         with ThreadPoolExecutor(default_workers()) as pool:
             while some := list(islice(given, batch)):
@@ -128,7 +128,7 @@ class Classifier:
 
     __call__ = predict
 
-    def answers(self, pixels: Tensor, top: int, name: Callable[[int], str] = "image {}".format) -> list[Answer]:
+    def answers(self, pixels: Tensor, top: int, name: Callable[[int], str] = "image {}".format) -> list[Prediction]:
         """Return the answers for pixels (B, C, H, W) as `fitted` makes them; `name` is for messages."""
         if not len(pixels):
             return []
@@ -140,13 +140,13 @@ class Classifier:
         likely = logits.softmax(dim=1).topk(min(top, len(self.names)), dim=1)
         found = zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
         return [
-            Answer(tuple(self.names[index] for index in indices), tuple(float(f"{p:.6g}") for p in values))
+            Prediction(tuple(self.names[index] for index in indices), tuple(float(f"{p:.6g}") for p in values))
             for values, indices in found
         ]
 
     def _answer(
         self, images: Sequence[object], names: Sequence[str], top: int, errors: Errors, run: Callable[..., Any]
-    ) -> list[Answer]:
+    ) -> list[Prediction]:
         # What is given twice is read once: Pillow's images must not be decoded by two threads at a time.
         different = {id(image): image for image in images}
         made_of = dict(zip(different, run(self._ready, different.values()), strict=True))
@@ -161,7 +161,7 @@ class Classifier:
                 raise type(made)(f"{name}: {made}")
         pixels = torch.from_numpy(np.stack(good)).permute(0, 3, 1, 2) if good else torch.empty(0)
         found = iter(self.answers(pixels, top, readable.__getitem__))
-        return [Answer(error=str(made)) if isinstance(made, VitrailError) else next(found) for made in ready]
+        return [Prediction(error=str(made)) if isinstance(made, VitrailError) else next(found) for made in ready]
 
     def _ready(self, image: object) -> Pixels | VitrailError:
         try:

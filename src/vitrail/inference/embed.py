@@ -17,7 +17,7 @@ from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
 from vitrail.inference.feature_files import (
     DType,
-    Rows,
+    FeatureRows,
     as_written,
     check_dtype,
     check_suffix,
@@ -26,18 +26,18 @@ from vitrail.inference.feature_files import (
     sidecar,
 )
 from vitrail.inference.features import (
-    AS_A_RULE,
-    Computing,
+    DEFAULT_COMPUTE,
+    ComputeOptions,
     FeatureBatch,
     FeatureRequest,
-    Kind,
+    FeatureKind,
     feature_batches,
     nothing_to_read,
 )
 from vitrail.runtime import Precision
 
 
-class Embedded(NamedTuple):
+class EmbedResult(NamedTuple):
     """Features that were written."""
 
     output: Path
@@ -54,7 +54,7 @@ def embed(
     data: str | Path,
     output: str | Path,
     *,
-    tokens: Kind = "pooled",
+    tokens: FeatureKind = "pooled",
     layer: int | None = None,
     normalise: bool = False,
     raw: bool = False,
@@ -66,7 +66,7 @@ def embed(
     precision: Precision = "float32",
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Embedded:
+) -> EmbedResult:
     """Write the features of images to a .parquet, .npy or .safetensors file, a row for each, in their order.
 
     `tokens` says which: "pooled" is what the head sees, "class", "patches" and "registers" are tokens. With `layer`
@@ -79,7 +79,7 @@ def embed(
     chosen = choose_images(data, split, record=recorded_split(bundle.origin))
     request, how = (
         FeatureRequest(tokens, layer, normalise, raw),
-        Computing(device, precision, batch, workers, on_progress),
+        ComputeOptions(device, precision, batch, workers, on_progress),
     )
     return embed_source(bundle, chosen.source, target, request, how, dtype=dtype, overwrite=overwrite)
 
@@ -111,11 +111,11 @@ def embed_source(
     source: Source,
     output: Path,
     request: FeatureRequest,
-    how: Computing = AS_A_RULE,
+    how: ComputeOptions = DEFAULT_COMPUTE,
     *,
     dtype: DType = "float32",
     overwrite: bool = False,
-) -> Embedded:
+) -> EmbedResult:
     """Write the features of a source's images."""
     check_dtype(dtype)
     config = bundle.model.config
@@ -145,14 +145,14 @@ def embed_source(
         except BaseException:  # also Ctrl-C
             file.abandon()
             raise
-    return Embedded(output, names, (written, *shape), tuple(bad))
+    return EmbedResult(output, names, (written, *shape), tuple(bad))
 
 
-def _rows(some: FeatureBatch, source: Source, dtype: DType) -> Rows:
+def _rows(some: FeatureBatch, source: Source, dtype: DType) -> FeatureRows:
     indices, labels = some.indices.tolist(), some.labels.tolist()
     names = [source.name(index) for index in indices]
     classes = [None if label < 0 else source.classes[label] for label in labels]
-    return Rows(as_written(some.features, dtype, names), indices, names, classes)
+    return FeatureRows(as_written(some.features, dtype, names), indices, names, classes)
 
 
 def _facts(request: FeatureRequest, depth: int, source: Source) -> str:

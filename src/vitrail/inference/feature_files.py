@@ -23,7 +23,7 @@ ROW_GROUP = 16 * 2**20
 """Bytes of features that go into Parquet at a time: what is gathered is what memory holds."""
 
 
-class Rows(NamedTuple):
+class FeatureRows(NamedTuple):
     """Some rows of the file."""
 
     features: NDArray[np.floating[Any]]
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 class FeatureFile(Protocol):
     """A file that rows are added to."""
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add rows."""
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class _Npy:
         header = {"descr": kind, "fortran_order": False, "shape": (rows, *self._shape)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add rows."""
         self._file.write(np.ascontiguousarray(rows.features).data)
         for index, name, label in zip(rows.indices, rows.names, rows.labels, strict=True):
@@ -155,7 +155,7 @@ class _Safetensors:
         self._array = path.with_name(path.name + ".npy")
         self._rows = _Npy(self._array, beside, images, shape, dtype)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add rows."""
         self._rows.add(rows)
 
@@ -197,7 +197,7 @@ class _Parquet:
         self._waiting: list[Any] = []
         self._bytes = 0
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add rows."""
         import pyarrow as pa
 

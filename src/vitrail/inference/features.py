@@ -23,15 +23,15 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast, choose_device
 
-Kind = Literal["pooled", "class", "patches", "registers"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+FeatureKind = Literal["pooled", "class", "patches", "registers"]
+FEATURE_KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
 
 
 @dataclass(frozen=True)
 class FeatureRequest:
     """Which features."""
 
-    tokens: Kind = "pooled"
+    tokens: FeatureKind = "pooled"
     """`pooled` is what the head sees; the others are tokens: that of the class, those of the patches, the registers."""
     layer: int | None = None
     """As if the model ended after this layer: its final norm follows, and its pooling. None: the last."""
@@ -42,9 +42,9 @@ class FeatureRequest:
 
     def check(self, config: ViTConfig) -> None:
         """Refuse what a model does not have."""
-        if self.tokens not in KINDS:
+        if self.tokens not in FEATURE_KINDS:
             raise ConfigError(
-                f"no features are called {self.tokens!r}; choose {', '.join(KINDS)}{suggest(self.tokens, KINDS)}"
+                f"no features are called {self.tokens!r}; choose {', '.join(FEATURE_KINDS)}{suggest(self.tokens, FEATURE_KINDS)}"
             )
         if self.layer is not None:
             read_layer(self.layer, config.depth)
@@ -52,7 +52,7 @@ class FeatureRequest:
             raise ConfigError("raw features are tokens as they leave a layer; choose class, patches or registers too")
         lacking = _lacking(config)
         if self.tokens in lacking:
-            others = [kind for kind in KINDS if kind not in lacking]
+            others = [kind for kind in FEATURE_KINDS if kind not in lacking]
             raise ConfigError(f"this model {lacking[self.tokens]}; choose {' or '.join(others)}")
 
     def shape(self, config: ViTConfig) -> tuple[int, ...]:
@@ -100,9 +100,9 @@ class FeatureRequest:
         return tokens[:, layout.registers if self.tokens == "registers" else layout.patches]
 
 
-def _lacking(config: ViTConfig) -> dict[Kind, str]:
+def _lacking(config: ViTConfig) -> dict[FeatureKind, str]:
     """Return the features that a model does not have, and why."""
-    lacking: dict[Kind, str] = {}
+    lacking: dict[FeatureKind, str] = {}
     if config.pool == "none":
         lacking["pooled"] = "does not pool its tokens"
     if config.class_token == "none":
@@ -113,7 +113,7 @@ def _lacking(config: ViTConfig) -> dict[Kind, str]:
 
 
 @dataclass(frozen=True)
-class Computing:
+class ComputeOptions:
     """Where, in which numbers and how many at a time features are computed."""
 
     device: str = "auto"
@@ -131,7 +131,7 @@ class Computing:
         return place
 
 
-AS_A_RULE = Computing()
+DEFAULT_COMPUTE = ComputeOptions()
 
 
 class FeatureBatch(NamedTuple):
@@ -148,7 +148,7 @@ class FeatureBatch(NamedTuple):
 
 
 def feature_batches(
-    bundle: Bundle, source: Source, request: FeatureRequest, how: Computing = AS_A_RULE
+    bundle: Bundle, source: Source, request: FeatureRequest, how: ComputeOptions = DEFAULT_COMPUTE
 ) -> Iterator[FeatureBatch]:
     """Give the features of every image once, in order; the bundle's model goes to the device."""
     request.check(bundle.model.config)
@@ -181,7 +181,7 @@ class Features(NamedTuple):
 
 
 def gather(
-    bundle: Bundle, source: Source, request: FeatureRequest | None = None, how: Computing = AS_A_RULE
+    bundle: Bundle, source: Source, request: FeatureRequest | None = None, how: ComputeOptions = DEFAULT_COMPUTE
 ) -> Features:
     """Return the features of every image as one array; as a rule what the head sees."""
     request = FeatureRequest() if request is None else request

@@ -27,7 +27,15 @@ from vitrail.data.inputs import Item
 from vitrail.data.sources.index_files import shown
 from vitrail.data.sources.source import reason_of
 from vitrail.errors import ConfigError, DataError
-from vitrail.inference.writing import Format, Row, Sink, open_writer, read_record, whole_records, write_parquet
+from vitrail.inference.writing import (
+    Format,
+    PredictionRow,
+    Sink,
+    open_writer,
+    read_record,
+    whole_records,
+    write_parquet,
+)
 from vitrail.io import read_json
 from vitrail.runtime import Precision
 
@@ -211,7 +219,7 @@ class Output(Sink):
             end = after
         return end
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[PredictionRow]) -> None:
         """Append rows."""
         with _explained(self.target):
             self._append(self.writer.encode(rows))

@@ -26,7 +26,7 @@ from vitrail.data.sources.shards import CLASSES_FILE, LABEL_SUFFIXES
 from vitrail.data.sources.source import SUFFIXES, reason_of
 from vitrail.data.sources.tar import members
 from vitrail.errors import DataError
-from vitrail.inference.skipped import Skipped
+from vitrail.inference.skipped import SkippedFiles
 from vitrail.io import open_regular
 
 STDIN = "-"
@@ -40,7 +40,7 @@ def list_items(
     *,
     stdin: BufferedReader | None = None,
     null: bool = False,
-    skipped: Skipped | None = None,
+    skipped: SkippedFiles | None = None,
 ) -> Iterator[Item]:
     """Give the images of every place, in a fixed order. A place that is not there is refused at once.
 
@@ -48,7 +48,7 @@ def list_items(
     "-": then `stdin` has a path on each line, or with `null` between NUL bytes. Files that lie among the images of a
     folder, a pattern or a shard and are not read are counted in `skipped`, once the iterator has passed them.
     """
-    skipped = Skipped() if skipped is None else skipped
+    skipped = SkippedFiles() if skipped is None else skipped
     for place in places:
         _check_place(place)
     return (item for place in places for item in _items(place, stdin, null, skipped))
@@ -82,7 +82,7 @@ def _check_place(place: str) -> None:
         )
 
 
-def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skipped) -> Iterator[Item]:
+def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: SkippedFiles) -> Iterator[Item]:
     path = os.fsencode(place)
     if place == STDIN:
         yield from _listed(_lines(stdin, null)) if stdin is not None else ()
@@ -98,7 +98,7 @@ def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skippe
         yield from (item for match in paths for item in _file(match, skipped))
 
 
-def _file(path: bytes, skipped: Skipped) -> Iterator[Item]:
+def _file(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
     """Give the images that a file holds, by what its name ends with; or the file itself."""
     name = os.fsdecode(path).lower()
     if name.endswith(".tar"):
@@ -141,7 +141,7 @@ def _is_other(entry: "os.DirEntry[bytes]") -> bool:
     return not (entry.name.startswith(b".") or _is_image(entry.name) or entry.is_dir())
 
 
-def _folder(root: bytes, skipped: Skipped) -> Iterator[Item]:
+def _folder(root: bytes, skipped: SkippedFiles) -> Iterator[Item]:
     """Give the images of a folder; or, as for training, of its shards or Parquet files, where it has nothing else."""
     try:
         with os.scandir(root) as entries:
@@ -158,14 +158,14 @@ def _folder(root: bytes, skipped: Skipped) -> Iterator[Item]:
         _count_others(root, skipped, (*ends, b"/" + CLASSES_FILE.encode()))
 
 
-def _count_others(folder: bytes, skipped: Skipped, used: tuple[bytes, ...] = ()) -> None:
+def _count_others(folder: bytes, skipped: SkippedFiles, used: tuple[bytes, ...] = ()) -> None:
     """Count the files of a folder that are not images and whose paths do not end as those that are `used`."""
     for path in (os.path.join(folder, name) for name in _names(folder, _is_other)):
         if not path.lower().endswith(used):
             skipped.add(path, path)
 
 
-def _walk(folder: bytes, around: frozenset[tuple[int, int]], skipped: Skipped) -> Iterator[Item]:
+def _walk(folder: bytes, around: frozenset[tuple[int, int]], skipped: SkippedFiles) -> Iterator[Item]:
     """Go through a folder and those inside it; meeting one of those `around` it again is a loop."""
     try:
         status = os.stat(folder)
@@ -191,7 +191,7 @@ def _is_range(place: str) -> bool:
     return RANGE.search(place) is not None
 
 
-def _matches(pattern: str, skipped: Skipped | None = None) -> Iterator[bytes]:
+def _matches(pattern: str, skipped: SkippedFiles | None = None) -> Iterator[bytes]:
     """Give the images and tar shards that a pattern stands for, in order; `**` stands for folders at any depth."""
     parts = os.fsencode(pattern).split(b"/")
     if parts[-1] == b"**":
@@ -243,7 +243,7 @@ def _match_names(folder: bytes, wanted: Callable[["os.DirEntry[bytes]"], bool]) 
 # ── files that list or hold images ──
 
 
-def _tar(path: bytes, skipped: Skipped) -> Iterator[Item]:
+def _tar(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
     """Give the files in a tar that end as images do; those that end as labels do are not counted as skipped."""
     try:
         with open_regular(path) as file:

@@ -25,7 +25,7 @@ from vitrail.acceleration.cpu_threads import LARGEST, CpuThreads
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.data.batches import default_workers, empty_pixels, made_ahead
+from vitrail.data.batches import default_workers, empty_pixels, prefetch
 from vitrail.data.inputs import Item, fitted
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.index_files import shown
@@ -33,7 +33,7 @@ from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.inference.classifier import (
     BATCH,
-    Answer,
+    Prediction,
     Classifier,
     check_counts,
     check_head,
@@ -42,8 +42,8 @@ from vitrail.inference.classifier import (
 from vitrail.inference.completed import count_finished
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job, is_finished
 from vitrail.inference.listing import is_plain_file, list_items, read_stdin
-from vitrail.inference.skipped import Skipped
-from vitrail.inference.writing import Format, Row, Sink, TerminalWriter, choose_format
+from vitrail.inference.skipped import SkippedFiles
+from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
 from vitrail.runtime import Precision, choose_device
 
 SAMPLE = 64
@@ -95,7 +95,7 @@ class Summary(NamedTuple):
     """What the others took, the opening of the model not counted."""
     precision: str
     """In which numbers it was computed; where that was to be settled, with the reason."""
-    skipped: Skipped
+    skipped: SkippedFiles
     """The files among the images that were not read, because their names do not end as an image's."""
 
 
@@ -107,7 +107,7 @@ def predict_items(
     batch: int = BATCH,
     workers: int | None = None,
     first: int = 1,
-) -> Iterator[list[Row]]:
+) -> Iterator[list[PredictionRow]]:
     """Give the rows of images, in their order, a batch at a time; they are numbered from `first` on."""
     check_counts(top, batch)
     cpu_threads = classifier.engine.cpu_threads if isinstance(classifier.engine, TorchEngine) else None
@@ -122,10 +122,10 @@ def predict_items(
 
 def _in_lanes(
     classifier: Classifier, cpu_threads: CpuThreads, items: Iterator[Item], top: int, batch: int
-) -> Iterator[list[Row]]:
+) -> Iterator[list[PredictionRow]]:
     decoding = Decoding(classifier.preprocess)
 
-    def work(some: list[Item]) -> list[Row]:
+    def work(some: list[Item]) -> list[PredictionRow]:
         return _rows(classifier, decoding[some], top)
 
     parts = cpu_threads.each(work, _batches(items, min(batch, LARGEST)))
@@ -137,13 +137,13 @@ def _in_lanes(
 
 def _by_workers(
     classifier: Classifier, items: Iterator[Item], top: int, batch: int, workers: int | None
-) -> Iterator[list[Row]]:
+) -> Iterator[list[PredictionRow]]:
     batches = _batches(items, batch)
     begun = list(islice(batches, 1))
     if workers is None:  # starting processes for a few images takes longer than decoding them
         workers = default_workers() if begun and len(begun[0]) == batch else 0
     pin = classifier.device.type == "cuda" and workers > 0
-    for decoded in made_ahead(Decoding(classifier.preprocess), chain(begun, batches), workers=workers, pin=pin):
+    for decoded in prefetch(Decoding(classifier.preprocess), chain(begun, batches), workers=workers, pin=pin):
         yield _rows(classifier, decoded, top)
 
 
@@ -152,13 +152,13 @@ def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
         yield some
 
 
-def _rows(classifier: Classifier, decoded: Decoded, top: int) -> list[Row]:
+def _rows(classifier: Classifier, decoded: Decoded, top: int) -> list[PredictionRow]:
     readable = [name for name, error in zip(decoded.names, decoded.errors, strict=True) if error is None]
     answers = iter(classifier.answers(decoded.pixels, top, lambda index: shown(readable[index])))
     rows = []
     for name, error in zip(decoded.names, decoded.errors, strict=True):
-        answer = next(answers) if error is None else Answer(error=error)
-        rows.append(Row(0, name, answer.error, answer.names, answer.probabilities))
+        answer = next(answers) if error is None else Prediction(error=error)
+        rows.append(PredictionRow(0, name, answer.error, answer.names, answer.probabilities))
     return rows
 
 
@@ -192,7 +192,7 @@ def predict_files(
     _check_output(output, chosen, places, resume, overwrite)
     check_precision(precision)
     choose_device(device)
-    skipped = Skipped()
+    skipped = SkippedFiles()
     items = _some(list_items(places, stdin=read_stdin(), null=null, skipped=skipped), skipped)
     if output is not None and resume and is_finished(output):
         found = count_finished(output, chosen, items)
@@ -247,7 +247,7 @@ def _check_readable(sink: Sink) -> None:
     raise DataError(f"none of the {sink.done:,} images can be read; the first, {shown(path)}: {error}")
 
 
-def _some(items: Iterator[Item], skipped: Skipped) -> Iterator[Item]:
+def _some(items: Iterator[Item], skipped: SkippedFiles) -> Iterator[Item]:
     """See to it that there is an image at all."""
     first = next(items, None)
     if first is None:

@@ -18,11 +18,11 @@ from vitrail.data.sources.selection import recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits, split_indices
 from vitrail.errors import ConfigError, DataError, suggest
-from vitrail.inference.features import AS_A_RULE, Computing, FeatureRequest, Features, gather
+from vitrail.inference.features import DEFAULT_COMPUTE, ComputeOptions, FeatureRequest, Features, gather
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
 from vitrail.inference.knn import check_k, vote
 from vitrail.inference.linear import choose_linear
-from vitrail.inference.probe_result import METHODS, Method, Probed, Row
+from vitrail.inference.probe_result import METHODS, Method, ProbeResult, ProbeRow
 from vitrail.runtime import Precision, choose_device
 
 SHOTS = (1, 5, 10, 25)
@@ -82,7 +82,7 @@ def probe(
     workers: int | None = None,
     device: str = "auto",
     precision: Precision = "float32",
-) -> Probed:
+) -> ProbeResult:
     """Measure a model's frozen features: few-shot least squares, nearest neighbours, and a linear probe.
 
     The training split gives the examples, the validation split chooses the linear probe's regularisation, accuracy is
@@ -91,7 +91,7 @@ def probe(
     plan = ProbePlan(tuple(only), _tuple(shots), seeds, _tuple(k), split)
     bundle = ready_bundle(bundle)
     splits = open_splits(data, plan, recorded_split(bundle.origin))
-    collected = collect(bundle, splits, plan, Computing(device, precision, batch, workers), layer=layer)
+    collected = collect(bundle, splits, plan, ComputeOptions(device, precision, batch, workers), layer=layer)
     return measure(collected, plan, device=device)
 
 
@@ -121,7 +121,7 @@ def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progr
 
 
 def collect(
-    bundle: Bundle, splits: Splits, plan: ProbePlan, how: Computing = AS_A_RULE, *, layer: int | None = None
+    bundle: Bundle, splits: Splits, plan: ProbePlan, how: ComputeOptions = DEFAULT_COMPUTE, *, layer: int | None = None
 ) -> Collected:
     """Compute the features of every image that a plan needs, once."""
     measured, val = (splits.test, splits.val) if plan.split == "test" else (splits.val, None)
@@ -150,12 +150,12 @@ def measure(
     *,
     device: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
-) -> Probed:
+) -> ProbeResult:
     """Measure features that have been computed."""
     place = choose_device(device)
     at_hand = _Tensors(collected, torch.device("cpu") if place.type == "mps" else place)  # which has no float64
     notes: list[str] = []
-    rows: list[Row] = []
+    rows: list[ProbeRow] = []
     if "fewshot" in plan.only:
         shots, left_out = _settle_shots(plan, collected.train.labels, collected.classes)
         notes += left_out
@@ -165,7 +165,7 @@ def measure(
     if "linear" in plan.only:
         rows.append(_linear(at_hand, on_progress))
     bad = [*collected.train.bad, *(collected.val.bad if collected.val else ()), *collected.measured.bad]
-    return Probed(
+    return ProbeResult(
         rows=tuple(rows),
         images=len(collected.measured.labels),
         split=plan.split,
@@ -203,23 +203,23 @@ class _Tensors:
         return self.x[fit], self.y[fit], self.x[choose], self.y[choose]
 
 
-def _few_shot(at_hand: _Tensors, shots: int, seeds: int) -> Row:
+def _few_shot(at_hand: _Tensors, shots: int, seeds: int) -> ProbeRow:
     accuracies = []
     for seed in range(seeds):
         drawn = draw_examples(at_hand.train_labels, shots, seed)
         fitted = fit_least_squares(at_hand.x[drawn], at_hand.y[drawn], at_hand.classes)
         accuracies.append(at_hand.accuracy(fitted.scores(at_hand.test_x)))
-    return Row("fewshot", shots, tuple(accuracies))
+    return ProbeRow("fewshot", shots, tuple(accuracies))
 
 
-def _nearest(at_hand: _Tensors, k: int) -> Row:
+def _nearest(at_hand: _Tensors, k: int) -> ProbeRow:
     votes = vote(at_hand.x, at_hand.y, at_hand.test_x, at_hand.classes, k=k)
-    return Row("knn", k, (at_hand.accuracy(votes),))
+    return ProbeRow("knn", k, (at_hand.accuracy(votes),))
 
 
-def _linear(at_hand: _Tensors, on_progress: Callable[[int, int], None] | None) -> Row:
+def _linear(at_hand: _Tensors, on_progress: Callable[[int, int], None] | None) -> ProbeRow:
     found = choose_linear(*at_hand.chosen_on(), at_hand.classes, on_progress=on_progress)
-    return Row("linear", found.decay, (at_hand.accuracy(found.scores(at_hand.test_x)),))
+    return ProbeRow("linear", found.decay, (at_hand.accuracy(found.scores(at_hand.test_x)),))
 
 
 def _settle_shots(

@@ -11,7 +11,7 @@ Method = Literal["fewshot", "knn", "linear"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 
-class Row(NamedTuple):
+class ProbeRow(NamedTuple):
     """One protocol with one setting."""
 
     method: Method
@@ -32,10 +32,10 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """What features are worth. Accuracies go from 0 to 1."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ProbeRow, ...]
     images: int
     """How many images accuracy was measured on."""
     split: str
@@ -48,7 +48,7 @@ class Probed:
     """What was left out, and why."""
     bad: tuple[BadImage, ...]
 
-    def interval(self, row: Row) -> Interval | None:
+    def interval(self, row: ProbeRow) -> Interval | None:
         """Return the 95% interval of an accuracy that no draw has a split in; None where the spread says more."""
         if row.spread is not None or row.method == "fewshot":
             return None

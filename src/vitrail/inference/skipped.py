@@ -14,7 +14,7 @@ LOOKED_INTO = 1000
 
 
 @dataclass
-class Skipped:
+class SkippedFiles:
     """What was skipped so far."""
 
     count: int = 0

@@ -39,7 +39,7 @@ LONGEST = 60
 """Characters that a column of the table is made wide for."""
 
 
-class Row(NamedTuple):
+class PredictionRow(NamedTuple):
     """What is said of one image."""
 
     number: int
@@ -55,7 +55,7 @@ class Writer(Protocol):
     def header(self) -> bytes:
         """Return what stands before the first row."""
 
-    def encode(self, rows: Iterable[Row]) -> bytes:
+    def encode(self, rows: Iterable[PredictionRow]) -> bytes:
         """Return rows as they are written."""
 
 
@@ -100,7 +100,7 @@ class Jsonl:
         """Return nothing."""
         return b""
 
-    def encode(self, rows: Iterable[Row]) -> bytes:
+    def encode(self, rows: Iterable[PredictionRow]) -> bytes:
         """Return a line for each row."""
         # A byte that is no UTF-8 is half a surrogate pair in a text of Python's; written as JSON writes those.
         lines = (json.dumps(row._replace(path=os.fsdecode(row.path))._asdict(), ensure_ascii=False) for row in rows)  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ class Csv:
         self._writer.writerow(["number", "path", "error", *columns])
         return self._taken()
 
-    def encode(self, rows: Iterable[Row]) -> bytes:
+    def encode(self, rows: Iterable[PredictionRow]) -> bytes:
         """Return a line for each row, or several where a path has line breaks."""
         for row in rows:
             pairs = [cell for pair in zip(row.classes, row.probabilities, strict=True) for cell in pair]
@@ -151,7 +151,7 @@ class Table:
         """Return nothing: the columns' widths are not known yet."""
         return b""
 
-    def encode(self, rows: Iterable[Row]) -> bytes:
+    def encode(self, rows: Iterable[PredictionRow]) -> bytes:
         """Return a line for each row, and before the first the names of the columns."""
         lines = [_cells(row) for row in rows]
         if not lines:
@@ -164,7 +164,7 @@ class Table:
         return text.encode("utf-8", "replace")
 
 
-def _cells(row: Row) -> tuple[str, str, str, str]:
+def _cells(row: PredictionRow) -> tuple[str, str, str, str]:
     if row.error is not None:
         return shown(row.path), "–", "–", printable(row.error, line=True)
     shares = [f"{percent(p)}%" for p in row.probabilities]
@@ -191,7 +191,7 @@ class Sink:
         """Return the images that have no row yet."""
         return items
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[PredictionRow]) -> None:
         """Take rows."""
         for row in rows:
             self.count(row.path, row.error)
@@ -218,7 +218,7 @@ class TerminalWriter(Sink):
         self._put(self.writer.header())
         return self
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[PredictionRow]) -> None:
         """Write rows at once: whoever reads them may be waiting."""
         self._put(self.writer.encode(rows))
         super().write(rows)

@@ -16,7 +16,7 @@ BOTH = Mixing(mixup=0.8, cutmix=1.0)
 
 def drawn(mixing: Mixing, images: int, size: tuple[int, int] = SIZE, seed: int = 0) -> tuple[torch.Tensor, ...]:
     mix = draw_mix(mixing, seed, np.arange(images), size)
-    return torch.from_numpy(mix.share), torch.from_numpy(mix.box)
+    return torch.from_numpy(mix.lam), torch.from_numpy(mix.box)
 
 
 @given(
@@ -31,9 +31,9 @@ def test_the_same_however_a_batch_is_cut(seed: int, first: int, pairs: int, cut:
     positions = np.arange(2 * first, 2 * (first + pairs))
     whole = draw_mix(mixing, seed, positions, SIZE)
     halves = [draw_mix(mixing, seed, part, SIZE) for part in np.split(positions, [2 * min(cut, pairs)]) if len(part)]
-    assert np.array_equal(np.concatenate([half.share for half in halves]), whole.share)
+    assert np.array_equal(np.concatenate([half.lam for half in halves]), whole.lam)
     assert np.array_equal(np.concatenate([half.box for half in halves]), whole.box)
-    assert np.array_equal(whole.share[::2], whole.share[1::2])
+    assert np.array_equal(whole.lam[::2], whole.lam[1::2])
 
 
 def test_pixels_and_targets_beside_a_plain_loop() -> None:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.checking.findings import (
-    Copies,
+    DuplicateGroup,
     Finding,
-    Index,
+    SurveyIndex,
     Unreadable,
     class_findings,
     count_images,
@@ -30,7 +30,7 @@ from vitrail.data.checking.findings import (
 )
 from vitrail.data.checking.rows import COMPARED, FINE, UNREAD
 from vitrail.data.checking.skipped import find_skipped, skipped_findings
-from vitrail.data.checking.survey import Seen, Survey, survey, survey_headers
+from vitrail.data.checking.survey import SurveyProgress, Survey, survey, survey_headers
 from vitrail.data.sources.contents import Contents
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.index_files import Progress, shown
@@ -71,7 +71,7 @@ class Report:
     counts: dict[str, dict[str, int]]
     """Images by split and class."""
     unreadable: tuple[Unreadable, ...]
-    duplicates: tuple[Copies, ...] | None
+    duplicates: tuple[DuplicateGroup, ...] | None
     """None where none were found, but not all images were compared."""
     findings: tuple[Finding, ...]
     """The worst first."""
@@ -127,7 +127,7 @@ def check_data(
     *,
     size: int = 224,
     workers: int = 0,
-    on_progress: Seen | None = None,
+    on_progress: SurveyProgress | None = None,
     cache: bool = True,
     faults: Sequence[str] = (),
 ) -> Report:
@@ -155,7 +155,7 @@ def _by_name(splits: Splits) -> dict[str, Source]:
 
 
 def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[str, ...] = ()) -> Report:
-    index, rows = Index(found), found.rows
+    index, rows = SurveyIndex(found), found.rows
     images = sum(map(len, found.sources.values()))
     fine = np.flatnonzero(rows["state"] == FINE)
     known = np.flatnonzero((rows["state"] == FINE) | (rows["state"] == COMPARED))
@@ -195,7 +195,7 @@ def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[s
     )
 
 
-def _contents(index: Index) -> Contents:
+def _contents(index: SurveyIndex) -> Contents:
     """Return the digests of the training and validation images that were read."""
     read = index.found.rows["state"] != UNREAD
     digests, images = [], []

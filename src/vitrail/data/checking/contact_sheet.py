@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.data.augmentation.draws import draws
-from vitrail.data.checking.survey import kind_of
+from vitrail.data.checking.survey import stored_format
 from vitrail.data.decode import open_image
 from vitrail.data.sources.source import Pixels, Source, reason_of
 from vitrail.errors import DataError
@@ -98,7 +98,7 @@ def drawable(name: str) -> str:
 
 def _thumbnail(stored: bytes | Pixels) -> Pixels:
     """Decode an image and fit it into a tile. A tiny one is enlarged by a whole number, so that its pixels show."""
-    image, channels = open_image(stored), kind_of(stored).channels
+    image, channels = open_image(stored), stored_format(stored).channels
     ratio = TILE / max(image.height, image.width)
     pixels = image.pixels(channels, scale=min(1.0, ratio))
     if channels not in (1, 3):

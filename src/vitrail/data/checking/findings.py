@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.checking.survey import Survey
 
-Rows = NDArray[np.int64]
+RowIndices = NDArray[np.int64]
 """Numbers of rows of a survey."""
 UNBALANCED = 10
 """How many times more images the largest class may have than the smallest."""
@@ -27,7 +27,7 @@ FindingKind = Literal[
 CopiesKind = Literal["conflicting", "across", "within"]
 
 
-class Which(NamedTuple):
+class ImageRef(NamedTuple):
     """One image of the data."""
 
     name: str
@@ -42,16 +42,16 @@ class Which(NamedTuple):
 class Unreadable(NamedTuple):
     """An image that cannot be used, and why."""
 
-    image: Which
+    image: ImageRef
     reason: str
 
 
-class Copies(NamedTuple):
+class DuplicateGroup(NamedTuple):
     """Images with the same content."""
 
     kind: CopiesKind
     """They have different labels (the worst), or lie in different splits, or within one split."""
-    images: tuple[Which, ...]
+    images: tuple[ImageRef, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Finding:
     """Whether scores would be wrong, or images missing, if nothing were done."""
 
 
-class Index:
+class SurveyIndex:
     """Finds the images of a survey's rows."""
 
     def __init__(self, found: Survey) -> None:
@@ -82,20 +82,20 @@ class Index:
         self.label = labels[found.indices]
         self.classes = self.sources[0].classes
 
-    def which(self, row: int) -> Which:
+    def which(self, row: int) -> ImageRef:
         """Return what a person would call the image of a row."""
         split, label = int(self.split[row]), int(self.label[row])
         name = self.sources[split].name(int(self.found.indices[row] - self.starts[split]))
-        return Which(name, self.names[split], self.classes[label] if label >= 0 else None)
+        return ImageRef(name, self.names[split], self.classes[label] if label >= 0 else None)
 
 
-def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
+def find_duplicates(index: SurveyIndex, known: RowIndices) -> tuple[DuplicateGroup, ...]:
     """Group images of the same content, among those whose content is known; the worst groups first."""
     content = index.found.rows["content"][known]
     order = np.lexsort((content[:, 1], content[:, 0]))
     same = (content[order][1:] == content[order][:-1]).all(axis=1)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
-    groups: dict[CopiesKind, list[Copies]] = {"conflicting": [], "across": [], "within": []}
+    groups: dict[CopiesKind, list[DuplicateGroup]] = {"conflicting": [], "across": [], "within": []}
     for start, end in edges.reshape(-1, 2).tolist():
         rows = known[order[start : end + 1]]
         rows = rows[np.argsort(index.found.indices[rows])]
@@ -104,7 +104,7 @@ def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
             kind = "conflicting"
         elif len(set(index.split[rows].tolist())) > 1:
             kind = "across"
-        groups[kind].append(Copies(kind, tuple(map(index.which, rows.tolist()))))
+        groups[kind].append(DuplicateGroup(kind, tuple(map(index.which, rows.tolist()))))
     return tuple(copies for group in groups.values() for copies in sorted(group, key=lambda c: c.images[0].name))
 
 
@@ -142,7 +142,7 @@ _COPIES: dict[CopiesKind, tuple[str, str]] = {
 }
 
 
-def duplicate_findings(duplicates: tuple[Copies, ...]) -> list[Finding]:
+def duplicate_findings(duplicates: tuple[DuplicateGroup, ...]) -> list[Finding]:
     """Say how many images are superfluous, by the kind of their groups."""
     findings: list[Finding] = []
     for kind, (where, advice) in _COPIES.items():
@@ -179,7 +179,7 @@ def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
     return findings
 
 
-def flat_finding(index: Index, fine: Rows) -> list[Finding]:
+def flat_finding(index: SurveyIndex, fine: RowIndices) -> list[Finding]:
     """Find images that show one colour and nothing else: all black, as a rule."""
     flat = fine[index.found.rows["flat"][fine]]
     if not len(flat):
@@ -201,7 +201,7 @@ def _size_advice(size: int, short: NDArray[np.int64], count: int) -> dict[Findin
     }
 
 
-def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
+def size_findings(index: SurveyIndex, fine: RowIndices, size: int) -> list[Finding]:
     """Find images that are too small for a model that sees `size` pixels, too large, or too long."""
     rows = index.found.rows
     width, height = rows["width"][fine].astype(np.int64), rows["height"][fine].astype(np.int64)
@@ -223,7 +223,7 @@ def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
     return findings
 
 
-def mode_finding(index: Index, fine: Rows, modes: dict[str, int]) -> list[Finding]:
+def mode_finding(index: SurveyIndex, fine: RowIndices, modes: dict[str, int]) -> list[Finding]:
     """Find images of another mode than most. `modes` has the most frequent first."""
     if len(modes) < 2:
         return []

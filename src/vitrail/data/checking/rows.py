@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.sources.index_files import load_index, save_index
 
-Rows = NDArray[Any]
+SurveyRows = NDArray[Any]
 ROW = np.dtype(
     [
         ("state", "u1"),
@@ -32,11 +32,11 @@ IN_MEMORY = b"array"
 """The format of images without a file."""
 
 
-class Known(NamedTuple):
+class PreviousSurvey(NamedTuple):
     """What an earlier look found out, sorted by the first half of the contents' hashes."""
 
     contents: NDArray[np.uint64]
-    rows: Rows
+    rows: SurveyRows
     faults: dict[int, str]
 
     def find(self, content: tuple[int, int]) -> tuple[tuple[Any, ...], str | None] | None:
@@ -50,25 +50,27 @@ class Known(NamedTuple):
         return None
 
 
-NOTHING_KNOWN = Known(np.zeros((0, 2), np.uint64), np.zeros(0, ROW), {})
+NO_PREVIOUS_SURVEY = PreviousSurvey(np.zeros((0, 2), np.uint64), np.zeros(0, ROW), {})
 
 
-def remembered(path: Path) -> Known:
+def remembered(path: Path) -> PreviousSurvey:
     """Return what an earlier look kept; nothing where that is damaged or of another version."""
     arrays = load_index(path, ("rows", "faults"))
     if arrays is None or arrays["rows"].dtype != ROW or arrays["rows"].ndim != 1:
-        return NOTHING_KNOWN
+        return NO_PREVIOUS_SURVEY
     try:
         faults = {int(row): str(reason) for row, reason in json.loads(arrays["faults"].tobytes()).items()}
     except (ValueError, AttributeError):
-        return NOTHING_KNOWN
+        return NO_PREVIOUS_SURVEY
     order = np.argsort(arrays["rows"]["content"][:, 0], kind="stable")
     places = {int(row): place for place, row in enumerate(order.tolist())} if faults else {}
     rows = arrays["rows"][order]
-    return Known(rows["content"].copy(), rows, {places[row]: text for row, text in faults.items() if row in places})
+    return PreviousSurvey(
+        rows["content"].copy(), rows, {places[row]: text for row, text in faults.items() if row in places}
+    )
 
 
-def keep(path: Path, rows: Rows, faults: Mapping[int, str], known: Known) -> None:
+def keep(path: Path, rows: SurveyRows, faults: Mapping[int, str], known: PreviousSurvey) -> None:
     """Write rows for `remembered`, unless it has them all: not those of unreadable files, which have no content."""
     states = rows["state"]
     kept = ((states == FINE) | (states == DAMAGED)) & (rows["format"] != IN_MEMORY)

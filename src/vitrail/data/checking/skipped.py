@@ -11,7 +11,7 @@ from vitrail.data.sources.shards import Shards
 from vitrail.data.sources.source import SkippedFile, Source
 
 
-class Skipped(NamedTuple):
+class UnusedFiles(NamedTuple):
     """Files that are not used."""
 
     misnamed: list[str]
@@ -22,9 +22,9 @@ class Skipped(NamedTuple):
     """Whatever else lies there."""
 
 
-def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -> Skipped:
+def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -> UnusedFiles:
     """Look into the files beside the images of some sources that are not used; with `most`, into so many."""
-    found = Skipped([], [], [])
+    found = UnusedFiles([], [], [])
     sniffed = 0
     for whole in _wholes(sources):
         if isinstance(whole, Folder):
@@ -58,7 +58,7 @@ def kind_of_skipped(file: SkippedFile) -> str | None:
     return sniff_file(file.path, file.start or 0, HEAD if file.size is None else file.size)
 
 
-def skipped_findings(found: Skipped) -> list[Finding]:
+def skipped_findings(found: UnusedFiles) -> list[Finding]:
     """Say which files are not used, and what to do about those that should be."""
     findings = []
     if count := len(found.misnamed):

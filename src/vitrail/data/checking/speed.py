@@ -11,7 +11,7 @@ import numpy as np
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.draws import draws
-from vitrail.data.checking.survey import Seen, kind_of
+from vitrail.data.checking.survey import SurveyProgress, stored_format
 from vitrail.data.decode import open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels, Source
@@ -83,7 +83,7 @@ def measure_speed(
     sample: int = SAMPLE,
     seconds: float = SECONDS,
     seed: int = 0,
-    on_progress: Seen | None = None,
+    on_progress: SurveyProgress | None = None,
 ) -> Speed | None:
     """Prepare some images as training does, and time each step; None where none of them can be read.
 
@@ -132,7 +132,7 @@ def _time_one(
     start = perf_counter()
     stored = source.read(index)
     reading = perf_counter() - start
-    channels = kind_of(stored).channels
+    channels = stored_format(stored).channels
     whole = _time_whole(stored, channels) if whole_first else 0.0
 
     start = perf_counter()

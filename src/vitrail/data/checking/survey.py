@@ -29,12 +29,12 @@ from vitrail.data.checking.rows import (
     DAMAGED,
     FINE,
     IN_MEMORY,
-    NOTHING_KNOWN,
+    NO_PREVIOUS_SURVEY,
     PENDING,
     ROW,
     UNREAD,
-    Known,
-    Rows,
+    PreviousSurvey,
+    SurveyRows,
     keep,
     remembered,
 )
@@ -45,7 +45,7 @@ from vitrail.data.sources.index_files import index_file
 from vitrail.data.sources.source import Pixels, Source
 from vitrail.errors import DataError
 
-Seen = Callable[[int, int], None]
+SurveyProgress = Callable[[int, int], None]
 """Called now and then with the number of images looked at so far, and the number of all."""
 FLAT = 2
 """By so much may the numbers of a channel differ in an image that shows nothing: JPEG rounds."""
@@ -65,7 +65,7 @@ _MODES = {
 _CHANNELS = {1: "grey", 3: "colour", 4: "alpha"}
 
 
-class Kind(NamedTuple):
+class StoredFormat(NamedTuple):
     """How an image is stored."""
 
     format: str
@@ -83,21 +83,21 @@ class Survey:
     """By the name of the split."""
     indices: NDArray[np.int64]
     """Which images were looked at, counted through all sources."""
-    rows: Rows
+    rows: SurveyRows
     faults: dict[int, str]
     """Why images cannot be used, by their row."""
     decoded: bool
     """Whether images were decoded, or only their headers read."""
 
 
-def kind_of(stored: bytes | Pixels) -> Kind:
+def stored_format(stored: bytes | Pixels) -> StoredFormat:
     """Tell how an image is stored, from its header."""
     name = IN_MEMORY.decode()
     if isinstance(stored, bytes) and stored[:6] == b"\x93NUMPY":
         stored, name = np.load(io.BytesIO(stored), allow_pickle=False), "NumPy"
     if isinstance(stored, np.ndarray):
         channels = stored.shape[2] if stored.ndim == 3 else 1
-        return Kind(name, _CHANNELS.get(channels, f"{channels} channels"), channels)
+        return StoredFormat(name, _CHANNELS.get(channels, f"{channels} channels"), channels)
     if sniff(stored[:HEAD]) == "HEIC":
         reads_heic()
     try:
@@ -106,13 +106,13 @@ def kind_of(stored: bytes | Pixels) -> Kind:
             with Image.open(io.BytesIO(stored)) as image:
                 found, mode, transparent = str(image.format), image.mode, "transparency" in image.info
     except (OSError, ValueError, SyntaxError):  # another decoder may read it nevertheless
-        return Kind("unknown", "unknown", 3)
+        return StoredFormat("unknown", "unknown", 3)
     # Pillow calls a 16-bit colour PNG "RGB"; its header tells.
     if mode.startswith("I") or (found == "PNG" and stored[24:25] == b"\x10"):
-        return Kind(found, "16-bit", 3)
+        return StoredFormat(found, "16-bit", 3)
     if transparent or mode.lower() in ("la", "pa", "rgba"):
-        return Kind(found, "alpha", 3)
-    return Kind(found, _MODES.get(mode, mode), 3)
+        return StoredFormat(found, "alpha", 3)
+    return StoredFormat(found, _MODES.get(mode, mode), 3)
 
 
 def survey(
@@ -120,7 +120,7 @@ def survey(
     *,
     indices: NDArray[np.int64] | None = None,
     workers: int = 0,
-    on_progress: Seen | None = None,
+    on_progress: SurveyProgress | None = None,
     cache: bool = True,
 ) -> Survey:
     """Decode every image, or those with the given indices, by `workers` processes; 0 does it in this one."""
@@ -128,7 +128,7 @@ def survey(
     found = Survey(dict(sources), indices, np.zeros(len(indices), ROW), {}, decoded=True)
     found.rows["state"] = PENDING
     path = _file_of(found) if cache and len(indices) else None
-    known = NOTHING_KNOWN if path is None else remembered(path)
+    known = NO_PREVIOUS_SURVEY if path is None else remembered(path)
     done = 0
     try:
         for chunk, (rows, faults) in _looks(found, known, workers):
@@ -163,15 +163,15 @@ def survey_headers(
 # ── looking ──
 
 _Chunk = NDArray[np.int64]
-_Looked = tuple[Rows, dict[int, str]]
+_Looked = tuple[SurveyRows, dict[int, str]]
 _Depth = Literal["pixels", "header", "content"]
 """How far a look goes."""
 _worker_sources: list[Source] = []
-_worker_known: list[Known] = []
+_worker_known: list[PreviousSurvey] = []
 """In a worker process, the sources it reads and what is known of them: handed over once, not with every chunk."""
 
 
-def _looks(found: Survey, known: Known, workers: int) -> Iterator[tuple[_Chunk, _Looked]]:
+def _looks(found: Survey, known: PreviousSurvey, workers: int) -> Iterator[tuple[_Chunk, _Looked]]:
     """Look at all images, chunk by chunk and in order."""
     sources = list(found.sources.values())
     count = len(found.indices)
@@ -209,7 +209,7 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(sources: list[Source], known: Known) -> None:
+def _start_worker(sources: list[Source], known: PreviousSurvey) -> None:
     # Ctrl-C reaches every process of the terminal: a worker just ends, without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -221,7 +221,7 @@ def _look_in_worker(indices: NDArray[np.int64]) -> _Looked:
     return _look_at(_worker_sources, indices, _worker_known[0])
 
 
-def _look_at(sources: list[Source], indices: NDArray[np.int64], known: Known) -> _Looked:
+def _look_at(sources: list[Source], indices: NDArray[np.int64], known: PreviousSurvey) -> _Looked:
     rows, faults = np.zeros(len(indices), ROW), {}
     for place, index in enumerate(indices.tolist()):
         rows[place], reason = _look(*_place(sources, index), depth="pixels", known=known)
@@ -240,7 +240,7 @@ def _place(sources: list[Source], index: int) -> tuple[Source, int]:
 
 
 def _look(
-    source: Source, index: int, *, depth: _Depth, known: Known = NOTHING_KNOWN
+    source: Source, index: int, *, depth: _Depth, known: PreviousSurvey = NO_PREVIOUS_SURVEY
 ) -> tuple[tuple[Any, ...], str | None]:
     """Return the row of one image, and why it cannot be used."""
     try:
@@ -254,11 +254,11 @@ def _look(
         return (COMPARED, 0, 0, size, content, False, b"", b""), None
     if depth == "pixels" and (before := known.find(content)) is not None:
         return before
-    height, width, kind, flat = 0, 0, Kind("", "", 3), False
+    height, width, kind, flat = 0, 0, StoredFormat("", "", 3), False
     reason: str | None = None
     try:
         image = open_image(stored)
-        height, width, kind = image.height, image.width, kind_of(stored)
+        height, width, kind = image.height, image.width, stored_format(stored)
         if depth == "pixels":
             flat = _is_flat(image.pixels(kind.channels))
     except DataError as error:

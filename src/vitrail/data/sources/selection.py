@@ -62,7 +62,7 @@ class Joined:
         raise IndexError(index)
 
 
-class Chosen(NamedTuple):
+class Selection(NamedTuple):
     """The images to measure on."""
 
     source: Source
@@ -78,7 +78,7 @@ def choose_images(
     *,
     record: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
-) -> Chosen:
+) -> Selection:
     """Open the images that a model is measured on.
 
     By default they are the test split that the data names, else its validation split. Where it names neither they are
@@ -92,22 +92,22 @@ def choose_images(
     if split is None:
         split = next((name for name in ("test", "val") if name in own), None)
     if split is None:
-        return _recorded_test(place, record, on_progress) or Chosen(whole, "all", False)
+        return _recorded_test(place, record, on_progress) or Selection(whole, "all", False)
     if split == "all":
-        return Chosen(whole, "all", False)
+        return Selection(whole, "all", False)
     # Where a run drew its validation split from the training split, only the record knows what was trained on.
     if split in own and not (split == "train" and record is not None):
-        return Chosen(own[split], split, split != "train")
+        return Selection(own[split], split, split != "train")
     if own and record is None:
         raise DataError(f"{shown(os.fspath(place))} has no {split} split; it has {', '.join(own)}")
     splits = open_data(place, record=record, on_progress=on_progress)
     source = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
     if source is None:
         raise DataError(f"the split that the model was trained with has no {split} split")
-    return Chosen(source, split, record is not None and split != "train")
+    return Selection(source, split, record is not None and split != "train")
 
 
-class Seen(NamedTuple):
+class SeenInTraining(NamedTuple):
     """What the run that a model comes from did with the images it is evaluated on."""
 
     selected_on: int = 0
@@ -131,32 +131,34 @@ class Seen(NamedTuple):
         return said
 
 
-def seen_by_run(source: Source, record: Mapping[str, Any] | None, contents: Contents | None = None) -> Seen:
+def seen_in_training(
+    source: Source, record: Mapping[str, Any] | None, contents: Contents | None = None
+) -> SeenInTraining:
     """Find images among those of a run: by content where the digests of all are known, else by name as well."""
-    by_name = Seen() if record is None else _seen_by_name(source, record)
+    by_name = SeenInTraining() if record is None else _seen_by_name(source, record)
     if contents is None:
         return by_name
     digests = digests_of(source)
     selected, trained = (int(np.isin(digests, split).sum()) for split in (contents.val, contents.train))
     if contents.complete:
-        return Seen(selected, trained, CONTENT)
+        return SeenInTraining(selected, trained, CONTENT)
     known, of = len(contents.train) + len(contents.val), sum(contents.images)
     split = f"the content of {known:,} of {of:,}"
     compared = split if record is None else f"name and {split}"
-    return Seen(max(selected, by_name.selected_on), max(trained, by_name.trained_on), compared)
+    return SeenInTraining(max(selected, by_name.selected_on), max(trained, by_name.trained_on), compared)
 
 
-def _seen_by_name(source: Source, record: Mapping[str, Any]) -> Seen:
+def _seen_by_name(source: Source, record: Mapping[str, Any]) -> SeenInTraining:
     """Find images among those that a run's record of its split names."""
     names = record["names"] if isinstance(record["names"], Mapping) else {}
     val, test = (set(names.get(split) or ()) for split in ("val", "test"))
     keys = set(_keys_of(source))
     if keys <= test:  # folders of val and test may hold files of the same names
-        return Seen(compared_by="name")
+        return SeenInTraining(compared_by="name")
     # The names of the training images are not recorded; where all others are there, the rest are those.
     whole = bool(val | test) and (val | test) <= keys
     trained = min(len(keys - val - test), _trained_on(record)) if whole else 0
-    return Seen(len(keys & val), trained, "name")
+    return SeenInTraining(len(keys & val), trained, "name")
 
 
 def _trained_on(record: Mapping[str, Any]) -> int:
@@ -189,7 +191,7 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
 
 def _recorded_test(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None, on_progress: Progress | None
-) -> Chosen | None:
+) -> Selection | None:
     """Return the test split of a recorded split, or its val split; None if these are not the images that were split."""
     if record is None:
         return None
@@ -198,8 +200,8 @@ def _recorded_test(
     except DataError:
         return None
     if splits.test is not None:
-        return Chosen(splits.test, "test", True)
-    return None if splits.val is None else Chosen(splits.val, "val", True)
+        return Selection(splits.test, "test", True)
+    return None if splits.val is None else Selection(splits.val, "val", True)
 
 
 def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:

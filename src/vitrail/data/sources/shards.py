@@ -40,7 +40,7 @@ _WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
+class ShardIndex:
     """Where the images of some shards lie, and what their labels are."""
 
     stamps: NDArray[np.int64]
@@ -63,7 +63,7 @@ class Shards:
     """Images inside tar files. No file stays open: opening one costs little beside decoding an image."""
 
     paths: tuple[str, ...]
-    index: Index
+    index: ShardIndex
     classes: tuple[str, ...]
     labels: Labels
 
@@ -161,7 +161,7 @@ def _read_classes(shard: str) -> list[str] | None:
         raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
 
 
-def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> Index:
+def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> ShardIndex:
     """Find the images in shards, or take the index from the disk where no shard has changed since."""
     stamps = np.array([stamp_file(path, shown(path)) for path in paths], np.int64)
     place = index_file("shards", paths)
@@ -173,7 +173,7 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
             on_progress(len(names))
         others = Names(arrays["others"], arrays["other_ends"])
         places = (arrays["shard_of"], arrays["starts"], arrays["sizes"])
-        return Index(stamps, *places, names, arrays["codes"], found, others, arrays["other_places"])
+        return ShardIndex(stamps, *places, names, arrays["codes"], found, others, arrays["other_places"])
     began = now_ns()
     index = _index(paths, stamps, on_progress)
     if settled(stamps[:, 1], began):
@@ -187,7 +187,7 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
     return index
 
 
-def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progress | None) -> Index:
+def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progress | None) -> ShardIndex:
     names, others = NamesBuilder(), NamesBuilder()
     other_places: list[NDArray[np.int64]] = []
     places: list[NDArray[np.int64]] = []
@@ -210,7 +210,7 @@ def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progres
             on_progress(sum(counts))
     starts, sizes, codes_of_all = np.concatenate(places, axis=1)
     shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    return Index(
+    return ShardIndex(
         stamps, shard_of, starts, sizes, Names(*names.arrays()), codes_of_all, list(code_of),
         Names(*others.arrays()), np.concatenate(other_places, axis=1),
     )  # fmt: skip

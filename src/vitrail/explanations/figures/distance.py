@@ -19,7 +19,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged, InputError
 from vitrail.evaluation import in_use
-from vitrail.explanations.attention import attention_walk
+from vitrail.explanations.attention import iter_attention
 from vitrail.explanations.figures.figure import Absent, Figure
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -47,7 +47,7 @@ def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.floa
     with in_use(model):
         for batch in batches:
             layer = 0
-            for tokens, weights in attention_walk(model, batch):
+            for tokens, weights in iter_attention(model, batch):
                 if not tokens.isfinite().all():
                     raise Diverged(f"what leaves block {layer + 1} is not finite; the model's weights are damaged")
                 summed, counted = _summed(weights[:, :, config.layout.patches, config.layout.patches], between)

@@ -47,7 +47,7 @@ class Absent:
     """Why there is none, in a sentence, and what there is instead."""
 
 
-def check_room(folder: Path, names: list[str], *, overwrite: bool) -> None:
+def check_writable(folder: Path, names: list[str], *, overwrite: bool) -> None:
     """Refuse to write where somebody else's files would be lost, before anything is computed."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, and figures are written to a folder; choose another name")

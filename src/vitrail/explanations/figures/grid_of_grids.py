@@ -24,7 +24,7 @@ LEAST_HEIGHT = 220
 """In pixels, so that the scale of colours has room."""
 
 
-class Maps(NamedTuple):
+class MapGrid(NamedTuple):
     """Whose maps are drawn, and how large."""
 
     rows: list[int]
@@ -34,7 +34,7 @@ class Maps(NamedTuple):
     """The height and width of one map, in pixels."""
 
 
-def arranged(config: ViTConfig, room: int) -> Maps:
+def arranged(config: ViTConfig, room: int) -> MapGrid:
     """Choose which maps are drawn, and their size; a map has the shape of the image."""
     height, width = config.grid
     tall = min(4.0, max(0.25, config.patch_size[0] / config.patch_size[1]))
@@ -48,10 +48,10 @@ def arranged(config: ViTConfig, room: int) -> Maps:
         down, across = (max(THINNEST // 2, round(n * side * scale)) for n, side in zip(config.grid, patch, strict=True))
         if min(down, across) >= THINNEST:
             break
-    return Maps(rows, columns, down, across)
+    return MapGrid(rows, columns, down, across)
 
 
-def panel(similar: NDArray[np.float64], maps: Maps, heading: str) -> Image.Image:
+def panel(similar: NDArray[np.float64], maps: MapGrid, heading: str) -> Image.Image:
     """Draw maps (R, C, rows, columns), each where its patch lies, with the numbers of rows and columns beside them."""
     rows, columns, down, across = maps
     gap = max(3, min(down, across) // 10)
@@ -73,7 +73,7 @@ def panel(similar: NDArray[np.float64], maps: Maps, heading: str) -> Image.Image
     return sheet
 
 
-def _write_beside(sheet: Image.Image, maps: Maps, gap: int, inner: tuple[int, int, int, int]) -> None:
+def _write_beside(sheet: Image.Image, maps: MapGrid, gap: int, inner: tuple[int, int, int, int]) -> None:
     """Write the numbers of rows and columns, as many as have room, and what they are."""
     pen, font = ImageDraw.Draw(sheet), _font()
     left, top, width, height = inner
