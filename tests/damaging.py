@@ -59,7 +59,7 @@ RECIPE = [
 ]
 
 
-class DamageCase(NamedTuple):
+class Damage(NamedTuple):
     """A kind of file."""
 
     make: Callable[[Path], object]
@@ -92,7 +92,7 @@ def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
                 yield f"noise at {at}", content[:at] + noise + content[at + len(noise) :]
 
 
-def check(kind: DamageCase, place: Path, count: int, seed: int = 0) -> int:
+def check(kind: Damage, place: Path, count: int, seed: int = 0) -> int:
     """Damage a file again and again, and open it; return how often it was refused."""
     whole, work = place / "whole", place / "work"
     work.mkdir(parents=True)
@@ -124,7 +124,7 @@ def _put_back(whole: Path, work: Path) -> None:
     shutil.copytree(whole, work)
 
 
-def _refused(kind: DamageCase, work: Path, said: str) -> bool:
+def _refused(kind: Damage, work: Path, said: str) -> bool:
     try:
         kind.open(work)
     except VitrailError as error:
@@ -393,59 +393,59 @@ def _image(suffix: str) -> Callable[[Path], None]:
     return make
 
 
-DAMAGE_CASES: dict[str, DamageCase] = {
-    "safetensors": DamageCase(_converted("timm", "m"), "m/*.safetensors", _load("m/model.safetensors")),
-    "timm config": DamageCase(_converted("timm", "m"), "m/config.json", _load("m")),
-    "transformers config": DamageCase(_converted("transformers", "m"), "m/config.json", _load("m")),
-    "transformers preprocessing": DamageCase(_converted("transformers", "m"), "m/preprocessor_config.json", _load("m")),
-    "index of weight shards": DamageCase(_sharded, "m/*.index.json", _load("m")),
-    "npz": DamageCase(_converted("google", "m.npz"), "m.npz", _load("m.npz", heads=2)),
-    "compressed npz": DamageCase(_compressed_npz, "m.npz", _load("m.npz", heads=2)),
-    "pth": DamageCase(_torch_file(), "m.pth", _load("m.pth", heads=2)),
-    "legacy pth": DamageCase(_torch_file(_use_new_zipfile_serialization=False), "m.pth", _load("m.pth", heads=2)),
-    "key table": DamageCase(_with_key_table, "keys.toml", _load("m.safetensors", keys="keys.toml")),
-    "bundle weights": DamageCase(_save_bundle, "m/model.safetensors", _load("m")),
-    "bundle weights without digest": DamageCase(_save_bundle_without_digest, "m/model.safetensors", _load("m")),
-    "bundle config": DamageCase(_save_bundle, "m/config.json", _load("m")),
-    "csv": DamageCase(_manifest("all.csv"), "data/all.csv", _read_all("data/all.csv")),
-    "jsonl": DamageCase(_manifest("all.jsonl"), "data/all.jsonl", _read_all("data/all.jsonl")),
-    "parquet": DamageCase(_manifest("all.parquet"), "data/all.parquet", _read_all("data/all.parquet")),
-    "parquet of images": DamageCase(_parquet_bytes, "all.parquet", _read_all("all.parquet")),
-    "tar": DamageCase(_tar, "all.tar", _read_all("all.tar")),
-    "classes of a tar": DamageCase(_tar, "classes.txt", _read_all("all.tar")),
-    "index of a tar": DamageCase(_old_tar, "cache/index/*.npz", _read_all("all.tar")),
-    "index of a folder": DamageCase(_old_images, "cache/index/*.npz", _read_all("data"), slow=True),
-    "cache of a check": DamageCase(_old_manifest, "cache/index/*.npz", _checked, slow=True),
-    "candidate of a sweep": DamageCase(_candidate, "candidate.json", _recorded_outcome),
-    "table of the pixel cache": DamageCase(_images, "cache/pixels/*/table.npz", _cached),
-    "pixel cache": DamageCase(_images, "cache/pixels/*/pixels.bin", _cached),
-    "job": DamageCase(_predictions("jsonl", stopped=True), "rows.jsonl.job.json", _resume("jsonl"), changes=True),
-    "rows as jsonl": DamageCase(_predictions("jsonl", stopped=True), "rows.jsonl", _resume("jsonl"), changes=True),
-    "rows as csv": DamageCase(_predictions("csv", stopped=True), "rows.csv", _resume("csv"), changes=True),
-    "rows for parquet": DamageCase(
+DAMAGE_CASES: dict[str, Damage] = {
+    "safetensors": Damage(_converted("timm", "m"), "m/*.safetensors", _load("m/model.safetensors")),
+    "timm config": Damage(_converted("timm", "m"), "m/config.json", _load("m")),
+    "transformers config": Damage(_converted("transformers", "m"), "m/config.json", _load("m")),
+    "transformers preprocessing": Damage(_converted("transformers", "m"), "m/preprocessor_config.json", _load("m")),
+    "index of weight shards": Damage(_sharded, "m/*.index.json", _load("m")),
+    "npz": Damage(_converted("google", "m.npz"), "m.npz", _load("m.npz", heads=2)),
+    "compressed npz": Damage(_compressed_npz, "m.npz", _load("m.npz", heads=2)),
+    "pth": Damage(_torch_file(), "m.pth", _load("m.pth", heads=2)),
+    "legacy pth": Damage(_torch_file(_use_new_zipfile_serialization=False), "m.pth", _load("m.pth", heads=2)),
+    "key table": Damage(_with_key_table, "keys.toml", _load("m.safetensors", keys="keys.toml")),
+    "bundle weights": Damage(_save_bundle, "m/model.safetensors", _load("m")),
+    "bundle weights without digest": Damage(_save_bundle_without_digest, "m/model.safetensors", _load("m")),
+    "bundle config": Damage(_save_bundle, "m/config.json", _load("m")),
+    "csv": Damage(_manifest("all.csv"), "data/all.csv", _read_all("data/all.csv")),
+    "jsonl": Damage(_manifest("all.jsonl"), "data/all.jsonl", _read_all("data/all.jsonl")),
+    "parquet": Damage(_manifest("all.parquet"), "data/all.parquet", _read_all("data/all.parquet")),
+    "parquet of images": Damage(_parquet_bytes, "all.parquet", _read_all("all.parquet")),
+    "tar": Damage(_tar, "all.tar", _read_all("all.tar")),
+    "classes of a tar": Damage(_tar, "classes.txt", _read_all("all.tar")),
+    "index of a tar": Damage(_old_tar, "cache/index/*.npz", _read_all("all.tar")),
+    "index of a folder": Damage(_old_images, "cache/index/*.npz", _read_all("data"), slow=True),
+    "cache of a check": Damage(_old_manifest, "cache/index/*.npz", _checked, slow=True),
+    "candidate of a sweep": Damage(_candidate, "candidate.json", _recorded_outcome),
+    "table of the pixel cache": Damage(_images, "cache/pixels/*/table.npz", _cached),
+    "pixel cache": Damage(_images, "cache/pixels/*/pixels.bin", _cached),
+    "job": Damage(_predictions("jsonl", stopped=True), "rows.jsonl.job.json", _resume("jsonl"), changes=True),
+    "rows as jsonl": Damage(_predictions("jsonl", stopped=True), "rows.jsonl", _resume("jsonl"), changes=True),
+    "rows as csv": Damage(_predictions("csv", stopped=True), "rows.csv", _resume("csv"), changes=True),
+    "rows for parquet": Damage(
         _predictions("parquet", stopped=True), "rows.parquet.rows.jsonl", _resume("parquet"), changes=True
     ),
-    "finished jsonl": DamageCase(_predictions("jsonl", stopped=False), "rows.jsonl", _resume("jsonl"), changes=True),
-    "finished csv": DamageCase(_predictions("csv", stopped=False), "rows.csv", _resume("csv"), changes=True),
-    "finished parquet": DamageCase(_predictions("parquet", stopped=False), "rows.parquet", _resume("parquet"), changes=True),
-    **{f"{suffix} image": DamageCase(_image(suffix), f"data/z.{suffix}", _predict_image) for suffix in ("png", "jpg", "npy")},
-    "split for eval": DamageCase(make_run, "run/split.json", _recorded, slow=True),
+    "finished jsonl": Damage(_predictions("jsonl", stopped=False), "rows.jsonl", _resume("jsonl"), changes=True),
+    "finished csv": Damage(_predictions("csv", stopped=False), "rows.csv", _resume("csv"), changes=True),
+    "finished parquet": Damage(_predictions("parquet", stopped=False), "rows.parquet", _resume("parquet"), changes=True),
+    **{f"{suffix} image": Damage(_image(suffix), f"data/z.{suffix}", _predict_image) for suffix in ("png", "jpg", "npy")},
+    "split for eval": Damage(make_run, "run/split.json", _recorded, slow=True),
     **{
-        f"report of {file}": DamageCase(make_run, f"run/{file}", _report, changes=True, slow=True)
+        f"report of {file}": Damage(make_run, f"run/{file}", _report, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "result.json", "check.json",
             "test_predictions.parquet", "best/config.json", "best/model.safetensors",
         )
     },
     **{
-        f"run with {file}": DamageCase(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
+        f"run with {file}": Damage(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "log.txt", "state/*/state.json",
             "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "result.json", "stamps.index",
         )
     },
     **{
-        f"finished run with {file}": DamageCase(make_run, f"run/{file}", train_tiny, changes=True, slow=True)
+        f"finished run with {file}": Damage(make_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in ("state/*/state.json", "state/*/state.safetensors", "best/config.json", "best/model.safetensors")
     },
 }  # fmt: skip

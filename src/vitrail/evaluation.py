@@ -16,7 +16,7 @@ from vitrail.data.batches import BadImage, Batch, evaluation_batches
 from vitrail.data.batches import Evaluation as EveryImage
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.contents import recorded_contents
-from vitrail.data.sources.selection import CONTENT, Selection, SeenInTraining, match_classes, seen_in_training
+from vitrail.data.sources.selection import CONTENT, SeenInTraining, Selection, match_classes, seen_in_training
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, DataError, Diverged
 from vitrail.metrics.baselines import Baselines, baselines, warnings_about

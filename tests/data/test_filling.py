@@ -1,4 +1,4 @@
-"""Images that nobody sees change nothing of those that are seen, and make batches alike."""
+"""Padding images leave the others unchanged, and give all batches the same layout."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ from vitrail.data.augmentation.device_operations import operation_group
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.augmentation.on_device import apply_all
-from vitrail.data.augmentation.padding import OperationCapacity, pad_plans, operation_capacity
+from vitrail.data.augmentation.padding import OperationCapacity, operation_capacity, pad_plans
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
 from vitrail.data.batches import Training
 from vitrail.data.preprocess import Preprocess
@@ -49,18 +49,18 @@ def training(augmentation: Augmentation, batch: int) -> Training:
 
 @settings(deadline=None, max_examples=20)
 @given(name=st.sampled_from(sorted(AUGMENTATIONS)), batch=st.integers(1, 300), first=st.integers(0, 10_000))
-def test_what_is_seen_stays_as_it_is(name: str, batch: int, first: int) -> None:
+def test_padding_leaves_the_images_unchanged(name: str, batch: int, first: int) -> None:
     augmentation = AUGMENTATIONS[name]
     plans = plans_of(augmentation, batch, first)
     more = pad_plans(plans, operation_capacity(augmentation, SIZE, batch))
     assert more[:batch] == plans
     some = torch.randint(0, 256, (batch, 3, *SIZE), dtype=torch.uint8)
-    unseen = some[:1].expand(len(more) - batch, -1, -1, -1)
-    assert torch.equal(apply_all(more, torch.cat([some, unseen]))[:batch], apply_all(plans, some))
+    padding = some[:1].expand(len(more) - batch, -1, -1, -1)
+    assert torch.equal(apply_all(more, torch.cat([some, padding]))[:batch], apply_all(plans, some))
 
 
 @pytest.mark.parametrize("name", ["usual", "big_vision"])
-def test_every_batch_does_the_same_number_of_each_thing(name: str) -> None:
+def test_padded_batches_have_the_same_operation_counts(name: str) -> None:
     capacity = operation_capacity(AUGMENTATIONS[name], SIZE, 512)
     assert 0 < capacity.added < 512
     for first in range(0, 8 * 512, 512):
@@ -72,8 +72,8 @@ def test_every_batch_does_the_same_number_of_each_thing(name: str) -> None:
             assert found == sizes
 
 
-def test_batches_are_laid_out_alike() -> None:
-    """So that a recording of one does for all."""
+def test_padded_batches_share_one_layout() -> None:
+    """So one CUDA graph fits them all."""
     data = training(AUGMENTATIONS["usual"], 512)
     planning = Planning(data, operation_capacity(data.augmentation, SIZE, 512))
     assert len({planning[step].layout for step in range(12)}) == 1
@@ -81,7 +81,7 @@ def test_batches_are_laid_out_alike() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(AUGMENTATIONS))
-def test_a_device_makes_the_same_batches_of_them(name: str) -> None:
+def test_padding_does_not_change_batches(name: str) -> None:
     data = training(AUGMENTATIONS[name], 128)
     resident = Resident(data, CPU, 0)
     filling = Planning(data, operation_capacity(data.augmentation, SIZE, 128))
@@ -97,9 +97,9 @@ def test_a_device_makes_the_same_batches_of_them(name: str) -> None:
         {"operations": (Operation("solarize_add", (3.0,)), Operation("identity"))},
         {"operations": (Operation("identity"),) * 3},
     ],
-    ids=["a kind that never was", "more than ever"],
+    ids=["unexpected group", "too many layers"],
 )
-def test_what_does_not_fit_stays_as_it_is(change: dict[str, Any]) -> None:
+def test_plans_beyond_the_capacity_are_not_padded(change: dict[str, Any]) -> None:
     capacity = OperationCapacity(({"moves": 5}, {"moves": 5}), 9)
     move = Operation("translate_x", (2.0,))
     usual = plans_of(AUGMENTATIONS["none"], 4)

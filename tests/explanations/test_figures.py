@@ -75,7 +75,7 @@ def test_filters_are_the_eigenvectors_of_the_kernels_covariance() -> None:
     for number in range(5):
         expected, component = vectors[:, -1 - number], found.components[number].ravel()
         assert abs(expected @ component) == pytest.approx(1, abs=1e-9)
-        assert found.shares[number] == pytest.approx(values[-1 - number] / values.sum(), abs=1e-9)
+        assert found.explained[number] == pytest.approx(values[-1 - number] / values.sum(), abs=1e-9)
         assert component[np.abs(component).argmax()] > 0
     assert found.components.shape == (5, 4, 4, 3)
     assert (found.kernels, found.of_patches) == (16, True)

@@ -27,7 +27,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.opening import open_source
 from vitrail.errors import CheckpointError, InputError
 from vitrail.inference import feature_files
-from vitrail.inference.features import ComputeOptions, FeatureRequest, FeatureKind, gather
+from vitrail.inference.features import ComputeOptions, FeatureKind, FeatureRequest, gather
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 

@@ -19,8 +19,8 @@ from vitrail.errors import ConfigError, DataError, Diverged, InputError
 from vitrail.inference.features import (
     FEATURE_KINDS,
     ComputeOptions,
-    FeatureRequest,
     FeatureKind,
+    FeatureRequest,
     feature_batches,
     gather,
 )

@@ -17,7 +17,7 @@ from vitrail.data.sources.opening import open_data
 from vitrail.errors import ConfigError
 from vitrail.inference.features import Features
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
-from vitrail.inference.probe import Collected, ProbePlan, measure, open_splits
+from vitrail.inference.probe import Collected, ProbePlan, evaluate_features, open_splits
 from vitrail.inference.probe_result import ProbeResult, ProbeRow
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -82,7 +82,7 @@ def test_the_rows_are_the_protocols_and_nothing_else() -> None:
         Features(features[split], labels[split], np.arange(60), ()) for split in (slice(0, 60), slice(60, 120))
     )
     collected = Collected(train, None, test, ("a", "b", "c", "d"), "given")
-    found = measure(collected, ProbePlan(shots=(3,), seeds=4, k=(5,)), device="cpu")
+    found = evaluate_features(collected, ProbePlan(shots=(3,), seeds=4, k=(5,)), device="cpu")
     expected = []
     for seed in range(4):
         drawn = draw_examples(train.labels, 3, seed)
@@ -168,7 +168,7 @@ def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
     done = run("probe", model, "parted")
     assert (done.code, done.out) == (2, "")
     assert done.err == (
-        "vitrail: parted has no test split for accuracy to be measured on; measure on its val split with --split val "
+        "vitrail: parted has no test split for accuracy to be measured on; evaluate_features on its val split with --split val "
         "(split='val')\n"
     )
     done = run("probe", model, "parted", "--split", "val")

@@ -73,7 +73,7 @@ def predict(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit from None
     except KeyboardInterrupt:
-        if output is not None and not quiet and choose_format(format, output, watched=False) != "table":
+        if output is not None and not quiet and choose_format(format, output, interactive=False) != "table":
             echo(f"vitrail: stopped; the same command with --resume goes on with {output}", err=True)
         raise
     if not quiet:

@@ -43,7 +43,7 @@ def probe(
     numbers = _numbers("--shots", shots), _numbers("--k", k)
     from vitrail.data.sources.selection import recorded_split
     from vitrail.inference.features import ComputeOptions, FeatureRequest
-    from vitrail.inference.probe import ProbePlan, collect, measure, open_splits
+    from vitrail.inference.probe import ProbePlan, collect, evaluate_features, open_splits
 
     words = tuple(word.strip() for word in only.split(",") if word.strip())
     plan = ProbePlan(words, numbers[0], seeds, numbers[1], split)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def probe(
     with progress("features") as on_features:
         collected = collect(model, splits, plan, replace(how, on_progress=on_features), layer=layer)
     with progress("fitting") as on_fitted:
-        found = measure(collected, plan, device=device, on_progress=on_fitted)
+        found = evaluate_features(collected, plan, device=device, on_progress=on_fitted)
     if as_json:
         echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return

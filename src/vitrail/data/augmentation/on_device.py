@@ -12,10 +12,10 @@ from torch import Tensor
 
 from vitrail.data.augmentation.augment import MIDDLE_GREY, Augmentation, AugmentationPlan
 from vitrail.data.augmentation.device_operations import (
-    Blends,
-    ValueMaps,
-    PixelMoves,
     BatchOperations,
+    Blends,
+    PixelMoves,
+    ValueMaps,
     Warps,
     pack_operations,
 )

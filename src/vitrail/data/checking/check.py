@@ -30,7 +30,7 @@ from vitrail.data.checking.findings import (
 )
 from vitrail.data.checking.rows import COMPARED, FINE, UNREAD
 from vitrail.data.checking.skipped import find_skipped, skipped_findings
-from vitrail.data.checking.survey import SurveyProgress, Survey, survey, survey_headers
+from vitrail.data.checking.survey import Survey, SurveyProgress, survey, survey_headers
 from vitrail.data.sources.contents import Contents
 from vitrail.data.sources.faults import Faults, settle
 from vitrail.data.sources.index_files import Progress, shown
