@@ -1,6 +1,6 @@
-"""Damage to every kind of file that we read: what is truncated or flipped opens, or is refused in one sentence.
+"""Case to every kind of file that we read: what is truncated or flipped opens, or is refused in one sentence.
 
-Each kind is a row of `DAMAGE_CASES`: how such files are made, which of them is damaged, and how it is opened.
+Each kind is a row of `CASES`: how such files are made, which of them is damaged, and how it is opened.
 """
 
 import functools
@@ -59,7 +59,7 @@ RECIPE = [
 ]
 
 
-class Damage(NamedTuple):
+class Case(NamedTuple):
     """A kind of file."""
 
     make: Callable[[Path], object]
@@ -92,8 +92,8 @@ def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
                 yield f"noise at {at}", content[:at] + noise + content[at + len(noise) :]
 
 
-def check(kind: Damage, place: Path, count: int, seed: int = 0) -> int:
-    """Damage a file again and again, and open it; return how often it was refused."""
+def check(kind: Case, place: Path, count: int, seed: int = 0) -> int:
+    """Case a file again and again, and open it; return how often it was refused."""
     whole, work = place / "whole", place / "work"
     work.mkdir(parents=True)
     before = os.environ.get("VITRAIL_CACHE")
@@ -124,7 +124,7 @@ def _put_back(whole: Path, work: Path) -> None:
     shutil.copytree(whole, work)
 
 
-def _refused(kind: Damage, work: Path, said: str) -> bool:
+def _refused(kind: Case, work: Path, said: str) -> bool:
     try:
         kind.open(work)
     except VitrailError as error:
@@ -393,59 +393,59 @@ def _image(suffix: str) -> Callable[[Path], None]:
     return make
 
 
-DAMAGE_CASES: dict[str, Damage] = {
-    "safetensors": Damage(_converted("timm", "m"), "m/*.safetensors", _load("m/model.safetensors")),
-    "timm config": Damage(_converted("timm", "m"), "m/config.json", _load("m")),
-    "transformers config": Damage(_converted("transformers", "m"), "m/config.json", _load("m")),
-    "transformers preprocessing": Damage(_converted("transformers", "m"), "m/preprocessor_config.json", _load("m")),
-    "index of weight shards": Damage(_sharded, "m/*.index.json", _load("m")),
-    "npz": Damage(_converted("google", "m.npz"), "m.npz", _load("m.npz", heads=2)),
-    "compressed npz": Damage(_compressed_npz, "m.npz", _load("m.npz", heads=2)),
-    "pth": Damage(_torch_file(), "m.pth", _load("m.pth", heads=2)),
-    "legacy pth": Damage(_torch_file(_use_new_zipfile_serialization=False), "m.pth", _load("m.pth", heads=2)),
-    "key table": Damage(_with_key_table, "keys.toml", _load("m.safetensors", keys="keys.toml")),
-    "bundle weights": Damage(_save_bundle, "m/model.safetensors", _load("m")),
-    "bundle weights without digest": Damage(_save_bundle_without_digest, "m/model.safetensors", _load("m")),
-    "bundle config": Damage(_save_bundle, "m/config.json", _load("m")),
-    "csv": Damage(_manifest("all.csv"), "data/all.csv", _read_all("data/all.csv")),
-    "jsonl": Damage(_manifest("all.jsonl"), "data/all.jsonl", _read_all("data/all.jsonl")),
-    "parquet": Damage(_manifest("all.parquet"), "data/all.parquet", _read_all("data/all.parquet")),
-    "parquet of images": Damage(_parquet_bytes, "all.parquet", _read_all("all.parquet")),
-    "tar": Damage(_tar, "all.tar", _read_all("all.tar")),
-    "classes of a tar": Damage(_tar, "classes.txt", _read_all("all.tar")),
-    "index of a tar": Damage(_old_tar, "cache/index/*.npz", _read_all("all.tar")),
-    "index of a folder": Damage(_old_images, "cache/index/*.npz", _read_all("data"), slow=True),
-    "cache of a check": Damage(_old_manifest, "cache/index/*.npz", _checked, slow=True),
-    "candidate of a sweep": Damage(_candidate, "candidate.json", _recorded_outcome),
-    "table of the pixel cache": Damage(_images, "cache/pixels/*/table.npz", _cached),
-    "pixel cache": Damage(_images, "cache/pixels/*/pixels.bin", _cached),
-    "job": Damage(_predictions("jsonl", stopped=True), "rows.jsonl.job.json", _resume("jsonl"), changes=True),
-    "rows as jsonl": Damage(_predictions("jsonl", stopped=True), "rows.jsonl", _resume("jsonl"), changes=True),
-    "rows as csv": Damage(_predictions("csv", stopped=True), "rows.csv", _resume("csv"), changes=True),
-    "rows for parquet": Damage(
+CASES: dict[str, Case] = {
+    "safetensors": Case(_converted("timm", "m"), "m/*.safetensors", _load("m/model.safetensors")),
+    "timm config": Case(_converted("timm", "m"), "m/config.json", _load("m")),
+    "transformers config": Case(_converted("transformers", "m"), "m/config.json", _load("m")),
+    "transformers preprocessing": Case(_converted("transformers", "m"), "m/preprocessor_config.json", _load("m")),
+    "index of weight shards": Case(_sharded, "m/*.index.json", _load("m")),
+    "npz": Case(_converted("google", "m.npz"), "m.npz", _load("m.npz", heads=2)),
+    "compressed npz": Case(_compressed_npz, "m.npz", _load("m.npz", heads=2)),
+    "pth": Case(_torch_file(), "m.pth", _load("m.pth", heads=2)),
+    "legacy pth": Case(_torch_file(_use_new_zipfile_serialization=False), "m.pth", _load("m.pth", heads=2)),
+    "key table": Case(_with_key_table, "keys.toml", _load("m.safetensors", keys="keys.toml")),
+    "bundle weights": Case(_save_bundle, "m/model.safetensors", _load("m")),
+    "bundle weights without digest": Case(_save_bundle_without_digest, "m/model.safetensors", _load("m")),
+    "bundle config": Case(_save_bundle, "m/config.json", _load("m")),
+    "csv": Case(_manifest("all.csv"), "data/all.csv", _read_all("data/all.csv")),
+    "jsonl": Case(_manifest("all.jsonl"), "data/all.jsonl", _read_all("data/all.jsonl")),
+    "parquet": Case(_manifest("all.parquet"), "data/all.parquet", _read_all("data/all.parquet")),
+    "parquet of images": Case(_parquet_bytes, "all.parquet", _read_all("all.parquet")),
+    "tar": Case(_tar, "all.tar", _read_all("all.tar")),
+    "classes of a tar": Case(_tar, "classes.txt", _read_all("all.tar")),
+    "index of a tar": Case(_old_tar, "cache/index/*.npz", _read_all("all.tar")),
+    "index of a folder": Case(_old_images, "cache/index/*.npz", _read_all("data"), slow=True),
+    "cache of a check": Case(_old_manifest, "cache/index/*.npz", _checked, slow=True),
+    "candidate of a sweep": Case(_candidate, "candidate.json", _recorded_outcome),
+    "table of the pixel cache": Case(_images, "cache/pixels/*/table.npz", _cached),
+    "pixel cache": Case(_images, "cache/pixels/*/pixels.bin", _cached),
+    "job": Case(_predictions("jsonl", stopped=True), "rows.jsonl.job.json", _resume("jsonl"), changes=True),
+    "rows as jsonl": Case(_predictions("jsonl", stopped=True), "rows.jsonl", _resume("jsonl"), changes=True),
+    "rows as csv": Case(_predictions("csv", stopped=True), "rows.csv", _resume("csv"), changes=True),
+    "rows for parquet": Case(
         _predictions("parquet", stopped=True), "rows.parquet.rows.jsonl", _resume("parquet"), changes=True
     ),
-    "finished jsonl": Damage(_predictions("jsonl", stopped=False), "rows.jsonl", _resume("jsonl"), changes=True),
-    "finished csv": Damage(_predictions("csv", stopped=False), "rows.csv", _resume("csv"), changes=True),
-    "finished parquet": Damage(_predictions("parquet", stopped=False), "rows.parquet", _resume("parquet"), changes=True),
-    **{f"{suffix} image": Damage(_image(suffix), f"data/z.{suffix}", _predict_image) for suffix in ("png", "jpg", "npy")},
-    "split for eval": Damage(make_run, "run/split.json", _recorded, slow=True),
+    "finished jsonl": Case(_predictions("jsonl", stopped=False), "rows.jsonl", _resume("jsonl"), changes=True),
+    "finished csv": Case(_predictions("csv", stopped=False), "rows.csv", _resume("csv"), changes=True),
+    "finished parquet": Case(_predictions("parquet", stopped=False), "rows.parquet", _resume("parquet"), changes=True),
+    **{f"{suffix} image": Case(_image(suffix), f"data/z.{suffix}", _predict_image) for suffix in ("png", "jpg", "npy")},
+    "split for eval": Case(make_run, "run/split.json", _recorded, slow=True),
     **{
-        f"report of {file}": Damage(make_run, f"run/{file}", _report, changes=True, slow=True)
+        f"report of {file}": Case(make_run, f"run/{file}", _report, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "result.json", "check.json",
             "test_predictions.parquet", "best/config.json", "best/model.safetensors",
         )
     },
     **{
-        f"run with {file}": Damage(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
+        f"run with {file}": Case(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "log.txt", "state/*/state.json",
             "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "result.json", "stamps.index",
         )
     },
     **{
-        f"finished run with {file}": Damage(make_run, f"run/{file}", train_tiny, changes=True, slow=True)
+        f"finished run with {file}": Case(make_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in ("state/*/state.json", "state/*/state.safetensors", "best/config.json", "best/model.safetensors")
     },
 }  # fmt: skip

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-from tests.damaging import DAMAGE_CASES, check
+from tests.damaging import CASES, check
 
 
-@pytest.mark.parametrize("name", [name for name, kind in DAMAGE_CASES.items() if not kind.slow])
+@pytest.mark.parametrize("name", [name for name, kind in CASES.items() if not kind.slow])
 def test_damage(name: str, tmp_path: Path) -> None:
-    check(DAMAGE_CASES[name], tmp_path, 12)
+    check(CASES[name], tmp_path, 12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DAMAGE_CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_damage_at_many_places(name: str, tmp_path: Path) -> None:
-    check(DAMAGE_CASES[name], tmp_path, 12 if DAMAGE_CASES[name].slow else 150, seed=1)
+    check(CASES[name], tmp_path, 12 if CASES[name].slow else 150, seed=1)

@@ -17,7 +17,7 @@ from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, InputError
 from vitrail.explanations.figures import Absent, Figure, filters_figure, rollout_figure
-from vitrail.explanations.figures.examples import VEIL, attended, examples_figure
+from vitrail.explanations.figures.examples import MASK, attended, examples_figure
 from vitrail.explanations.rollout import rollout_maps
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -190,8 +190,8 @@ def test_the_veil_is_clear_where_the_map_is_largest() -> None:
     image = Image.new("RGB", (8, 8), (200, 100, 0))
     veiled = np.asarray(attended(image, np.array([[1, 0]], np.float32)))
     assert tuple(veiled[4, 0]) == (200, 100, 0)
-    assert tuple(veiled[4, 7]) == VEIL
-    assert np.asarray(attended(image, np.zeros((2, 2), np.float32))).reshape(-1, 3).tolist() == [list(VEIL)] * 64
+    assert tuple(veiled[4, 7]) == MASK
+    assert np.asarray(attended(image, np.zeros((2, 2), np.float32))).reshape(-1, 3).tolist() == [list(MASK)] * 64
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, (8, 8)), (4, (40, 20)), (5, (300, 500))])

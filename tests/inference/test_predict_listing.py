@@ -188,7 +188,7 @@ def test_what_is_skipped_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) -
     touch("p/in/a.bin", "p/in/b.bin", "p/in/c.bin", "p/in/d.bin")
     skipped = SkippedFiles()
     list(list_items(["p"], skipped=skipped))
-    assert skipped.said() == [
+    assert skipped.messages() == [
         "1 file is an image by content but not by name, and skipped (p/upload.php: a PNG; rename it to upload.png)",
         "6 files were skipped, because their names do not end as an image's (p/notes.txt, p/in/a.bin, p/in/b.bin, "
         "p/in/c.bin, p/in/d.bin, and 1 more)",

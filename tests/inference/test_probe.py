@@ -168,7 +168,7 @@ def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
     done = run("probe", model, "parted")
     assert (done.code, done.out) == (2, "")
     assert done.err == (
-        "vitrail: parted has no test split for accuracy to be measured on; evaluate_features on its val split with --split val "
+        "vitrail: parted has no test split to evaluate on; evaluate on its validation split with --split val "
         "(split='val')\n"
     )
     done = run("probe", model, "parted", "--split", "val")

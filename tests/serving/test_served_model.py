@@ -102,12 +102,16 @@ def test_a_model_is_made_ready_once(opened: Open) -> None:
 def test_features_for_which_a_model_is_made_ready_alike() -> None:
     config = bundle().model.config
     assert (
-        FeatureRequest(layer=-1, normalise=True).alike(config)
-        == FeatureRequest(layer=1).alike(config)
+        FeatureRequest(layer=-1, normalise=True).cache_key(config)
+        == FeatureRequest(layer=1).cache_key(config)
         == FeatureRequest()
     )
-    assert FeatureRequest(layer=-2).alike(config) == FeatureRequest(layer=0).alike(config) == FeatureRequest(layer=0)
-    assert FeatureRequest(tokens="class", raw=True).alike(config) == FeatureRequest(tokens="class")
+    assert (
+        FeatureRequest(layer=-2).cache_key(config)
+        == FeatureRequest(layer=0).cache_key(config)
+        == FeatureRequest(layer=0)
+    )
+    assert FeatureRequest(tokens="class", raw=True).cache_key(config) == FeatureRequest(tokens="class")
 
 
 def test_a_model_without_a_head_that_answers_nonsense_is_found_out(opened: Open) -> None:

@@ -133,6 +133,6 @@ def test_a_run_keeps_the_digests_of_its_images_and_its_bundles_carry_them(
     shutil.copy(run.folder / "contents.index", tmp_path / "contents.index")
     save_in_run(run.bundle, tmp_path / "last")
     assert (tmp_path / "last" / "contents.index").exists()
-    monkeypatch.setattr("vitrail.data.sources.contents.MOST_CARRIED", 3)
+    monkeypatch.setattr("vitrail.data.sources.contents.MOST_IN_BUNDLE", 3)
     save_in_run(run.bundle, tmp_path / "last")
     assert not (tmp_path / "last" / "contents.index").exists()

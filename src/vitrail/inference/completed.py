@@ -43,8 +43,8 @@ def _rows(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None
         yield from _of_parquet(target) if format == "parquet" else _of_lines(target, format)
     except (ValueError, LookupError, TypeError):
         raise DataError(
-            f"{shown(os.fspath(target))} already exists and was not written by predict; choose another name, or replace "
-            f"it with --overwrite"
+            f"{shown(os.fspath(target))} already exists and was not written by predict; choose another name, or "
+            f"replace it with --overwrite"
         ) from None
     except OSError as fault:
         reason = " ".join(reason_of(fault).split())[:200]  # pyarrow's messages have several lines

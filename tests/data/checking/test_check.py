@@ -208,7 +208,7 @@ def test_modes(root: Path) -> None:
 def test_sixteen_bits_of_colour_are_told_by_the_header() -> None:
     header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBB", 13, b"IHDR", 1, 1, 16, 2, 0, 0, 0)
     content = header + struct.pack(">I", zlib.crc32(header[12:])) + struct.pack(">I4s", 9, b"IDAT") + b"x" * 9
-    assert survey.kind_of(content) == ("PNG", "16-bit", 3)
+    assert survey.stored_format(content) == ("PNG", "16-bit", 3)
 
 
 def test_images_of_any_number_of_channels_are_decoded() -> None:

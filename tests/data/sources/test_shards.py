@@ -319,7 +319,7 @@ def test_the_index_is_used_until_a_shard_changes(tmp_path: Path, monkeypatch: py
     runs: list[int] = []
     index = shards._index
 
-    def counted(*arguments: object) -> shards.Index:
+    def counted(*arguments: object) -> shards.ShardIndex:
         runs.append(1)
         return index(*arguments)
 

@@ -37,7 +37,7 @@ class PixelMoves(NamedTuple):
 
 
 class ValueMaps(NamedTuple):
-    """Images whose values go through a lookup table: first those with a precomputed table, then the rest by operation."""
+    """Images whose values go through a lookup table: first with precomputed tables, then the rest by operation."""
 
     images: Slot
     """(n,), int64."""

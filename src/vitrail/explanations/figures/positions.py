@@ -19,7 +19,7 @@ MOST_BLOCKS = 4
 _INSTEAD = "the figure of attention distance shows how its heads use positions"
 _WHY = {
     "none": "this model has no position information (position 'none'), so it has no position embeddings to compare.",
-    "rope_2d": "this model has no position table: it rotates queries and keys by the positions of their patches (position "
+    "rope_2d": "this model has no position table: it rotates queries and keys by their patches' positions (position "
     f"'rope_2d'); {_INSTEAD}.",
     "relative": "this model embeds every offset between two patches instead of positions (position "
     f"'relative'); {_INSTEAD}.",
