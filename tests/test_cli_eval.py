@@ -264,7 +264,7 @@ def test_classes_the_model_does_not_have(run: Run, tmp_path: Path, data: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--split", "tset"), "no split is called 'tset'; choose test, val, train, all"),
+        (("--split", "tset"), "unknown split 'tset'; choose test, val, train, all"),
         (("--precision", "int3"), "no precision is called 'int3'"),
         (("--device", "abacus"), "no device is called 'abacus'"),
         (("--batch", "0"), "--batch"),
@@ -317,7 +317,7 @@ def test_from_python_the_split_of_the_run_is_taken(bundle: Path, data: Path) -> 
 
 
 def test_from_python_what_cannot_be_evaluated(bundle: Path, data: Path) -> None:
-    with pytest.raises(vitrail.ConfigError, match="no split is called 'tset'"):
+    with pytest.raises(vitrail.ConfigError, match="unknown split 'tset'"):
         vitrail.evaluate(bundle, data, split="tset")
     with pytest.raises(vitrail.CheckpointError, match="a model of your own becomes a bundle"):
         vitrail.evaluate(vitrail.load(bundle).model, data)

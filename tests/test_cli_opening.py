@@ -92,7 +92,7 @@ def test_every_command_refuses_what_it_would_have_to_guess(command: str, images:
 @pytest.mark.parametrize(
     ("command", "more", "refusal"),
     [
-        ("predict", ("no head",), "the model has no head"),
+        ("predict", ("no head",), "the model has no classification head"),
         ("predict", ("--engine", "onxx"), "'onxx'"),
         ("eval", ("no head",), "the model has no head"),
         ("embed", ("--layer", "9"), "layer"),

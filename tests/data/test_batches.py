@@ -171,9 +171,9 @@ def test_a_bad_image_is_replaced_deterministically_and_reported() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_image_stops_the_run_with_refuse(workers: int) -> None:
-    with pytest.raises(DataError, match=r"^images/7\.jpg: a damaged JPEG: [^\n]*$"):
+    with pytest.raises(DataError, match=r"^images/7\.jpg: a corrupt JPEG: [^\n]*$"):
         list(training_batches(training(FILES, bad_files="refuse"), 0, 6, workers=workers))
-    with pytest.raises(DataError, match=r"^images/7\.jpg: a damaged JPEG"):
+    with pytest.raises(DataError, match=r"^images/7\.jpg: a corrupt JPEG"):
         list(evaluation_batches(Evaluation(FILES, PRE, 8), workers=workers))
     seen = list(evaluation_batches(Evaluation(FILES, PRE, 8, bad_files="skip"), workers=workers))
     assert [len(batch.labels) for batch in seen] == [7, 8, 4]

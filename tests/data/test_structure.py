@@ -1,4 +1,4 @@
-"""What a file would make a decoder do is counted before it is decoded, and absurd amounts are refused."""
+"""Decoding cost is estimated before decoding, and absurd amounts raise."""
 
 import contextlib
 import io
@@ -47,7 +47,7 @@ def saved(kind: str, size: tuple[int, int] = (37, 23), **options: object) -> byt
 
 
 LARGE = 13_377
-"""The side of the largest square image that is taken."""
+"""The side of the largest accepted square image."""
 HOSTILE = {
     "scans": (jpeg_of_scans(5000), "JPEG of more than 100 scans"),
     "scans of a sequential one": (jpeg_of_scans(5000, progressive=False), "JPEG of more than 100 scans"),
@@ -107,7 +107,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_absurd_work_is_refused_in_no_time(name: str) -> None:
+def test_absurd_work_raises_immediately(name: str) -> None:
     content, sentence = HOSTILE[name]
     start = time.process_time()
     with pytest.raises(DataError, match=sentence):
@@ -115,8 +115,8 @@ def test_absurd_work_is_refused_in_no_time(name: str) -> None:
     assert time.process_time() - start < 1  # the fake JPEG took 6 s, the scans minutes
 
 
-def test_the_slowest_files_that_pass_are_bounded_by_their_counts() -> None:
-    # Each takes seconds, which docs/howto/data.md lists; one more of what it has is refused.
+def test_the_slowest_accepted_files() -> None:
+    # Each takes seconds, as listed in docs/howto/data.md; one more of each count raises.
     assert outline(jpeg_of_refinements(12, LARGE)) == (LARGE, LARGE, 12)
     assert outline(jpeg_of_refinements(12, LARGE, arithmetic=True)) == (LARGE, LARGE, 12)
     assert outline(jpeg_of_scans(43)) == (7000, 7000, 43)
@@ -130,12 +130,12 @@ def test_the_slowest_files_that_pass_are_bounded_by_their_counts() -> None:
         bmp_of_runs(2049),
         jpeg_2000_header(6689, 3),
     ):
-        with pytest.raises(DataError, match="which would take very long to decode"):
+        with pytest.raises(DataError, match="would take very long to decode"):
             outline(content)
 
 
 def test_hostile_files_of_an_ordinary_size_decode() -> None:
-    """So that what is refused above is refused for its counts, not because it is broken."""
+    """So the files above are rejected for their counts, not because they are invalid."""
     for content, shape in (
         (jpeg_of_refinements(20, 64), (64, 64, 3)),
         (jpeg_of_refinements(20, 64, arithmetic=True), (64, 64, 3)),
@@ -157,7 +157,7 @@ def test_tiles_of_one_scan_each_are_one_pass() -> None:
     assert outline(shared[:places] + own + shared[start:]) == (16 * tiles, 1, 1)
 
 
-def test_ordinary_files_pass_and_say_their_size() -> None:
+def test_ordinary_files_pass() -> None:
     for kind in KINDS:
         assert outline(saved(kind)) == (37, 23, 1)
     for options in ({"lossless": True}, {"exif": Image.Exif().tobytes() + bytes(40)}):
@@ -184,10 +184,10 @@ def test_later_frames_of_an_animation_cost_nothing() -> None:
     for kind in ("GIF", "PNG", "WEBP"):
         file = io.BytesIO()
         first.save(file, kind, save_all=True, append_images=[other] * 50)
-        assert decode(file.getvalue())[0, 0, 0] > 200  # red, as the first frame
+        assert decode(file.getvalue())[0, 0, 0] > 200  # red, like the first frame
 
 
-def test_scans_of_many_pages_are_not_those_of_one() -> None:
+def test_scans_are_counted_per_page() -> None:
     pages = [Image.effect_noise((64, 64), 100) for _ in range(150)]
     file = io.BytesIO()
     pages[0].save(file, "TIFF", compression="jpeg", save_all=True, append_images=pages[1:])
@@ -195,7 +195,7 @@ def test_scans_of_many_pages_are_not_those_of_one() -> None:
     assert decode(file.getvalue(), 1).shape == (64, 64, 1)
 
 
-def test_a_tiff_of_one_page_with_many_scans_is_refused() -> None:
+def test_a_tiff_page_with_many_scans_raises() -> None:
     scans = jpeg_of_scans(5000)
     tags = (
         (256, 7000),
@@ -209,18 +209,18 @@ def test_a_tiff_of_one_page_with_many_scans_is_refused() -> None:
         (279, len(scans)),
     )
     page = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
-    with pytest.raises(DataError, match="TIFF of more than 101 scans"):
+    with pytest.raises(DataError, match="TIFF with more than 101 scans"):
         open_image((b"II*\0" + struct.pack("<I", 8) + page).ljust(200, b"\0") + scans)
 
 
 def test_postscript_is_not_run() -> None:
-    with pytest.raises(DataError, match="PostScript, which is not decoded here"):
+    with pytest.raises(DataError, match="PostScript is not supported"):
         decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
 
 
 @settings(deadline=None)
 @given(st.sampled_from(KINDS), st.data())
-def test_damage_is_a_sentence_or_left_to_the_decoder(kind: str, data: st.DataObject) -> None:
+def test_corruption_raises_or_is_left_to_the_decoder(kind: str, data: st.DataObject) -> None:
     content = bytearray(saved(kind))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -228,7 +228,7 @@ def test_damage_is_a_sentence_or_left_to_the_decoder(kind: str, data: st.DataObj
         outline(bytes(content[: data.draw(st.integers(0, len(content)))]))
 
 
-def test_predict_training_and_check_refuse_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predict_training_and_check_reject_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     for label in ("a", "b"):
         (tmp_path / "data" / label).mkdir(parents=True)

@@ -275,7 +275,7 @@ def test_saving(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
         found.save(tmp_path / "x.npy")
     found.save(tmp_path / "x.npy", overwrite=True)
-    with pytest.raises(ConfigError, match=r"does not end as an image"):
+    with pytest.raises(ConfigError, match=r"has no suffix of an image"):
         found.save(tmp_path / "x.txt")
 
 

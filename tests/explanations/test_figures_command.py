@@ -115,7 +115,7 @@ def test_images_that_cannot_be_read_are_told(run: Run) -> None:
     Path("photos", "5.png").write_bytes(b"no image")
     done = run("model", "photos", "-o", "some")
     assert done.code == 0
-    assert done.err == "left out: photos/5.png: it is not an image: the file begins with b'no pictu'\n"
+    assert done.err == "left out: photos/5.png: it is not an image: the file starts with b'no pictu'\n"
     assert "over all patches of 5 images" in Path("some", "captions.md").read_text(encoding="utf-8")
 
 

@@ -103,7 +103,7 @@ def test_bad_images_are_errors_or_answers(classifier: Classifier, tmp_path: Path
     good, *_ = tiny_images(tmp_path, 1)
     (tmp_path / "text.jpg").write_text("no image")
     bad = tmp_path / "text.jpg"
-    with pytest.raises(DataError, match=r"text\.jpg: it is not an image: the file begins with"):
+    with pytest.raises(DataError, match=r"text\.jpg: it is not an image: the file starts with"):
         classifier([good, bad])
     with pytest.raises(DataError, match=r"^image 1: the file is empty"):
         classifier([good.read_bytes(), b""])
@@ -113,7 +113,7 @@ def test_bad_images_are_errors_or_answers(classifier: Classifier, tmp_path: Path
     assert repr(first) == f"Prediction(error: {first.error})"
     assert second == classifier(good)
     assert third.error == "it cannot be read: No such file or directory"
-    with pytest.raises(DataError, match="there is no answer: it is not an image"):
+    with pytest.raises(DataError, match="there is no prediction: it is not an image"):
         _ = first.name
     with pytest.raises(ConfigError, match="choose 'raise' or 'keep'"):
         classifier(good, errors="ignore")  # type: ignore[call-overload]
@@ -159,7 +159,7 @@ def test_a_image_as_narrow_as_a_hair() -> None:
 
 
 def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the model has no head"):
+    with pytest.raises(CheckpointError, match="the model has no classification head"):
         Classifier(tiny_bundle(None, classes=0))
     with pytest.raises(CheckpointError, match="does not exist"):
         Classifier(tmp_path / "nowhere")
@@ -169,7 +169,7 @@ def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
         Classifier(tiny_bundle(), precision="int3")
     broken = tiny_bundle()
     torch.nn.init.constant_(broken.model.head.bias, float("nan"))
-    with pytest.raises(Diverged, match="the model's answer to the image is not a finite number; its weights are"):
+    with pytest.raises(Diverged, match="the logits for the image are not finite; the weights are"):
         Classifier(broken, device="cpu")(tiny_pixels(0))
 
 

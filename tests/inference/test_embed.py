@@ -234,7 +234,7 @@ def test_a_disk_that_is_full(photos: Path, tmp_path: Path, monkeypatch: pytest.M
         ),
         (("--raw",), "raw features are tokens as they leave a layer"),
         (("--dtype", "int8"), "features are written as float32 or float16, not as 'int8'"),
-        (("--split", "tset"), "no split is called 'tset'"),
+        (("--split", "tset"), "unknown split 'tset'"),
         (("--split", "test"), "too few"),
         (("--precision", "int3"), "no precision is called 'int3'"),
     ],

@@ -81,7 +81,7 @@ def test_what_was_skipped_is_said(run: Run) -> None:
     assert (
         "vitrail: 1 file is an image by content but not by name, and skipped (p/upload.php: a PNG; rename" in done.err
     )
-    assert "vitrail: 1 file was skipped, because its name does not end as an image's (p/notes.txt)" in done.err
+    assert "vitrail: 1 file was skipped: no image suffix (p/notes.txt)" in done.err
     assert not run("bundle", "p", "--output", "other.jsonl", "--quiet").err
     again = run("bundle", "p", "--output", "rows.jsonl", "--resume")
     assert "nothing was left to do" in again.err
@@ -90,7 +90,7 @@ def test_what_was_skipped_is_said(run: Run) -> None:
         image.unlink()
     nothing = run("bundle", "p")
     assert nothing.code == 2
-    assert nothing.err.startswith("vitrail: no images were found; an image's name ends in avif, ")
+    assert nothing.err.startswith("vitrail: no images found; image files end in avif, ")
     assert "rename it to upload.png); 1 file was skipped" in nothing.err
 
 
@@ -98,7 +98,7 @@ def test_a_table_for_people(run: Run) -> None:
     Path("p/00004.png").write_bytes(b"")
     done = run("bundle", "p/0000[345].png", "--format", "table", "--top", 2, "-q")
     lines = done.out.splitlines()
-    assert lines[0].split() == ["image", "class", "sure", "then"]
+    assert lines[0].split() == ["image", "class", "confidence", "then"]
     assert lines[1].startswith("p/00003.png  ")
     assert lines[1].count("%") == 2
     assert lines[2].split("  ")[0] == "p/00004.png"
@@ -171,7 +171,7 @@ def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
         (("headless", "p"), "the model has no head, so it knows no classes"),
         (("bundle", "gone.png"), "there is no gone.png; give files, folders"),
         (("bundle", "https://example.org/cat.jpg"), "is a URL, and nothing is fetched from there; download it first"),
-        (("bundle", "empty"), "no images were found; an image's name ends in avif, bmp, gif, "),
+        (("bundle", "empty"), "no images found; image files end in avif, bmp, gif, "),
         (("bundle", "-"), "no images were found"),
         (("bundle", "text.jpg"), "the only image, text.jpg, cannot be read: it is not an image: "),
         (("bundle", "p", "-o", "there.csv"), "there.csv exists already; choose another name, or replace it with --ov"),

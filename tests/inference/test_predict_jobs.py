@@ -124,9 +124,9 @@ def test_another_job_is_refused(interrupted: Path, images: list[Path], tmp_path:
         ({"format": "csv"}, "another format"),
         ({"top": 2, "precision": "bf16"}, r"another number of classes \(--top\) and another precision"),
     ):
-        with pytest.raises(DataError, match=f"was begun with {words}; give the same as then, or start again with"):
+        with pytest.raises(DataError, match=f"was started with {words}; use the same settings, or restart with"):
             run(interrupted, images, resume=True, **options)
-    with pytest.raises(DataError, match="was begun with other images"):
+    with pytest.raises(DataError, match="was started with other images"):
         run(interrupted, images[:-1], resume=True)
     assert interrupted.read_bytes() == before
     assert run(interrupted, images, resume=True, batch=9, workers=2).earlier == 6
@@ -141,7 +141,7 @@ def test_images_that_came_or_went_are_noticed(tmp_path: Path) -> None:
         run(target, [folder])
     target.write_bytes(b"".join(target.read_bytes().splitlines(keepends=True)[:7]))
     shutil.copy(images[0], folder / "00002a.png")
-    with pytest.raises(DataError, match=r"row 4 of .*00003\.png, and now .*00002a\.png would be there: the images"):
+    with pytest.raises(DataError, match=r"row 4 of .*00003\.png, but would now be .*00002a\.png: the images"):
         run(target, [folder], resume=True)
     (folder / "00002a.png").unlink()
     shutil.copy(images[0], folder / "99999.png")  # after what is done: nothing is lost and nothing repeated
@@ -150,21 +150,21 @@ def test_images_that_came_or_went_are_noticed(tmp_path: Path) -> None:
 
 
 def test_what_exists_is_not_lost(interrupted: Path, images: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is of a job that was interrupted; go on with it with --resume, or start ag"):
+    with pytest.raises(DataError, match="belongs to an interrupted job; resume it with --resume, or restart"):
         run(interrupted, images)
     assert run(interrupted, images, overwrite=True).earlier == 0
     with pytest.raises(DataError, match="exists already; choose another name, or replace it with --overwrite"):
         run(interrupted, images)
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="give only one of them"):
         run(interrupted, images, resume=True, overwrite=True)
-    with pytest.raises(ConfigError, match="a table is for reading and cannot be gone on with"):
+    with pytest.raises(ConfigError, match="a table cannot be resumed"):
         run(tmp_path / "rows.txt", images, resume=True)
     (tmp_path / "list.csv").write_text(f"path\n{images[0]}\n")
-    with pytest.raises(DataError, match=r"list\.csv is among what is to be predicted; write to another file"):
+    with pytest.raises(DataError, match=r"list\.csv is one of the inputs; write to another file"):
         run(tmp_path / "list.csv", [tmp_path / "list.csv"], overwrite=True)
     assert (tmp_path / "list.csv").read_text() == f"path\n{images[0]}\n"
     interrupted.with_name(interrupted.name + ".job.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read, so it is not known what was begun"):
+    with pytest.raises(DataError, match="cannot be read, so the job cannot be resumed"):
         run(interrupted, images, resume=True)
 
 
@@ -206,11 +206,13 @@ def test_somebody_elses_file_is_not_taken_for_finished(images: list[Path], tmp_p
         ("e.csv", b"number,path,error\n1"),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match="exists already and has no rows of predict; choose another name, or repl"):
+        with pytest.raises(
+            DataError, match="already exists and was not written by predict; choose another name, or repl"
+        ):
             run(tmp_path / name, images, resume=True)
         assert (tmp_path / name).read_bytes() == content
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "f.parquet")
-    with pytest.raises(DataError, match="exists already and has no rows of predict"):
+    with pytest.raises(DataError, match="already exists and was not written by predict"):
         run(tmp_path / "f.parquet", images, resume=True)
 
 
@@ -228,7 +230,7 @@ def test_what_another_process_finished_meanwhile_is_kept(format: str, tmp_path: 
         going_on = opened(resume=True)
         first.finish()
     for late in (second, going_on):
-        with pytest.raises(DataError, match="was written by another process meanwhile; give the command again"), late:
+        with pytest.raises(DataError, match="was written by another process in the meantime; rerun the command"), late:
             pass
         assert [row["path"] for row in read_rows(target)] == ["a.png"]
         assert [path.name for path in tmp_path.iterdir()] == [target.name]

@@ -131,8 +131,8 @@ def test_few_images(run: Run, photos: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert "few-shot  5 shots" in done.out
     assert "few-shot  10 shots" not in done.out
-    assert "25 shots are left out: class 'cat' (and 1 more) has only 7 train images." in done.out
-    assert "K is 14 instead of 20, because there are no more train images." in done.out
+    assert "25 shots are skipped: class 'cat' (and 1 more) has only 7 training images." in done.out
+    assert "K is 14 instead of 20, because there are no more training images." in done.out
     assert "1 more could not be read:" in done.out
     assert "bad.png" in done.out
 
@@ -150,10 +150,10 @@ def test_a_class_of_which_nothing_can_be_read_is_not_passed_over(run: Run, photo
     for file in (photos / "dog").iterdir():
         file.write_text("no image")
     done = run("probe", bundle().save("model"), photos, "--only", "fewshot,knn", "--split", "val")
-    assert "1 shots are left out: class 'dog' has only 0 train images." in done.out
+    assert "1 shots are skipped: class 'dog' has only 0 training images." in done.out
     done = run("probe", bundle().save("other"), photos, "--only", "fewshot", "--shots", "1", "--split", "val")
     assert done.code == 2
-    assert "1 shots need 1 train images of every class, but class 'dog' has only 0" in done.err
+    assert "1 shots need 1 training images of every class, but class 'dog' has only 0" in done.err
 
 
 def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--shots", "1,9"), "9 shots need 9 train images of every class, but class 'cat' has only 4; ask for fewer"),
+        (("--shots", "1,9"), "9 shots need 9 training images of every class, but class 'cat' has only 4; use fewer"),
         (("--shots", "five"), "'five' should be whole numbers, such as 1,5,10"),
         (("--shots", "0"), "shots is 0; it should be 1 or more"),
         (("--k", "500"), "k is 500; it should be from 1 to 11, the number of examples"),

@@ -110,6 +110,8 @@ def test_features_for_which_a_model_is_made_ready_alike() -> None:
         FeatureRequest(layer=-2).cache_key(config)
         == FeatureRequest(layer=0).cache_key(config)
         == FeatureRequest(layer=0)
+        == FeatureRequest(layer=0).cache_key(config)
+        == FeatureRequest(layer=0)
     )
     assert FeatureRequest(tokens="class", raw=True).cache_key(config) == FeatureRequest(tokens="class")
 
