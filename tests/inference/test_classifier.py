@@ -139,7 +139,7 @@ def test_what_is_no_image(classifier: Classifier, given: Any, words: str) -> Non
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (np.zeros((5, 5, 2), np.uint8), "an image of 2 channels, where 3 are wanted"),
+        (np.zeros((5, 5, 2), np.uint8), "an image with 2 channels, expected 3"),
         (torch.full((3, 5, 5), -1.0), "go from -1 to -1; whole numbers"),
         (np.zeros(5, np.uint8), "is not an image; it needs"),
     ],

@@ -175,7 +175,7 @@ def test_order_labels_and_bad_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted", "message"),
+    ("fields", "options", "message"),
     [
         (
             {},
@@ -188,9 +188,9 @@ def test_order_labels_and_bad_images() -> None:
         ({}, {"raw": True}, "raw features are tokens as they leave a layer"),
     ],
 )
-def test_what_a_model_does_not_have(fields: dict[str, Any], request: dict[str, Any], message: str) -> None:
+def test_what_a_model_does_not_have(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        gather(bundle(**fields), images(), FeatureRequest(**request), HERE)
+        gather(bundle(**fields), images(), FeatureRequest(**options), HERE)
 
 
 @pytest.mark.parametrize("layer", [3, -4])
@@ -207,7 +207,7 @@ def test_numbers_that_are_not_finite() -> None:
         features(model, "patches")
 
 
-ASKED = [
+REQUESTS = [
     FeatureRequest(kind, layer, normalise, raw)
     for kind in get_args(FeatureKind)
     for layer in (None, 0, -2)
@@ -222,7 +222,7 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
     """Also where a head would read one token only, and features are of others."""
     model = bundle(class_token=class_token, pool=pool, registers=2).model.eval().double()
     x = normalised(images()).double()
-    for request in ASKED:
+    for request in REQUESTS:
         with torch.inference_mode():
             expected = request.take(model, x)
             found = request.take(request.folded(model, Numbers(torch.float64, exact=True)), x)
@@ -235,7 +235,7 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
 )
 def test_on_a_cpu_features_are_those_of_the_model_bit_for_bit(precision: Precision) -> None:
     model, x = bundle().model.eval(), normalised(images())
-    for request in ASKED:
+    for request in REQUESTS:
         ready = request.ready(model, precision)
         assert isinstance(ready, ViT)
         with torch.inference_mode(), autocast(torch.device("cpu"), precision):

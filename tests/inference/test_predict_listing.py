@@ -129,9 +129,9 @@ def test_a_folder_of_parquet_files() -> None:
     for number in range(2):
         table = arrow.table({"bytes": [b"%d" % number, b"x"]})
         arrow.parquet.write_table(table, f"shards/{number}.parquet")
-    wanted = [f"shards/{file}.parquet, row {row}" for file in range(2) for row in (1, 2)]
+    expected = [f"shards/{file}.parquet, row {row}" for file in range(2) for row in (1, 2)]
     for place in ("shards", "shards/*.parquet", "shards/{0..1}.parquet"):
-        assert names(list_items([place])) == wanted
+        assert names(list_items([place])) == expected
 
 
 def test_broken_manifests() -> None:

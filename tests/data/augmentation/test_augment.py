@@ -297,9 +297,7 @@ def test_any_augmentation_gives_the_requested_size(
     st.sampled_from([(400, 600), (401, 333), (600, 250)]),
     st.sampled_from([2, 4]),
 )
-def test_a_reduced_image_gives_nearly_the_same_result(
-    position: int, crop: str, shape: tuple[int, int], scale: int
-) -> None:
+def test_a_reduced_image_gives_similar_pixels(position: int, crop: str, shape: tuple[int, int], scale: int) -> None:
     image = photograph(*shape)
     content = simplejpeg.encode_jpeg(np.asarray(image), quality=95, colorsubsampling="444")
     smaller = open_image(content).pixels(3, scale=1 / scale)

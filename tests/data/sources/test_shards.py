@@ -306,9 +306,7 @@ def test_patterns(tmp_path: Path) -> None:
     assert names("a-{08..10}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar"]
     assert names("*.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "b-1.tar"]
     assert names("?-{1..1}*.tar") == ["a-10.tar", "b-1.tar"]
-    with pytest.raises(
-        DataError, match=r"/a-11\.tar, which is part of .*a-\{09\.\.11\}\.tar, does not exist; correct the"
-    ):
+    with pytest.raises(DataError, match=r"/a-11\.tar, which is part of .*a-\{09\.\.11\}\.tar, does not exist;"):
         names("a-{09..11}.tar")
     with pytest.raises(DataError, match=r"a file that matches .*/c\*\.tar does not exist; correct the pattern"):
         names("c*.tar")
