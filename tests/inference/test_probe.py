@@ -1,4 +1,4 @@
-"""`vitrail probe`: the three protocols on real images, and what it says to data that does not fit."""
+"""`vitrail probe`: the three protocols on real images, and errors."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_random_model_on_the_digits() -> None:
         ("knn", 20),
     ]
     assert (found.images, found.examples, found.split_origin, found.notes) == (359, 1259, "stratified", ())
-    # Random features of a linear kind keep much of a digit: well above the 10% of chance.
+    # Random features preserve much of a digit: well above the 10% of chance.
     assert accuracy(found, "fewshot", 25) > max(0.25, accuracy(found, "fewshot", 1))
     assert accuracy(found, "knn", 20) > 0.35
     assert accuracy(found, "linear") > 0.45
@@ -52,7 +52,7 @@ def test_a_random_model_on_the_digits() -> None:
 
 
 @pytest.mark.slow
-def test_training_makes_features_better(tmp_path: Path) -> None:
+def test_training_improves_features(tmp_path: Path) -> None:
     changes = [
         "epochs=25",
         "evaluations=2",
@@ -65,7 +65,7 @@ def test_training_makes_features_better(tmp_path: Path) -> None:
     ]
     run = vitrail.train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     trained = vitrail.probe(tmp_path / "run" / "best", "digits", workers=0, device="cpu")
-    assert trained.split == "recorded"
+    assert trained.split_origin == "recorded"
     fresh = Bundle(ViT(run.bundle.model.config), run.bundle.preprocess)
     random = vitrail.probe(fresh, "digits", workers=0, device="cpu")
     for before, after in zip(random.rows, trained.rows, strict=True):
@@ -73,8 +73,8 @@ def test_training_makes_features_better(tmp_path: Path) -> None:
     assert accuracy(trained, "fewshot", 25) > accuracy(random, "fewshot", 25) + 0.2
 
 
-def test_the_rows_are_the_protocols_and_nothing_else() -> None:
-    """Few-shot accuracy is that of the draws of seeds 0, 1, 2, fitted and counted by hand."""
+def test_rows_match_the_protocols() -> None:
+    """Few-shot accuracy is that of the draws of seeds 0, 1, 2, computed by hand."""
     random = np.random.default_rng(0)
     labels = np.arange(120) % 4
     features = (random.normal(size=(4, 10))[labels] + random.normal(size=(120, 10))).astype(np.float32)
@@ -115,7 +115,7 @@ def test_the_command(run: Run) -> None:
     assert (found["images"], found["examples"], found["bad"]) == (359, 1259, [])
 
 
-def test_another_layer_has_other_features(run: Run) -> None:
+def test_layers_have_different_features(run: Run) -> None:
     model = bundle(depth=2).save("model")
     whole, first, last = (
         json.loads(run("probe", model, "digits", "--only", "knn", "--json", *layer).out)["probes"][0]["accuracy"]
@@ -125,7 +125,7 @@ def test_another_layer_has_other_features(run: Run) -> None:
 
 
 def test_few_images(run: Run, photos: Path) -> None:
-    """The usual shots that are not possible are left out, and so are neighbours that there are not."""
+    """Default shots and neighbours are limited by the number of examples."""
     (photos / "cat" / "bad.png").write_text("no image")
     done = run("probe", bundle().save("model"), photos)
     assert (done.code, done.err) == (0, "")
@@ -137,16 +137,16 @@ def test_few_images(run: Run, photos: Path) -> None:
     assert "bad.png" in done.out
 
 
-def test_more_neighbours_than_examples_are_refused_before_features_are_computed(photos: Path) -> None:
+def test_more_neighbours_than_examples_raise_before_computing_features(photos: Path) -> None:
     with pytest.raises(ConfigError, match="k is 500; it should be from 1 to 14, the number of examples"):
         open_splits(photos, ProbePlan(("knn",), k=(1, 500)))
     assert open_splits(photos, ProbePlan(("linear",), k=(1, 500))).train.classes == (
         "cat",
         "dog",
-    )  # nobody asks for them
+    )  # k is not used
 
 
-def test_a_class_of_which_nothing_can_be_read_is_not_passed_over(run: Run, photos: Path) -> None:
+def test_a_class_without_readable_images_is_not_ignored(run: Run, photos: Path) -> None:
     for file in (photos / "dog").iterdir():
         file.write_text("no image")
     done = run("probe", bundle().save("model"), photos, "--only", "fewshot,knn", "--split", "val")
@@ -156,7 +156,7 @@ def test_a_class_of_which_nothing_can_be_read_is_not_passed_over(run: Run, photo
     assert "1 shots need 1 training images of every class, but class 'dog' has only 0" in done.err
 
 
-def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
+def test_splits_of_the_data(run: Run, photos: Path) -> None:
     for split in ("train", "val"):
         Path("parted", split).mkdir(parents=True)
     for label in ("cat", "dog"):
@@ -177,7 +177,7 @@ def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
     assert "linear" in done.out
 
 
-def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
+def test_splits_of_the_models_own_run(run: Run, photos: Path) -> None:
     model = bundle().save(Path("run", "best"))
     Path("run", "split.json").write_text(json.dumps(open_data(photos, seed=5, val=0.2, test=0.3).record))
     done = run("probe", model, photos, "--only", "fewshot")
@@ -196,15 +196,15 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
         (("--seeds", "0"), "--seeds"),
         (
             ("--only", "knn,fewshots"),
-            "no probe is called 'fewshots'; choose fewshot, knn, linear; did you mean 'fewshot'?",
+            "unknown probe 'fewshots'; choose fewshot, knn, linear; did you mean 'fewshot'?",
         ),
         (("--only", ","), "only is empty"),
-        (("--split", "train"), "a probe is measured on the test or the validation split, not on 'train'"),
+        (("--split", "train"), "a probe is evaluated on the test or validation split, not on 'train'"),
         (("--layer", "1"), "layer 1 does not exist: this model has layers 0 to 0"),
-        (("--precision", "int3"), "no precision is called 'int3'"),
+        (("--precision", "int3"), "'int3'"),
     ],
 )
-def test_mistakes(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
+def test_errors(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
     for number in range(4):
         (photos / "cat" / f"{number}.png").unlink()
     done = run("probe", bundle().save("model"), photos, *options)
@@ -217,7 +217,7 @@ def test_data_that_cannot_be_probed(run: Run, photos: Path) -> None:
     model = bundle().save("model")
     for words, message in (
         (("nowhere", photos), "nowhere"),
-        ((model, "nowhere"), "there is no nowhere"),
+        ((model, "nowhere"), "nowhere does not exist"),
         ((model, photos / "cat"), "no class folders"),
     ):
         done = run("probe", *words)
@@ -232,7 +232,7 @@ def test_data_that_cannot_be_probed(run: Run, photos: Path) -> None:
     assert "has only one class, 'cat'" in done.err
 
 
-def test_a_plan_says_what_is_wrong_with_it() -> None:
+def test_invalid_plans() -> None:
     with pytest.raises(ConfigError, match="seeds is 0; it should be 1 or more"):
         ProbePlan(seeds=0)
     with pytest.raises(ConfigError, match="shots is empty"):
