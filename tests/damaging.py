@@ -1,6 +1,6 @@
-"""Case to every kind of file that we read: what is truncated or flipped opens, or is refused in one sentence.
+"""Corrupt every kind of file that we read: truncated or with flipped bits, it opens or raises a one-line error.
 
-Each kind is a row of `CASES`: how such files are made, which of them is damaged, and how it is opened.
+Each row of `CASES` says how such files are made, which one is corrupted, and how it is opened.
 """
 
 import functools
@@ -43,7 +43,7 @@ from vitrail.training.train import Run, train
 
 LONGEST_SENTENCE = 1_500
 OLD = YOUNG_NS / 1e9 + 0.1
-"""Seconds after which what was made may be taken from a cache."""
+"""Seconds after which a file is old enough to be cached."""
 TINY = ViTConfig(image_size=8, patch_size=4, width=16, depth=1, heads=2, classes=3)
 RECIPE = [
     "epochs=4",
@@ -60,22 +60,22 @@ RECIPE = [
 
 
 class Case(NamedTuple):
-    """A kind of file."""
+    """A kind of file and how to corrupt it."""
 
     make: Callable[[Path], object]
-    """Fills an empty folder."""
+    """Fill an empty folder."""
     file: str
-    """Which of its files is damaged; a pattern of which the last match is taken."""
+    """The file to corrupt: the last match of a pattern."""
     open: Callable[[Path], object]
-    """Reads the file as a person would have it read."""
+    """Read the file like a user would."""
     changes: bool = False
-    """Whether opening it changes more than this file, as resuming a run does."""
+    """Whether opening changes other files, as resuming a run does."""
     slow: bool = False
-    """Whether opening takes so long that only a few damages are tried in the quick test."""
+    """Whether opening is so slow that the quick tests skip it."""
 
 
-def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Give a content cut short and with wrong bits at many places; beginnings and ends, which say most, more often."""
+def corruptions(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
+    """Yield truncated content and content with flipped bits; the start and the end are corrupted more often."""
     draw = random.Random(seed)
     yield "empty", b""
     for number in range(count):
@@ -83,7 +83,7 @@ def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
         at = draw.choice([draw.randrange(len(content)), draw.randrange(edge), len(content) - 1 - draw.randrange(edge)])
         match number % 4:
             case 0:
-                yield f"cut at {at}", content[:at]
+                yield f"truncated at {at}", content[:at]
             case 1 | 2:
                 bit = draw.randrange(8)
                 yield f"bit {bit} of {at}", content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
@@ -92,49 +92,49 @@ def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
                 yield f"noise at {at}", content[:at] + noise + content[at + len(noise) :]
 
 
-def check(kind: Case, place: Path, count: int, seed: int = 0) -> int:
-    """Case a file again and again, and open it; return how often it was refused."""
+def check(case: Case, place: Path, count: int, seed: int = 0) -> int:
+    """Corrupt a file repeatedly and open it; return how often that raised an error."""
     whole, work = place / "whole", place / "work"
     work.mkdir(parents=True)
     before = os.environ.get("VITRAIL_CACHE")
     os.environ["VITRAIL_CACHE"] = str(work / "cache")
-    refused = 0
+    errors = 0
     try:
-        kind.make(work)
+        case.make(work)
         shutil.copytree(work, whole)
-        kind.open(work)  # what is whole opens
-        if kind.changes:
-            _put_back(whole, work)
-        file = sorted(work.glob(kind.file))[-1]
+        case.open(work)  # the intact file opens
+        if case.changes:
+            _restore(whole, work)
+        file = sorted(work.glob(case.file))[-1]
         content = file.read_bytes()
-        for said, damaged in damages(content, count, seed):
-            if kind.changes:
-                _put_back(whole, work)
-            file.write_bytes(damaged)
-            refused += _refused(kind, work, f"{file.relative_to(work)}, {said}")
+        for how, corrupt in corruptions(content, count, seed):
+            if case.changes:
+                _restore(whole, work)
+            file.write_bytes(corrupt)
+            errors += _raises(case, work, f"{file.relative_to(work)}, {how}")
     finally:
         os.environ.pop("VITRAIL_CACHE")
         if before is not None:
             os.environ["VITRAIL_CACHE"] = before
-    return refused
+    return errors
 
 
-def _put_back(whole: Path, work: Path) -> None:
+def _restore(whole: Path, work: Path) -> None:
     shutil.rmtree(work)
     shutil.copytree(whole, work)
 
 
-def _refused(kind: Case, work: Path, said: str) -> bool:
+def _raises(case: Case, work: Path, how: str) -> bool:
     try:
-        kind.open(work)
+        case.open(work)
     except VitrailError as error:
         text = str(error)
-        assert text.strip(), said
-        assert "\n" not in text, f"{said}: {text}"
-        assert len(text) < LONGEST_SENTENCE, f"{said}: {text[:300]}"
+        assert text.strip(), how
+        assert "\n" not in text, f"{how}: {text}"
+        assert len(text) < LONGEST_SENTENCE, f"{how}: {text[:300]}"
         return True
     except Exception as error:
-        raise AssertionError(f"{said}: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{how}: {type(error).__name__}: {error}") from error
     return False
 
 
@@ -156,7 +156,7 @@ def _save_bundle_without_digest(place: Path) -> None:
 
 
 def drop_digest(bundle: Path) -> None:
-    """Make of a bundle one that others have written."""
+    """Turn a bundle into one written by other tools, without a digest."""
     config = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
     del config["vitrail"]["weights_sha256"]
     (bundle / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -199,8 +199,8 @@ def _with_key_table(place: Path) -> None:
 
 def _load(name: str, **more: object) -> Callable[[Path], object]:
     def opened(place: Path) -> object:
-        given = {key: str(place / str(value)) if key == "keys" else value for key, value in more.items()}
-        bundle = vitrail.load(place / name, **given)
+        options = {key: str(place / str(value)) if key == "keys" else value for key, value in more.items()}
+        bundle = vitrail.load(place / name, **options)
         side = bundle.model.config.image_size
         if bundle.model.config.channels * side[0] * side[1] < 1 << 16 and bundle.preprocess.channels in (1, 3):
             vitrail.Classifier(bundle)(np.zeros((9, 9, 3), np.uint8))
@@ -305,7 +305,7 @@ def train_tiny(place: Path) -> Run:
 
 @functools.cache
 def _made_once() -> tempfile.TemporaryDirectory[str]:
-    made = tempfile.TemporaryDirectory(prefix="run-to-damage-")
+    made = tempfile.TemporaryDirectory(prefix="run-to-corrupt-")
     _images(Path(made.name))
     train_tiny(Path(made.name))
     return made
@@ -317,7 +317,7 @@ def make_run(place: Path) -> None:
 
 
 def make_stopped_run(place: Path) -> None:
-    """Leave a run of which the last state is missing, as if it had been killed."""
+    """Leave a run without its last state, as if it had been killed."""
     make_run(place)
     shutil.rmtree(sorted((place / "run" / "state").glob("[0-9]*"))[-1])
 
@@ -344,13 +344,13 @@ def _predictions(format: str, *, stopped: bool) -> Callable[[Path], None]:
         target = place / f"rows.{format}"
         predict_files(place / "m", str(place / "data"), output=target, workers=0)
         if stopped:
-            _stop_again(place, format)
+            _stop_early(place, format)
 
     return make
 
 
-def _stop_again(place: Path, format: str) -> None:
-    """Bring a finished job back to where it was before its end, by stopping one of the same kind."""
+def _stop_early(place: Path, format: str) -> None:
+    """Replace a finished job by one that stopped before its end."""
     target = place / f"rows.{format}"
     target.unlink()
     seen = 0

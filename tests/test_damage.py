@@ -6,7 +6,7 @@ import pytest
 from tests.damaging import CASES, check
 
 
-@pytest.mark.parametrize("name", [name for name, kind in CASES.items() if not kind.slow])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
 def test_damage(name: str, tmp_path: Path) -> None:
     check(CASES[name], tmp_path, 12)
 
