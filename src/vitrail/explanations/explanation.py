@@ -13,7 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 from vitrail.checkpoints.writing import whole_file
 from vitrail.errors import ConfigError
 from vitrail.evaluation import percent
-from vitrail.explanations.overlay import beside, captioned, enlarged, overlay
+from vitrail.explanations.overlay import captioned, enlarged, overlay, side_by_side
 from vitrail.explanations.request import Method
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
@@ -51,7 +51,7 @@ class Explanation:
 
     def side_by_side(self, opacity: float = OPACITY, side: int | None = None) -> Image.Image:
         """Return the image next to its overlay."""
-        return beside([enlarged(self.image, side), self.overlay(opacity, side)])
+        return side_by_side([enlarged(self.image, side), self.overlay(opacity, side)])
 
     @property
     def caption(self) -> str:

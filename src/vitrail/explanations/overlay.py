@@ -61,7 +61,7 @@ def overlay(image: Image.Image, map: Floats, opacity: float, side: int | None) -
     return Image.blend(grey, Image.fromarray(colours), opacity)
 
 
-def beside(images: Sequence[Image.Image]) -> Image.Image:
+def side_by_side(images: Sequence[Image.Image]) -> Image.Image:
     """Place images of equal height side by side."""
     width = sum(image.width for image in images) + GAP * (len(images) - 1)
     sheet = Image.new("RGB", (width, images[0].height), PAPER)

@@ -127,10 +127,16 @@ def embed_source(
     bundle.announce()
     with ExitStack() as files:
         # In this order, so that a disk error names the output.
-        beside = None if names is None else files.enter_context(whole_file(names, overwrite=overwrite))
+        sidecar_path = None if names is None else files.enter_context(whole_file(names, overwrite=overwrite))
         temporary = files.enter_context(whole_file(output, overwrite=overwrite))
         file = open_rows(
-            temporary, beside, output.suffix.lower(), len(source), shape, dtype, _facts(request, config.depth, source)
+            temporary,
+            sidecar_path,
+            output.suffix.lower(),
+            len(source),
+            shape,
+            dtype,
+            _facts(request, config.depth, source),
         )
         try:
             for some in batches:

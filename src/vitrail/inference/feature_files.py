@@ -88,24 +88,24 @@ def as_written(features: NDArray[np.float32], dtype: DType, names: Sequence[str]
 
 
 def open_rows(
-    path: Path, beside: Path | None, kind: str, images: int, shape: tuple[int, ...], dtype: DType, facts: str
+    path: Path, sidecar_path: Path | None, kind: str, images: int, shape: tuple[int, ...], dtype: DType, facts: str
 ) -> FeatureFile:
     """Open a file of a type (a suffix) for about `images` rows of a shape; `facts` is metadata, stored if possible."""
-    if beside is None:
+    if sidecar_path is None:
         return _Parquet(path, shape, dtype, facts)
     if kind == ".npy":
-        return _Npy(path, beside, images, shape, dtype)
-    return _Safetensors(path, beside, images, shape, dtype, {"format": "pt", "vitrail": facts})
+        return _Npy(path, sidecar_path, images, shape, dtype)
+    return _Safetensors(path, sidecar_path, images, shape, dtype, {"format": "pt", "vitrail": facts})
 
 
 class _Npy:
     """One array. The number of rows is known at the end and then written into the header, which is padded for it."""
 
-    def __init__(self, path: Path, beside: Path, images: int, shape: tuple[int, ...], dtype: DType) -> None:
+    def __init__(self, path: Path, sidecar_path: Path, images: int, shape: tuple[int, ...], dtype: DType) -> None:
         self._shape, self._dtype = shape, np.dtype("<f4" if dtype == "float32" else "<f2")
         self._header_rows, self._rows = images, 0
         self._file = path.open("w+b")
-        self._names = beside.open("w", encoding="utf-8")
+        self._names = sidecar_path.open("w", encoding="utf-8")
         self._write_header(images)
 
     def _write_header(self, rows: int) -> None:
@@ -145,7 +145,7 @@ class _Safetensors:
     def __init__(
         self,
         path: Path,
-        beside: Path,
+        sidecar_path: Path,
         images: int,
         shape: tuple[int, ...],
         dtype: DType,
@@ -153,7 +153,7 @@ class _Safetensors:
     ) -> None:
         self._path, self._metadata = path, dict(metadata)
         self._array = path.with_name(path.name + ".npy")
-        self._rows = _Npy(self._array, beside, images, shape, dtype)
+        self._rows = _Npy(self._array, sidecar_path, images, shape, dtype)
 
     def add(self, rows: FeatureRows) -> None:
         """Add rows."""
