@@ -185,7 +185,7 @@ except CheckpointError as error:
     words = [sys.executable, "-c", code, str(tmp_path / "locked" / "x.npy")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     target = tmp_path / "locked" / "x.npy"
-    expected = f"{target} cannot be written: you may not write to {target.parent}; choose another folder\n"
+    expected = f"{target} cannot be written: no write permission for {target.parent}; choose another folder\n"
     assert done.stdout == expected, done.stderr
 
 

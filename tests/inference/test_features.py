@@ -180,7 +180,7 @@ def test_order_labels_and_bad_images() -> None:
         (
             {},
             {"tokens": "patchs"},
-            "no features are called 'patchs'; choose pooled, class, patches, registers; did you",
+            "unknown features 'patchs'; choose pooled, class, patches, registers; did you",
         ),
         ({"class_token": "none", "pool": "mean"}, {"tokens": "class"}, "has no class token; choose pooled or patches$"),
         ({}, {"tokens": "registers"}, "has no registers; choose pooled or class or patches$"),

@@ -189,7 +189,7 @@ def test_skipped_files_are_counted_and_named(monkeypatch: pytest.MonkeyPatch) ->
     skipped = SkippedFiles()
     list(list_items(["p"], skipped=skipped))
     assert skipped.messages() == [
-        "1 file is an image by content but not by name, and skipped (p/upload.php: a PNG; rename it to upload.png)",
+        "1 file is an image by content but not by name; skipped (p/upload.php: a PNG; rename it to upload.png)",
         "6 files were skipped: no image suffix (p/notes.txt, p/in/a.bin, p/in/b.bin, "
         "p/in/c.bin, p/in/d.bin, and 1 more)",
     ]
