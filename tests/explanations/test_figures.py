@@ -220,7 +220,7 @@ def test_per_block_tables_are_drawn_separately() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "words"), [("none", "told nothing"), ("rope_2d", "rotates"), ("relative", "offset")]
+    ("position", "words"), [("none", "no position information"), ("rope_2d", "rotates"), ("relative", "offset")]
 )
 def test_a_model_without_a_table_gives_the_reason(position: str, words: str) -> None:
     made = bundle(position=position)
