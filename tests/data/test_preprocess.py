@@ -137,8 +137,8 @@ def test_batches_are_normalised_like_single_images() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"mean": (0.5,)}, "preprocess.mean has 1 numbers for 3 channels"),
-        ({"std": (0.5, 0.0, 0.5)}, "every number must be greater than 0"),
+        ({"mean": (0.5,)}, "preprocess.mean has 1 values for 3 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, "every value must be greater than 0"),
         ({"mean": (0.5, float("nan"), 0.5)}, "finite number"),
         ({"resize": "crop"}, "resize is 'crop', which is not one of 'squash', 'cover' or 'contain'"),
         ({"interpolation": "cubic"}, "did you mean 'bicubic'"),

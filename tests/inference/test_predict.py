@@ -78,9 +78,7 @@ def test_skipped_files_are_reported(run: Run) -> None:
     done = run("bundle", "p", "--output", "rows.jsonl", "--device", "cpu")
     assert done.code == 0
     assert len(read_rows(Path("rows.jsonl"))) == 9
-    assert (
-        "vitrail: 1 file is an image by content but not by name; skipped (p/upload.php: a PNG; rename" in done.err
-    )
+    assert "vitrail: 1 file is an image by content but not by name; skipped (p/upload.php: a PNG; rename" in done.err
     assert "vitrail: 1 file was skipped: no image suffix (p/notes.txt)" in done.err
     assert not run("bundle", "p", "--output", "other.jsonl", "--quiet").err
     again = run("bundle", "p", "--output", "rows.jsonl", "--resume")

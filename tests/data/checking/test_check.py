@@ -376,7 +376,7 @@ def test_workers_give_the_same_report(root: Path) -> None:
 def test_a_killed_worker_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         save_image(root / f"train/cat/more{number}.jpg", 200 + number)
-    monkeypatch.setattr(survey, "_look_at", lambda *_: os._exit(1))
+    monkeypatch.setattr(survey, "_inspect_chunk", lambda *_: os._exit(1))
     with pytest.raises(DataError, match="memory ran out; use fewer workers"):
         check_data(opened(root), workers=2, cache=False)
 
@@ -528,7 +528,7 @@ def test_the_quick_check_finds_duplicates_and_conflicting_labels(root: Path) -> 
     quick, whole = quick_check(opened(root), size=64, most=2), checked(root)
     assert sorted(quick.duplicates or ()) == sorted(whole.duplicates or ())
     assert [finding.kind for finding in quick.findings][:3] == ["conflicting", "across", "within"]
-    assert whole.not_looked_for == ("near-duplicates: the same image cut, resized or saved again",)
+    assert whole.not_looked_for == ("near-duplicates: the same image cropped, resized or re-encoded",)
 
 
 def test_unchecked_duplicates_are_not_an_empty_list(root: Path) -> None:

@@ -227,7 +227,7 @@ def test_all_faults_are_reported_at_once(folder: Path) -> None:
     assert summary(source) == [(b"a.png", "x"), (b"in/d.png", "y")]
     assert source.split_of is not None
     assert source.split_of.tolist() == [0, 1]
-    assert [text.split(";")[0] for text in faults[-1:]] == [f"gone.png, which {path} lists, is not there"]
+    assert [text.split(";")[0] for text in faults[-1:]] == [f"gone.png, listed in {path}, does not exist"]
     assert len(faults) == 5
     many = "".join(f"{n}.png,\n" for n in range(40))
     assert refused(csv(folder, f"path,label\n{many}")).endswith("30 more are listed by `vitrail check`")

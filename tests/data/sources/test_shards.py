@@ -270,7 +270,7 @@ def test_files_that_are_not_shards(tmp_path: Path) -> None:
     path.write_bytes(b"")
     assert refused(path) == f"{path} is empty; create the tar again"
     path.write_bytes(b"hello" * 500)
-    assert refused(path) == f"{path} is not a tar file; give one, or another suffix"
+    assert refused(path) == f"{path} is not a tar file; use one, or another suffix"
     path.write_bytes(tar[:1030] + b"x" + tar[1031:])
     assert refused(path) == f"{path} is corrupt at byte 1024; create it again"
     path.write_bytes(tar + tar)
