@@ -230,7 +230,7 @@ def test_all_faults_are_reported_at_once(folder: Path) -> None:
     assert [text.split(";")[0] for text in faults[-1:]] == [f"gone.png, listed in {path}, does not exist"]
     assert len(faults) == 5
     many = "".join(f"{n}.png,\n" for n in range(40))
-    assert refused(csv(folder, f"path,label\n{many}")).endswith("30 more are listed by `vitrail check`")
+    assert refused(csv(folder, f"path,label\n{many}")).endswith("Run `vitrail check` to list 30 more")
     held = parquet(folder, bytes=[b"1", b"2", b"3"], label=["x", None, None])
     assert refused(held).startswith("PARQUET has 2 faults: (1) PARQUET, row 2 has no label")
 
