@@ -77,7 +77,7 @@ def test_findings_are_told_and_what_cannot_be_read_is_a_failure(run: Run, data: 
     done = run(data, "--workers", 2, "--images-per-second", 1e9)
     assert (done.code, done.err) == (2, "")
     assert done.out.startswith("29 images in 2 classes; 8 cannot be read, 1 duplicate with different labels")
-    assert "! 8 images cannot be read. Mend or remove them" in done.out
+    assert "! 8 images cannot be read. Fix or remove them" in done.out
     assert "    … and 3 more" in done.out
     assert "copy.jpg" in done.out
     assert "What would help where the device waits for images: more cores, or " in done.out
@@ -122,9 +122,9 @@ def test_one_pass_lists_every_fault(run: Run, data: Path) -> None:
     Image.new("RGB", (80, 60)).save(data / "cat" / "black.png")
     done = run(data, "--workers", 0)
     assert (done.code, done.err) == (2, "")
-    assert "! 6 faults in how the data lies; training refuses it. Mend what is listed.\n" in done.out
+    assert "! 6 faults in the layout of the data; training would stop. Fix the listed faults.\n" in done.out
     for text in (
-        f"{data}/cat/gone.jpg is a link to nowhere.jpg, which is not there; correct or remove the link",
+        f"{data}/cat/gone.jpg is a link to nowhere.jpg, which does not exist; correct or remove the link",
         f"{data}/cat/round.jpg is a circular link; correct or remove the link",
         f"{data}/dog/up is a link to a folder that contains it; remove the link",
         f"the class folder {data}/emu has no images; add some, or remove the folder",
@@ -189,7 +189,7 @@ def test_data_that_cannot_be_opened_says_all_that_is_wrong(run: Run, data: Path)
     done = run(data / "list.csv")
     assert (done.code, done.out) == (2, "")
     assert f"{data}/list.csv has 21 faults: (1) 0.jpg, listed in {data}/list.csv, does not exist" in done.err
-    assert "(20) 19.jpg, which" in done.err
+    assert "(20) 19.jpg, listed in" in done.err
     assert f"(21) {data}/list.csv has fractional numbers as labels (0.0, 0.1, 0.2, …), which are not" in done.err
 
 

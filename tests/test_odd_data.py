@@ -75,7 +75,7 @@ def test_the_type_is_named() -> None:
 
 
 def test_an_empty_path_is_said() -> None:
-    with pytest.raises(DataError, match="the path of the data is empty"):
+    with pytest.raises(DataError, match="the data path is empty"):
         open_data("")
 
 
