@@ -225,7 +225,9 @@ def test_without_its_split_a_model_is_not_evaluated_on_what_it_was_trained_on(
     (bundle.parent / "split.json").write_text(split[: len(split) // 2])
     done = run(bundle, data)
     assert (done.code, done.out) == (2, "")
-    assert re.search(r"split\.json is not JSON .*, so nobody knows which images .*; restore the file", done.err)
+    assert re.search(
+        r"split\.json is not JSON .*, so the training images of the model are unknown; restore the file", done.err
+    )
 
 
 def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:

@@ -189,10 +189,10 @@ class Naive:
     def fused(self, weights: Tensor, fuse: str) -> Tensor:
         return {"mean": weights.mean(0), "max": weights.max(0).values, "min": weights.min(0).values}[fuse].detach()
 
-    def without_smallest(self, matrix: Tensor, share: float) -> Tensor:
+    def without_smallest(self, matrix: Tensor, fraction: float) -> Tensor:
         numbers = sorted((float(number), i) for i, number in enumerate(matrix.flatten()))
         flat = matrix.flatten().clone()
-        for _, i in numbers[: int(share * len(numbers))]:
+        for _, i in numbers[: int(fraction * len(numbers))]:
             flat[i] = 0
         return flat.reshape(matrix.shape)
 

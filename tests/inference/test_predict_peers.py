@@ -46,7 +46,7 @@ def compare(bundle: Bundle, images: list[Path], expected: Tensor, output: Path) 
     for row, probabilities in zip(rows, expected.softmax(dim=1), strict=True):
         assert row["classes"][0] == names[int(probabilities.argmax())]
         found = dict(zip(row["classes"], row["probabilities"], strict=True))
-        worst = max(worst, *(abs(found[name] - float(share)) for name, share in zip(names, probabilities, strict=True)))
+        worst = max(worst, *(abs(found[name] - float(p)) for name, p in zip(names, probabilities, strict=True)))
     assert worst <= 1e-4
     assert len({row["classes"][0] for row in rows}) > 1, "equal predictions for all images prove little"
 
