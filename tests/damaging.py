@@ -1,6 +1,6 @@
-"""Corruption of every kind of file that we read: a truncated or bit-flipped file opens, or gives a one-line error.
+"""Corrupt every kind of file that we read: truncated or with flipped bits, it opens or raises a one-line error.
 
-Each kind is a row of `KINDS`: how such files are made, which of them is corrupt, and how it is opened.
+Each row of `CASES` says how such files are made, which one is corrupted, and how it is opened.
 """
 
 import functools
@@ -43,7 +43,7 @@ from vitrail.training.train import Run, train
 
 LONGEST_SENTENCE = 1_500
 OLD = YOUNG_NS / 1e9 + 0.1
-"""Seconds after which files may be served from a cache."""
+"""Seconds after which a file is old enough to be cached."""
 TINY = ViTConfig(image_size=8, patch_size=4, width=16, depth=1, heads=2, classes=3)
 RECIPE = [
     "epochs=4",
@@ -59,23 +59,23 @@ RECIPE = [
 ]
 
 
-class Kind(NamedTuple):
-    """A kind of file."""
+class Case(NamedTuple):
+    """A kind of file and how to corrupt it."""
 
     make: Callable[[Path], object]
-    """Fills an empty folder."""
+    """Fill an empty folder."""
     file: str
-    """A pattern for the file to corrupt; the last match is used."""
+    """The file to corrupt: the last match of a pattern."""
     open: Callable[[Path], object]
-    """Reads the file as a user would."""
+    """Read the file like a user would."""
     changes: bool = False
-    """Whether opening it changes more than this file, as resuming a run does."""
+    """Whether opening changes other files, as resuming a run does."""
     slow: bool = False
-    """Whether opening is slow, so that the quick test tries only a few corruptions."""
+    """Whether opening is so slow that the quick tests skip it."""
 
 
-def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Yield truncated and bit-flipped versions of a content, mostly near its start and end."""
+def corruptions(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]]:
+    """Yield truncated content and content with flipped bits; the start and the end are corrupted more often."""
     draw = random.Random(seed)
     yield "empty", b""
     for number in range(count):
@@ -83,7 +83,7 @@ def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
         at = draw.choice([draw.randrange(len(content)), draw.randrange(edge), len(content) - 1 - draw.randrange(edge)])
         match number % 4:
             case 0:
-                yield f"cut at {at}", content[:at]
+                yield f"truncated at {at}", content[:at]
             case 1 | 2:
                 bit = draw.randrange(8)
                 yield f"bit {bit} of {at}", content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
@@ -92,49 +92,49 @@ def damages(content: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
                 yield f"noise at {at}", content[:at] + noise + content[at + len(noise) :]
 
 
-def check(kind: Kind, place: Path, count: int, seed: int = 0) -> int:
-    """Corrupt a file repeatedly and open it; return how often opening failed."""
+def check(case: Case, place: Path, count: int, seed: int = 0) -> int:
+    """Corrupt a file repeatedly and open it; return how often that raised an error."""
     whole, work = place / "whole", place / "work"
     work.mkdir(parents=True)
     before = os.environ.get("VITRAIL_CACHE")
     os.environ["VITRAIL_CACHE"] = str(work / "cache")
-    refused = 0
+    errors = 0
     try:
-        kind.make(work)
+        case.make(work)
         shutil.copytree(work, whole)
-        kind.open(work)  # the intact file opens
-        if kind.changes:
-            _put_back(whole, work)
-        file = sorted(work.glob(kind.file))[-1]
+        case.open(work)  # the intact file opens
+        if case.changes:
+            _restore(whole, work)
+        file = sorted(work.glob(case.file))[-1]
         content = file.read_bytes()
-        for description, corrupt in damages(content, count, seed):
-            if kind.changes:
-                _put_back(whole, work)
+        for how, corrupt in corruptions(content, count, seed):
+            if case.changes:
+                _restore(whole, work)
             file.write_bytes(corrupt)
-            refused += _refused(kind, work, f"{file.relative_to(work)}, {description}")
+            errors += _raises(case, work, f"{file.relative_to(work)}, {how}")
     finally:
         os.environ.pop("VITRAIL_CACHE")
         if before is not None:
             os.environ["VITRAIL_CACHE"] = before
-    return refused
+    return errors
 
 
-def _put_back(whole: Path, work: Path) -> None:
+def _restore(whole: Path, work: Path) -> None:
     shutil.rmtree(work)
     shutil.copytree(whole, work)
 
 
-def _refused(kind: Kind, work: Path, description: str) -> bool:
+def _raises(case: Case, work: Path, how: str) -> bool:
     try:
-        kind.open(work)
+        case.open(work)
     except VitrailError as error:
         text = str(error)
-        assert text.strip(), description
-        assert "\n" not in text, f"{description}: {text}"
-        assert len(text) < LONGEST_SENTENCE, f"{description}: {text[:300]}"
+        assert text.strip(), how
+        assert "\n" not in text, f"{how}: {text}"
+        assert len(text) < LONGEST_SENTENCE, f"{how}: {text[:300]}"
         return True
     except Exception as error:
-        raise AssertionError(f"{description}: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{how}: {type(error).__name__}: {error}") from error
     return False
 
 
@@ -156,7 +156,7 @@ def _save_bundle_without_digest(place: Path) -> None:
 
 
 def drop_digest(bundle: Path) -> None:
-    """Convert a bundle to another library's format."""
+    """Turn a bundle into one written by other tools, without a digest."""
     config = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
     del config["vitrail"]["weights_sha256"]
     (bundle / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -199,8 +199,8 @@ def _with_key_table(place: Path) -> None:
 
 def _load(name: str, **more: object) -> Callable[[Path], object]:
     def opened(place: Path) -> object:
-        given = {key: str(place / str(value)) if key == "keys" else value for key, value in more.items()}
-        bundle = vitrail.load(place / name, **given)
+        options = {key: str(place / str(value)) if key == "keys" else value for key, value in more.items()}
+        bundle = vitrail.load(place / name, **options)
         side = bundle.model.config.image_size
         if bundle.model.config.channels * side[0] * side[1] < 1 << 16 and bundle.preprocess.channels in (1, 3):
             vitrail.Classifier(bundle)(np.zeros((9, 9, 3), np.uint8))
@@ -305,7 +305,7 @@ def train_tiny(place: Path) -> Run:
 
 @functools.cache
 def _made_once() -> tempfile.TemporaryDirectory[str]:
-    made = tempfile.TemporaryDirectory(prefix="run-to-damage-")
+    made = tempfile.TemporaryDirectory(prefix="run-to-corrupt-")
     _images(Path(made.name))
     train_tiny(Path(made.name))
     return made
@@ -317,7 +317,7 @@ def make_run(place: Path) -> None:
 
 
 def make_stopped_run(place: Path) -> None:
-    """Create a run without its last state, as if it had been killed."""
+    """Leave a run without its last state, as if it had been killed."""
     make_run(place)
     shutil.rmtree(sorted((place / "run" / "state").glob("[0-9]*"))[-1])
 
@@ -344,13 +344,13 @@ def _predictions(format: str, *, stopped: bool) -> Callable[[Path], None]:
         target = place / f"rows.{format}"
         predict_files(place / "m", str(place / "data"), output=target, workers=0)
         if stopped:
-            _stop_again(place, format)
+            _stop_early(place, format)
 
     return make
 
 
-def _stop_again(place: Path, format: str) -> None:
-    """Turn a finished job into an interrupted one."""
+def _stop_early(place: Path, format: str) -> None:
+    """Replace a finished job by one that stopped before its end."""
     target = place / f"rows.{format}"
     target.unlink()
     seen = 0
@@ -393,59 +393,59 @@ def _image(suffix: str) -> Callable[[Path], None]:
     return make
 
 
-KINDS: dict[str, Kind] = {
-    "safetensors": Kind(_converted("timm", "m"), "m/*.safetensors", _load("m/model.safetensors")),
-    "timm config": Kind(_converted("timm", "m"), "m/config.json", _load("m")),
-    "transformers config": Kind(_converted("transformers", "m"), "m/config.json", _load("m")),
-    "transformers preprocessing": Kind(_converted("transformers", "m"), "m/preprocessor_config.json", _load("m")),
-    "index of weight shards": Kind(_sharded, "m/*.index.json", _load("m")),
-    "npz": Kind(_converted("google", "m.npz"), "m.npz", _load("m.npz", heads=2)),
-    "compressed npz": Kind(_compressed_npz, "m.npz", _load("m.npz", heads=2)),
-    "pth": Kind(_torch_file(), "m.pth", _load("m.pth", heads=2)),
-    "legacy pth": Kind(_torch_file(_use_new_zipfile_serialization=False), "m.pth", _load("m.pth", heads=2)),
-    "key table": Kind(_with_key_table, "keys.toml", _load("m.safetensors", keys="keys.toml")),
-    "bundle weights": Kind(_save_bundle, "m/model.safetensors", _load("m")),
-    "bundle weights without digest": Kind(_save_bundle_without_digest, "m/model.safetensors", _load("m")),
-    "bundle config": Kind(_save_bundle, "m/config.json", _load("m")),
-    "csv": Kind(_manifest("all.csv"), "data/all.csv", _read_all("data/all.csv")),
-    "jsonl": Kind(_manifest("all.jsonl"), "data/all.jsonl", _read_all("data/all.jsonl")),
-    "parquet": Kind(_manifest("all.parquet"), "data/all.parquet", _read_all("data/all.parquet")),
-    "parquet of images": Kind(_parquet_bytes, "all.parquet", _read_all("all.parquet")),
-    "tar": Kind(_tar, "all.tar", _read_all("all.tar")),
-    "classes of a tar": Kind(_tar, "classes.txt", _read_all("all.tar")),
-    "index of a tar": Kind(_old_tar, "cache/index/*.npz", _read_all("all.tar")),
-    "index of a folder": Kind(_old_images, "cache/index/*.npz", _read_all("data"), slow=True),
-    "cache of a check": Kind(_old_manifest, "cache/index/*.npz", _checked, slow=True),
-    "candidate of a sweep": Kind(_candidate, "candidate.json", _recorded_outcome),
-    "table of the pixel cache": Kind(_images, "cache/pixels/*/table.npz", _cached),
-    "pixel cache": Kind(_images, "cache/pixels/*/pixels.bin", _cached),
-    "job": Kind(_predictions("jsonl", stopped=True), "rows.jsonl.job.json", _resume("jsonl"), changes=True),
-    "rows as jsonl": Kind(_predictions("jsonl", stopped=True), "rows.jsonl", _resume("jsonl"), changes=True),
-    "rows as csv": Kind(_predictions("csv", stopped=True), "rows.csv", _resume("csv"), changes=True),
-    "rows for parquet": Kind(
+CASES: dict[str, Case] = {
+    "safetensors": Case(_converted("timm", "m"), "m/*.safetensors", _load("m/model.safetensors")),
+    "timm config": Case(_converted("timm", "m"), "m/config.json", _load("m")),
+    "transformers config": Case(_converted("transformers", "m"), "m/config.json", _load("m")),
+    "transformers preprocessing": Case(_converted("transformers", "m"), "m/preprocessor_config.json", _load("m")),
+    "index of weight shards": Case(_sharded, "m/*.index.json", _load("m")),
+    "npz": Case(_converted("google", "m.npz"), "m.npz", _load("m.npz", heads=2)),
+    "compressed npz": Case(_compressed_npz, "m.npz", _load("m.npz", heads=2)),
+    "pth": Case(_torch_file(), "m.pth", _load("m.pth", heads=2)),
+    "legacy pth": Case(_torch_file(_use_new_zipfile_serialization=False), "m.pth", _load("m.pth", heads=2)),
+    "key table": Case(_with_key_table, "keys.toml", _load("m.safetensors", keys="keys.toml")),
+    "bundle weights": Case(_save_bundle, "m/model.safetensors", _load("m")),
+    "bundle weights without digest": Case(_save_bundle_without_digest, "m/model.safetensors", _load("m")),
+    "bundle config": Case(_save_bundle, "m/config.json", _load("m")),
+    "csv": Case(_manifest("all.csv"), "data/all.csv", _read_all("data/all.csv")),
+    "jsonl": Case(_manifest("all.jsonl"), "data/all.jsonl", _read_all("data/all.jsonl")),
+    "parquet": Case(_manifest("all.parquet"), "data/all.parquet", _read_all("data/all.parquet")),
+    "parquet of images": Case(_parquet_bytes, "all.parquet", _read_all("all.parquet")),
+    "tar": Case(_tar, "all.tar", _read_all("all.tar")),
+    "classes of a tar": Case(_tar, "classes.txt", _read_all("all.tar")),
+    "index of a tar": Case(_old_tar, "cache/index/*.npz", _read_all("all.tar")),
+    "index of a folder": Case(_old_images, "cache/index/*.npz", _read_all("data"), slow=True),
+    "cache of a check": Case(_old_manifest, "cache/index/*.npz", _checked, slow=True),
+    "candidate of a sweep": Case(_candidate, "candidate.json", _recorded_outcome),
+    "table of the pixel cache": Case(_images, "cache/pixels/*/table.npz", _cached),
+    "pixel cache": Case(_images, "cache/pixels/*/pixels.bin", _cached),
+    "job": Case(_predictions("jsonl", stopped=True), "rows.jsonl.job.json", _resume("jsonl"), changes=True),
+    "rows as jsonl": Case(_predictions("jsonl", stopped=True), "rows.jsonl", _resume("jsonl"), changes=True),
+    "rows as csv": Case(_predictions("csv", stopped=True), "rows.csv", _resume("csv"), changes=True),
+    "rows for parquet": Case(
         _predictions("parquet", stopped=True), "rows.parquet.rows.jsonl", _resume("parquet"), changes=True
     ),
-    "finished jsonl": Kind(_predictions("jsonl", stopped=False), "rows.jsonl", _resume("jsonl"), changes=True),
-    "finished csv": Kind(_predictions("csv", stopped=False), "rows.csv", _resume("csv"), changes=True),
-    "finished parquet": Kind(_predictions("parquet", stopped=False), "rows.parquet", _resume("parquet"), changes=True),
-    **{f"{suffix} image": Kind(_image(suffix), f"data/z.{suffix}", _predict_image) for suffix in ("png", "jpg", "npy")},
-    "split for eval": Kind(make_run, "run/split.json", _recorded, slow=True),
+    "finished jsonl": Case(_predictions("jsonl", stopped=False), "rows.jsonl", _resume("jsonl"), changes=True),
+    "finished csv": Case(_predictions("csv", stopped=False), "rows.csv", _resume("csv"), changes=True),
+    "finished parquet": Case(_predictions("parquet", stopped=False), "rows.parquet", _resume("parquet"), changes=True),
+    **{f"{suffix} image": Case(_image(suffix), f"data/z.{suffix}", _predict_image) for suffix in ("png", "jpg", "npy")},
+    "split for eval": Case(make_run, "run/split.json", _recorded, slow=True),
     **{
-        f"report of {file}": Kind(make_run, f"run/{file}", _report, changes=True, slow=True)
+        f"report of {file}": Case(make_run, f"run/{file}", _report, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "result.json", "check.json",
             "test_predictions.parquet", "best/config.json", "best/model.safetensors",
         )
     },
     **{
-        f"run with {file}": Kind(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
+        f"run with {file}": Case(make_stopped_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in (
             "recipe.toml", "split.json", "origin.json", "metrics.jsonl", "log.txt", "state/*/state.json",
             "state/*/state.safetensors", "best/config.json", "best/model.safetensors", "result.json", "stamps.index",
         )
     },
     **{
-        f"finished run with {file}": Kind(make_run, f"run/{file}", train_tiny, changes=True, slow=True)
+        f"finished run with {file}": Case(make_run, f"run/{file}", train_tiny, changes=True, slow=True)
         for file in ("state/*/state.json", "state/*/state.safetensors", "best/config.json", "best/model.safetensors")
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Handmade small image files that keep a decoder busy."""
+"""Small image files that keep a decoder busy, built by hand."""
 
 import io
 import struct
@@ -8,18 +8,18 @@ from PIL import Image
 
 
 def jpeg_of_scans(scans: int, side: int = 7000, *, progressive: bool = True) -> bytes:
-    """Return a JPEG with many empty scans, each over the whole image."""
+    """Write a JPEG with empty scans, each of which visits the whole image."""
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, "JPEG", progressive=True, subsampling=0)
     small = file.getvalue()
     header = bytearray(small[: small.index(b"\xff\xda")])
     frame = header.index(b"\xff\xc2")
     header[frame + 5 : frame + 9] = struct.pack(">HH", side, side)
-    if not progressive:  # with a scan per component, so that the decoder waits for all
+    if not progressive:  # one scan per component, so that the decoder waits for all
         header[frame + 1] = 0xC0
         return bytes(header) + (b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + bytes(80)) * scans + b"\xff\xd9"
     first = b"\xff\xda\x00\x0c\x03\x01\x00\x02\x00\x03\x00\x00\x00\x01" + bytes(80)
-    # Every further scan refines the lowest coefficient of all blocks by one bit.
+    # Every further scan declares to refine the lowest coefficient of all blocks by one bit.
     again = b"\xff\xda\x00\x0c\x03\x01\x00\x02\x00\x03\x00\x00\x00\x10" + bytes(80)
     return bytes(header) + first + again * (scans - 1) + b"\xff\xd9"
 
@@ -39,7 +39,7 @@ def png_chunk(kind: bytes, data: bytes = b"") -> bytes:
 
 
 def png_of_zeros(side: int, before: bytes = b"") -> bytes:
-    """Return a black 1-bit PNG of a few kilobytes, with other chunks before its pixels."""
+    """Write a black 1-bit PNG of a few kilobytes, with other chunks before its pixels."""
     head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     packer = zlib.compressobj(9)
     rows = b"".join(packer.compress(bytes(side * 3 + 1)) for _ in range(side)) + packer.flush()
@@ -48,7 +48,7 @@ def png_of_zeros(side: int, before: bytes = b"") -> bytes:
 
 
 def tiff_of_pages(pages: int) -> bytes:
-    """Return a TIFF with one pixel per page."""
+    """Write a TIFF with one pixel per page."""
     tags = ((256, 1), (257, 1), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, 1), (279, 1))
     start, size = 16, 2 + 12 * len(tags) + 4
     made = b"II*\0" + struct.pack("<I", start) + bytes(8)
@@ -60,7 +60,7 @@ def tiff_of_pages(pages: int) -> bytes:
 
 
 def tiff_of_tags(pages: int, tags: int) -> bytes:
-    """Return a TIFF whose pages have many tags, all with JPEG compression."""
+    """Write a TIFF whose pages have many tags, all of which declare JPEG compression."""
     size = 2 + 12 * tags + 4
     made = b"II*\0" + struct.pack("<I", 8)
     for page in range(pages):
@@ -70,14 +70,14 @@ def tiff_of_tags(pages: int, tags: int) -> bytes:
 
 
 def tiff_of_tiles(tiles: int, tile: int = 16) -> bytes:
-    """Return the header of a TIFF that claims many tiles."""
+    """Write the header of a TIFF that declares `tiles` tiles."""
     tags = ((256, 1, 64), (257, 1, 64), (322, 1, tile), (323, 1, tile), (324, tiles, 8), (325, tiles, 8))
     body = b"".join(struct.pack("<HHII", tag, 4, count, value) for tag, count, value in tags)
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + body + bytes(4)
 
 
 def tiff_of_shared_tiles(tiles: int, tall: int, packed: bytes, compression: int = 8, wide: int = 16) -> bytes:
-    """Return a TIFF with one row of tiles that share their bytes and may be much taller than the image."""
+    """Write a TIFF with one row of tiles that share the same bytes and may be far taller than the image."""
     tags = [
         (256, 1, tiles * wide), (257, 1, 1), (258, 1, 8), (259, 1, compression), (262, 1, 1), (277, 1, 1),
         (322, 1, wide), (323, 1, tall),
@@ -109,7 +109,7 @@ def _segment(marker: int, content: bytes) -> bytes:
 
 
 def jpeg_of_refinements(scans: int, side: int, *, arithmetic: bool = False) -> bytes:
-    """Return a grey JPEG whose scans visit every coefficient: in runs of 32,767 blocks, each a 15-bit code.
+    """Write a grey JPEG whose scans visit every coefficient: in runs of 32,767 blocks, each a code of 15 bits.
 
     With arithmetic coding they hold nothing, but every block begins anew.
     """
@@ -130,7 +130,7 @@ def jpeg_of_refinements(scans: int, side: int, *, arithmetic: bool = False) -> b
 
 
 def bmp_of_runs(side: int, rows: bytes = b"\1\0\0\0") -> bytes:
-    """Return a run-length encoded BMP in which every line is one pixel and an end marker."""
+    """Write a run-length encoded BMP with one pixel and an end marker per line."""
     body = rows * side
     head = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, len(body), 0, 0, 0, 0)
     return b"BM" + struct.pack("<IHHI", 1078 + len(body), 0, 0, 1078) + head + bytes(1024) + body

@@ -55,12 +55,12 @@ def test_good_data(run: Run, data: Path) -> None:
     done = run(data, "--workers", 0)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
-    assert lines[0] == "20 images in 2 classes; nothing wrong was found."
+    assert lines[0] == "20 images in 2 classes; no problems found."
     assert "Findings" not in done.out
     assert "cat        7    1     2" in lines
     assert any(line.startswith("    32–63  ██████") and line.endswith(" 20") for line in lines)
     assert "all JPEG; all colour" in done.out
-    assert "Not looked for: near-duplicates: the same image cut, resized or saved again.\n" in done.out
+    assert "Not looked for: near-duplicates: the same image cropped, resized or re-encoded.\n" in done.out
     assert "images/s per worker" in done.out
     assert [line.split()[0] for line in lines if line.strip().startswith(("100 ", "1,000 ", "5,000 "))] == [
         "100",
@@ -77,7 +77,7 @@ def test_findings_are_listed_and_unreadable_images_fail(run: Run, data: Path) ->
     done = run(data, "--workers", 2, "--images-per-second", 1e9)
     assert (done.code, done.err) == (2, "")
     assert done.out.startswith("29 images in 2 classes; 8 cannot be read, 1 duplicate with different labels")
-    assert "! 8 images cannot be read. Mend or remove them" in done.out
+    assert "! 8 images cannot be read. Fix or remove them" in done.out
     assert "    … and 3 more" in done.out
     assert "copy.jpg" in done.out
     assert "Where the device waits for images, this helps: more cores, or " in done.out
@@ -105,7 +105,7 @@ def test_skipped_files_are_listed(run: Run, data: Path) -> None:
     shutil.copy(data / "cat" / "0.jpg", data / "dog" / "0.php")
     done = run(data, "--workers", 0)
     assert done.code == 0
-    assert "· 7 files were skipped, because the name does not end as an image's. " in done.out
+    assert "· 7 files were skipped: no image suffix. " in done.out
     assert f"    {data}/cat/notes4.txt\n    … and 2 more\n" in done.out
     assert f"    {data}/dog/0.php: a JPEG; rename it to 0.jpg\n" in done.out
 
@@ -122,16 +122,16 @@ def test_one_pass_lists_all_errors(run: Run, data: Path) -> None:
     Image.new("RGB", (80, 60)).save(data / "cat" / "black.png")
     done = run(data, "--workers", 0)
     assert (done.code, done.err) == (2, "")
-    assert "! 6 faults in how the data lies; training refuses it. Mend what is listed.\n" in done.out
+    assert "! 6 faults in the layout of the data; training would stop. Fix the listed faults.\n" in done.out
     for text in (
-        f"{data}/cat/gone.jpg is a link to nowhere.jpg, which is not there; correct or remove the link",
-        f"{data}/cat/round.jpg is a link in a circle; correct or remove the link",
-        f"{data}/dog/up is a link to a folder that it lies in; remove the link",
+        f"{data}/cat/gone.jpg is a link to nowhere.jpg, which does not exist; correct or remove the link",
+        f"{data}/cat/round.jpg is a circular link; correct or remove the link",
+        f"{data}/dog/up is a link to a folder that contains it; remove the link",
         f"the class folder {data}/emu has no images; add some, or remove the folder",
         "class 'fox' has 1 image, too few for 3 splits",
         "! 1 image cannot be read.",
         "1 duplicate with different labels",
-        "· 1 image shows a single colour and nothing else.",
+        "· 1 image has only a single colour.",
     ):
         assert text in done.out
     found = json.loads(run(data, "--json", "--workers", 0).out)
@@ -173,7 +173,7 @@ def test_wrong_options(run: Run, data: Path, options: tuple[str, ...], message: 
 def test_sources_that_cannot_be_opened(run: Run, data: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "nowhere")
     assert (done.code, done.out) == (2, "")
-    assert "vitrail: there is no " in done.err
+    assert "does not exist; give " in done.err
     for label in ("cat", "dog"):
         for number in range(1, 10):
             (data / label / f"{number}.jpg").unlink()
@@ -188,9 +188,9 @@ def test_unusable_data_lists_all_errors(run: Run, data: Path) -> None:
     (data / "list.csv").write_text("\n".join(["path,label", *rows]))
     done = run(data / "list.csv")
     assert (done.code, done.out) == (2, "")
-    assert f"{data}/list.csv has 21 faults: (1) 0.jpg, which {data}/list.csv lists, is not there" in done.err
-    assert "(20) 19.jpg, which" in done.err
-    assert f"(21) {data}/list.csv has numbers with fractions as labels (0.0, 0.1, 0.2, …), which are not" in done.err
+    assert f"{data}/list.csv has 21 faults: (1) 0.jpg, listed in {data}/list.csv, does not exist" in done.err
+    assert "(20) 19.jpg, listed in" in done.err
+    assert f"(21) {data}/list.csv has fractional numbers as labels (0.0, 0.1, 0.2, …), which are not" in done.err
 
 
 @pytest.mark.parametrize("option", ["--json", "--workers=0"])
@@ -209,7 +209,7 @@ import vitrail.data.checking.survey as survey
 def slow(*args):
     os.write(2, b"looking\\n")
     time.sleep(60)
-survey._look_at = slow
+survey._inspect_chunk = slow
 survey.CHUNK = 1
 from vitrail.__main__ import main
 main()
@@ -243,6 +243,6 @@ def test_all_errors_are_listed_without_a_readable_image(run: Run, data: Path) ->
         path.write_text(f"not an image {path}")
     done = run(data, "--workers", 0)
     assert done.code == 2
-    assert "is a link to nowhere, which is not there" in done.err
+    assert "is a link to nowhere, which does not exist" in done.err
     assert "empty has no images" in done.err
     assert "none of the 20 images can be read" in done.err

@@ -237,7 +237,9 @@ def test_without_its_split_file_evaluation_fails(run: Run, bundle: Path, data: P
     (bundle.parent / "split.json").write_text(split[: len(split) // 2])
     done = run(bundle, data)
     assert (done.code, done.out) == (2, "")
-    assert re.search(r"split\.json is not JSON .*, so nobody knows which images .*; restore the file", done.err)
+    assert re.search(
+        r"split\.json is not JSON .*, so the training images of the model are unknown; restore the file", done.err
+    )
 
 
 def test_digits_and_many_classes(run: Run, tmp_path: Path) -> None:
@@ -276,7 +278,7 @@ def test_unknown_classes(run: Run, tmp_path: Path, data: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--split", "tset"), "no split is called 'tset'; choose test, val, train, all"),
+        (("--split", "tset"), "unknown split 'tset'; choose test, val, train, all"),
         (("--precision", "int3"), "no precision is called 'int3'"),
         (("--device", "abacus"), "no device is called 'abacus'"),
         (("--batch", "0"), "--batch"),
@@ -329,7 +331,7 @@ def test_python_uses_the_split_of_the_run(bundle: Path, data: Path) -> None:
 
 
 def test_python_errors(bundle: Path, data: Path) -> None:
-    with pytest.raises(vitrail.ConfigError, match="no split is called 'tset'"):
+    with pytest.raises(vitrail.ConfigError, match="unknown split 'tset'"):
         vitrail.evaluate(bundle, data, split="tset")
     with pytest.raises(vitrail.CheckpointError, match=r"wrap your own model with vitrail\.Bundle"):
         vitrail.evaluate(vitrail.load(bundle).model, data)

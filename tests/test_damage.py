@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-from tests.damaging import KINDS, check
+from tests.damaging import CASES, check
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.slow])
-def test_corruption(name: str, tmp_path: Path) -> None:
-    check(KINDS[name], tmp_path, 12)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.slow])
+def test_damage(name: str, tmp_path: Path) -> None:
+    check(CASES[name], tmp_path, 12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_corruption_at_many_offsets(name: str, tmp_path: Path) -> None:
-    check(KINDS[name], tmp_path, 12 if KINDS[name].slow else 150, seed=1)
+@pytest.mark.parametrize("name", CASES)
+def test_damage_at_many_places(name: str, tmp_path: Path) -> None:
+    check(CASES[name], tmp_path, 12 if CASES[name].slow else 150, seed=1)

@@ -72,8 +72,8 @@ def test_the_error_names_the_type() -> None:
             open_data(data)
 
 
-def test_an_empty_path() -> None:
-    with pytest.raises(DataError, match="the path of the data is empty"):
+def test_an_empty_path_is_said() -> None:
+    with pytest.raises(DataError, match="the data path is empty"):
         open_data("")
 
 

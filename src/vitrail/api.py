@@ -19,9 +19,9 @@ from vitrail.evaluation import Evaluation, evaluate_chosen
 from vitrail.explanations.explain import explain
 from vitrail.explanations.explanation import Explanation
 from vitrail.exporting import Export, export
-from vitrail.inference.embed import Embedded, embed
+from vitrail.inference.embed import EmbedResult, embed
 from vitrail.inference.probe import probe
-from vitrail.inference.probe_result import Probed
+from vitrail.inference.probe_result import ProbeResult
 from vitrail.models.config import FIELD_ALIASES, ViTConfig, value_here
 from vitrail.models.cost import Cost, cost
 from vitrail.models.stages import Stage, sample_image, stages
@@ -38,11 +38,11 @@ from vitrail.training.train import train as train_run
 __all__ = [
     "Conversion",
     "Description",
-    "Embedded",
+    "EmbedResult",
     "Evaluation",
     "Explanation",
     "Export",
-    "Probed",
+    "ProbeResult",
     "Run",
     "Sweep",
     "accelerate",

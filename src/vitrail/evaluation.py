@@ -16,7 +16,7 @@ from vitrail.data.batches import BadImage, Batch, evaluation_batches
 from vitrail.data.batches import Evaluation as EvaluationData
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.contents import recorded_contents
-from vitrail.data.sources.selection import CONTENT, Chosen, Seen, match_classes, seen_by_run
+from vitrail.data.sources.selection import CONTENT, SeenInTraining, Selection, match_classes, seen_in_training
 from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError, DataError, Diverged
 from vitrail.metrics.baselines import Baselines, baselines, warnings_about
@@ -40,7 +40,7 @@ from vitrail.metrics.intervals import (
 from vitrail.models.checks import per_token
 from vitrail.runtime import Precision, autocast, choose_device
 
-UNSEEN = Seen()
+UNSEEN = SeenInTraining()
 WORST = 20
 """How many of the most confident mistakes are kept."""
 HELD_OUT = "held-out images"
@@ -118,7 +118,7 @@ class Evaluation:
     """Reasons not to trust the result, each with the next step."""
     split: str | None = None
     """The split that `evaluate` selected: "test", "val", "train" or "all"."""
-    seen: Seen = UNSEEN
+    seen: SeenInTraining = UNSEEN
     """How many of these images the model's run trained on, or selected the checkpoint on."""
 
     @property
@@ -156,7 +156,7 @@ class Evaluation:
             clauses.append(f"{len(self.bad):,} more could not be read")
         if self.split is not None:
             total = self.images + len(self.bad)
-            clauses.append(f"evaluated on {SPLITS[self.split]}{self.seen.said(total)}")
+            clauses.append(f"evaluated on {SPLITS[self.split]}{self.seen.caveat(total)}")
             if not (self.seen.selected_on or self.seen.trained_on):
                 if self.seen.compared_by == CONTENT:
                     clauses.append("by content, its run trained on none of these images")
@@ -237,7 +237,7 @@ def evaluate_bundle(
 
 def evaluate_chosen(
     bundle: Bundle,
-    chosen: Chosen,
+    chosen: Selection,
     record: Mapping[str, Any] | None,
     *,
     device: str = "auto",
@@ -264,7 +264,9 @@ def evaluate_chosen(
         kind=kind,
         on_progress=on_progress,
     )
-    return replace(found, split=chosen.split, seen=seen_by_run(chosen.source, record, recorded_contents(bundle.origin)))
+    return replace(
+        found, split=chosen.split, seen=seen_in_training(chosen.source, record, recorded_contents(bundle.origin))
+    )
 
 
 def evaluate(

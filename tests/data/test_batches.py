@@ -1,4 +1,4 @@
-"""Batches are a pure function of step, seed and files: whoever makes them, wherever a run starts."""
+"""Batches are a pure function of step, seed and files, whatever process makes them and wherever a run resumes."""
 
 import contextlib
 import io
@@ -27,12 +27,12 @@ from vitrail.data.batches import (
     Training,
     default_workers,
     evaluation_batches,
-    made_ahead,
+    prefetch,
     training_batches,
 )
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays, Pixels
-from vitrail.data.stream import Share, Stream
+from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError, DataError
 
 SIZE = (16, 24)
@@ -40,11 +40,11 @@ PRE = Preprocess(size=SIZE)
 
 
 class Files:
-    """JPEGs in memory, some of them damaged: a source as any other."""
+    """A source of JPEGs in memory, some of them corrupt."""
 
     classes = ("a", "b", "c")
 
-    def __init__(self, count: int, damaged: tuple[int, ...] = ()) -> None:
+    def __init__(self, count: int, corrupt: tuple[int, ...] = ()) -> None:
         self.labels = np.arange(count, dtype=np.int64) % 3
         self.contents = []
         for number in range(count):
@@ -52,7 +52,7 @@ class Files:
             smooth = rng.integers(0, 255, (4, 5, 3), np.uint8)
             file = io.BytesIO()
             Image.fromarray(smooth).resize((60 + number, 50)).save(file, "JPEG")
-            self.contents.append(file.getvalue()[: 200 if number in damaged else None])
+            self.contents.append(file.getvalue()[: 200 if number in corrupt else None])
 
     def __len__(self) -> int:
         return len(self.contents)
@@ -77,19 +77,19 @@ def same(one: Batch, other: Batch) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one[:5], other[:5], strict=True)) and one.bad == other.bad
 
 
-FILES = Files(20, damaged=(7,))
+FILES = Files(20, corrupt=(7,))
 STRAIGHT = [training(FILES)[step] for step in range(6)]
 
 
-@given(start=st.integers(0, 5), parts=st.sampled_from([1, 2, 4]), micros=st.sampled_from([1, 2]))
+@given(start=st.integers(0, 5), world_size=st.sampled_from([1, 2, 4]), micros=st.sampled_from([1, 2]))
 @settings(deadline=None, derandomize=True, max_examples=20)
-def test_any_start_any_share(start: int, parts: int, micros: int) -> None:
+def test_any_start_and_any_slicing(start: int, world_size: int, micros: int) -> None:
     for step in range(start, 6):
-        shares = [training(FILES, share=Share(part, parts))[step] for part in range(parts)]
-        if len(shares[0].labels) % micros == 0:
-            shares = [share.micro(micro, micros) for share in shares for micro in range(micros)]
+        slices = [training(FILES, rank_slice=RankSlice(rank, world_size))[step] for rank in range(world_size)]
+        if len(slices[0].labels) % micros == 0:
+            slices = [batch.micro(micro, micros) for batch in slices for micro in range(micros)]
         for number in range(5):
-            assert torch.equal(torch.cat([share[number] for share in shares]), STRAIGHT[step][number])
+            assert torch.equal(torch.cat([batch[number] for batch in slices]), STRAIGHT[step][number])
 
 
 @pytest.mark.parametrize(("workers", "method"), [(0, None), (1, "fork"), (2, "fork"), (2, "spawn")])
@@ -99,7 +99,7 @@ def test_any_number_of_workers(workers: int, method: str | None) -> None:
     assert all(same(one, other) for one, other in zip(made, STRAIGHT[2:], strict=True))
 
 
-def test_what_a_batch_is() -> None:
+def test_batch_shapes_and_dtypes() -> None:
     batch = STRAIGHT[0]
     assert batch.pixels.shape == (8, 3, *SIZE)
     assert batch.pixels.dtype == torch.uint8
@@ -111,7 +111,7 @@ def test_what_a_batch_is() -> None:
 
 
 def test_pixels_are_the_images() -> None:
-    """Without augmentation a training batch holds what evaluation sees, and that is what Pillow makes of the file."""
+    """Without augmentation, training and evaluation batches hold what Pillow makes of the files."""
     plain = training(Files(20), augmentation=preset("none"), mixing=Mixing())
     for step in range(3):
         batch = plain[step]
@@ -123,27 +123,27 @@ def test_pixels_are_the_images() -> None:
     assert torch.equal(pixels, torch.stack([PRE.pixels(Image.open(io.BytesIO(c))) for c in Files(20).contents]))
 
 
-def test_flips_and_crops_differ_by_position_and_not_by_image() -> None:
+def test_augmentation_differs_by_position() -> None:
     one = Training(Files(1), Stream(1, 6), PRE, Augmentation())
     assert len({batch.numpy().tobytes() for batch in one[0].pixels}) == 6
 
 
-@given(images=st.integers(1, 20), batch=st.integers(1, 9), parts=st.integers(1, 4))
+@given(images=st.integers(1, 20), batch=st.integers(1, 9), world_size=st.integers(1, 4))
 @settings(deadline=None, derandomize=True, max_examples=25)
-def test_evaluation_sees_every_image_once(images: int, batch: int, parts: int) -> None:
+def test_evaluation_sees_every_image_once(images: int, batch: int, world_size: int) -> None:
     source = Arrays(np.arange(images, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8),
                     np.zeros(images, np.int64), ("x",))  # fmt: skip
     pre = Preprocess(size=4, channels=1, mean=(0.5,), std=(0.5,))
     seen = [
         int(row)
-        for part in range(parts)
-        for made in evaluation_batches(Evaluation(source, pre, batch, Share(part, parts)), workers=0)
+        for rank in range(world_size)
+        for made in evaluation_batches(Evaluation(source, pre, batch, RankSlice(rank, world_size)), workers=0)
         for row in made.pixels[:, 0, 0, 0]
     ]
     assert seen == list(range(images))
 
 
-def test_fast_decoding_is_asked_for_and_close() -> None:
+def test_fast_decoding_is_opt_in_and_close() -> None:
     rng = np.random.default_rng(0)
     file = io.BytesIO()
     Image.fromarray(rng.integers(0, 255, (6, 8, 3), np.uint8)).resize((800, 600)).save(file, "JPEG", quality=95)
@@ -154,26 +154,26 @@ def test_fast_decoding_is_asked_for_and_close() -> None:
     assert 0 < (exact - fast).abs().float().mean() < 2
 
 
-# ── images that cannot be read ──
+# ── unreadable images ──
 
 
-def test_a_bad_image_is_replaced_by_a_pure_rule_and_named() -> None:
+def test_a_bad_image_is_replaced_deterministically_and_reported() -> None:
     bad = {bad for batch in STRAIGHT for bad in batch.bad}
     assert {name for name, _ in bad} == {"images/7.jpg"}
     assert all("JPEG" in reason for _, reason in bad)
     assert not any((batch.indices == 7).any() for batch in STRAIGHT)
     stream = Stream(20, 8, seed=3)
     for step, batch in enumerate(STRAIGHT):
-        wanted = stream.images_at(stream.positions(step))
-        wanted[wanted == 7] = 8
-        assert np.array_equal(batch.indices.numpy(), wanted)
+        expected = stream.images_at(stream.positions(step))
+        expected[expected == 7] = 8
+        assert np.array_equal(batch.indices.numpy(), expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_image_stops_the_run_where_that_is_asked_for(workers: int) -> None:
-    with pytest.raises(DataError, match=r"^images/7\.jpg: a damaged JPEG: [^\n]*$"):
+def test_a_bad_image_stops_the_run_with_refuse(workers: int) -> None:
+    with pytest.raises(DataError, match=r"^images/7\.jpg: a corrupt JPEG: [^\n]*$"):
         list(training_batches(training(FILES, bad_files="refuse"), 0, 6, workers=workers))
-    with pytest.raises(DataError, match=r"^images/7\.jpg: a damaged JPEG"):
+    with pytest.raises(DataError, match=r"^images/7\.jpg: a corrupt JPEG"):
         list(evaluation_batches(Evaluation(FILES, PRE, 8), workers=workers))
     seen = list(evaluation_batches(Evaluation(FILES, PRE, 8, bad_files="skip"), workers=workers))
     assert [len(batch.labels) for batch in seen] == [7, 8, 4]
@@ -181,16 +181,16 @@ def test_a_bad_image_stops_the_run_where_that_is_asked_for(workers: int) -> None
 
 
 def test_nothing_but_bad_images() -> None:
-    with pytest.raises(DataError, match=r"4 images in a row cannot be read, from images/\d\.jpg"):
-        list(training_batches(training(Files(4, damaged=(0, 1, 2, 3)), batch=2), 0, 1, workers=0))
+    with pytest.raises(DataError, match=r"4 consecutive images cannot be read, the first is images/\d\.jpg"):
+        list(training_batches(training(Files(4, corrupt=(0, 1, 2, 3)), batch=2), 0, 1, workers=0))
 
 
-def test_odd_parts_of_pairs_are_refused() -> None:
+def test_odd_slices_cannot_be_mixed() -> None:
     with pytest.raises(ConfigError, match="each of the 2 processes would get 3 images; use a batch that is a multiple"):
-        training(FILES, batch=6, share=Share(0, 2))
+        training(FILES, batch=6, rank_slice=RankSlice(0, 2))
 
 
-def test_a_fault_of_ours_in_a_worker_is_not_hidden() -> None:
+def test_a_bug_in_a_worker_is_not_hidden() -> None:
     class Faulty(Files):
         def read(self, index: int) -> bytes | Pixels:
             raise RuntimeError("a bug")
@@ -202,17 +202,17 @@ def test_a_fault_of_ours_in_a_worker_is_not_hidden() -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lambda: Share(2, 2), "part 2 of 2 does not exist"),
+        (lambda: RankSlice(2, 2), "rank 2 does not exist in a world of size 2"),
         (lambda: Stream(10, 4, repeats=0), "repeats is 0"),
         (lambda: Stream(10, 4, seed=-1), "seed is -1"),
         (lambda: Evaluation(FILES, PRE, 0), "batch is 0"),
         (lambda: training(FILES, bad_files="skp"), "bad_files is 'skp'; choose one of 'skip', 'refuse'"),
         (lambda: list(evaluation_batches(Evaluation(FILES, PRE, 8), workers=-1)), "workers is -1"),
         (lambda: list(evaluation_batches(Evaluation(FILES, PRE, 8), workers=1, method="frok")), "is 'frok'; choose"),
-        (lambda: STRAIGHT[0].micro(0, 3), "a batch of 8 cannot be cut into 3 equal parts"),
+        (lambda: STRAIGHT[0].micro(0, 3), "a batch of 8 cannot be split into 3 equal micro-batches"),
     ],
 )
-def test_settings_that_cannot_be(fault: Any, words: str) -> None:
+def test_invalid_settings(fault: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         fault()
 
@@ -220,7 +220,7 @@ def test_settings_that_cannot_be(fault: Any, words: str) -> None:
 # ── processes ──
 
 
-# torch may notice a second time, while it ends what is left of its workers.
+# torch may notice a second time, while it shuts its workers down.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_dies_is_explained() -> None:
     class Deadly(Files):
@@ -229,17 +229,17 @@ def test_a_worker_that_dies_is_explained() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().read(index)
 
-    with pytest.raises(DataError, match=r"a process that reads images ended .*; this is most often a lack of memory"):
+    with pytest.raises(DataError, match=r"a data loading worker died .*, most often because memory ran out"):
         list(evaluation_batches(Evaluation(Deadly(20), PRE, 4), workers=1, method="fork"))
 
 
-def test_data_travels_to_other_processes_as_it_is() -> None:
+def test_training_data_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(training(FILES)))
     assert same(again[1], STRAIGHT[1])
 
 
-def test_workers_end_with_a_caller_that_is_killed() -> None:
-    """Also where that happens before they have begun, so that they see another parent from the start."""
+def test_workers_exit_when_their_parent_is_killed() -> None:
+    """Even before they start, when they see another parent from the beginning."""
     code = """
         import os, signal, time, numpy as np
         from vitrail.data import batches
@@ -252,7 +252,7 @@ def test_workers_end_with_a_caller_that_is_killed() -> None:
                 time.sleep(0.01)
             begin(number)
 
-        caller, begin, batches._begin_to_work = os.getpid(), batches._begin_to_work, begin_alone
+        caller, begin, batches._init_worker = os.getpid(), batches._init_worker, begin_alone
         data = Arrays(np.zeros((100, 8, 8), np.uint8), np.zeros(100, np.int64), ("x",))
         pre = Preprocess(size=8, channels=1, mean=(0.5,), std=(0.5,))
         for _ in batches.evaluation_batches(batches.Evaluation(data, pre, 2), workers=2, method="fork"):
@@ -262,7 +262,7 @@ def test_workers_end_with_a_caller_that_is_killed() -> None:
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, start_new_session=True
     ) as process:
         try:
-            process.communicate(timeout=60)  # until nobody is left to write
+            process.communicate(timeout=60)  # until no process holds the pipe
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -303,14 +303,14 @@ def test_default_workers() -> None:
 
 
 class Interval(Dataset[float]):
-    """Tells how long a thread of the process may keep Python to itself."""
+    """Returns the switch interval of the process."""
 
     def __getitem__(self, _: int) -> float:
         return sys.getswitchinterval()
 
 
-def test_a_busy_worker_hands_over_what_it_has_made() -> None:
-    """That is done by a thread of it, which has to wait for Python several times."""
+def test_a_busy_worker_sends_its_batches_promptly() -> None:
+    """A thread of the worker sends them, and it waits for the GIL several times."""
     here = sys.getswitchinterval()
-    assert list(made_ahead(Interval(), range(2), workers=1)) == pytest.approx([1e-4] * 2)
+    assert list(prefetch(Interval(), range(2), workers=1)) == pytest.approx([1e-4] * 2)
     assert sys.getswitchinterval() == here

@@ -1,4 +1,4 @@
-"""The cache: what it gives is what was decoded, and it notices what changed."""
+"""The pixel cache returns decoded pixels and notices changes."""
 
 import io
 import os
@@ -34,14 +34,14 @@ def image(width: int, height: int, seed: int) -> bytes:
 
 @pytest.fixture
 def files() -> Files:
-    """A large image, a small one, and one that is damaged."""
+    """A large image, a small one, and a corrupt one."""
     made = Files(3)
     made.contents = [image(120, 90, 0), image(40, 20, 1), image(64, 64, 2)[:300]]
     return made
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_it_gives(files: Files, workers: int, tmp_path: Path) -> None:
+def test_cached_pixels(files: Files, workers: int, tmp_path: Path) -> None:
     seen: list[int] = []
     source = cached(files, SIZE, folder=tmp_path, workers=workers, on_progress=seen.append)
     assert seen == [1, 2, 3]
@@ -53,10 +53,10 @@ def test_what_it_gives(files: Files, workers: int, tmp_path: Path) -> None:
     expected = np.asarray(Image.fromarray(decode(files.read(0))).resize((40, 30), Image.Resampling.BICUBIC))
     assert np.abs(large.astype(int) - expected).mean() < 3
     assert np.array_equal(source.read(1), decode(files.read(1)))  # small enough already
-    assert source.read(2) == files.read(2)  # the file itself, whose fault is then explained by whoever decodes it
+    assert source.read(2) == files.read(2)  # the file itself; the decoder then reports the error
 
 
-def test_nothing_is_decoded_twice_and_what_changed_is(files: Files, tmp_path: Path) -> None:
+def test_only_changed_images_are_decoded_again(files: Files, tmp_path: Path) -> None:
     cached(files, SIZE, folder=tmp_path)
     seen: list[int] = []
     cached(files, SIZE, folder=tmp_path, on_progress=seen.append)
@@ -70,7 +70,7 @@ def test_nothing_is_decoded_twice_and_what_changed_is(files: Files, tmp_path: Pa
     assert again.read(0).shape == (30, 40, 3)
 
 
-def test_an_interrupted_build_goes_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_build_resumes(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAVE_EVERY", -1)
 
     def stop(done: int) -> None:
@@ -85,22 +85,22 @@ def test_an_interrupted_build_goes_on(files: Files, tmp_path: Path, monkeypatch:
     assert np.array_equal(source.read(1), decode(files.read(1)))
 
 
-def test_damage_is_noticed(files: Files, tmp_path: Path) -> None:
+def test_corruption_is_noticed(files: Files, tmp_path: Path) -> None:
     source = cached(files, SIZE, folder=tmp_path)
     pixels = next(tmp_path.rglob("pixels.bin"))
     content = bytearray(pixels.read_bytes())
     content[100] ^= 1
     pixels.write_bytes(content)
-    with pytest.raises(DataError, match=r"in the cache .* are damaged; delete that folder"):
+    with pytest.raises(DataError, match=r"in the cache .* are corrupt; delete that folder"):
         cached(files, SIZE, folder=tmp_path).read(0)
-    pixels.write_bytes(b"")  # cut short: begun anew
+    pixels.write_bytes(b"")  # truncated: rebuilt
     assert np.array_equal(cached(files, SIZE, folder=tmp_path).read(1), decode(files.read(1)))
     next(tmp_path.rglob("table.npz")).write_bytes(b"no table")
     assert np.array_equal(cached(files, SIZE, folder=tmp_path).read(1), decode(files.read(1)))
     assert source.name(0) == files.name(0)
 
 
-def test_sizes_and_images_have_caches_of_their_own(files: Files, tmp_path: Path) -> None:
+def test_caches_are_separate_by_size_and_images(files: Files, tmp_path: Path) -> None:
     folders = {
         cached(source, size, folder=tmp_path).folder
         for source in (files, Files(4))
@@ -109,13 +109,13 @@ def test_sizes_and_images_have_caches_of_their_own(files: Files, tmp_path: Path)
     assert len(folders) == 6
 
 
-def test_arrays_are_told_apart_by_what_they_hold(tmp_path: Path) -> None:
+def test_arrays_are_distinguished_by_content(tmp_path: Path) -> None:
     for value in (0, 200):
         source = Arrays(np.full((3, 8, 8), value, np.uint8), np.zeros(3, np.int64), ("x",))
         assert cached(source, CacheSize(8, 1), folder=tmp_path).read(0).mean() == value
 
 
-def test_files_that_change_places_are_noticed(tmp_path: Path) -> None:
+def test_swapped_files_are_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     for name, value in (("a", 10), ("b", 200)):
         (folder / name).mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_files_that_change_places_are_noticed(tmp_path: Path) -> None:
     assert cached(source, CacheSize(8), folder=tmp_path / "cache").read(0).mean() == 200
 
 
-def test_what_was_replaced_is_not_kept_for_ever(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_data_is_eventually_dropped(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files.contents[2] = image(64, 64, 2)
     big = CacheSize(1000)
     sizes = []
@@ -161,7 +161,7 @@ def test_training_from_the_cache(files: Files, tmp_path: Path) -> None:
     assert all((one.pixels == other.pixels).all() for one, other in zip(here, there, strict=True))
 
 
-def test_a_place_that_cannot_be_written(files: Files, tmp_path: Path) -> None:
+def test_an_unwritable_folder(files: Files, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"the cache .* could not be written: Not a directory; train without a cache"):
         cached(files, SIZE, folder=tmp_path / "file")
@@ -172,7 +172,7 @@ def test_two_processes_do_not_write_at_once(files: Files, tmp_path: Path) -> Non
     place = next(tmp_path.iterdir())
     child = os.fork()
     if child == 0:
-        with module._alone(place):
+        with module._locked(place):
             (place / "inside").write_text("")
             time.sleep(1)
             (place / "inside").unlink()

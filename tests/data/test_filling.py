@@ -1,4 +1,4 @@
-"""Images that nobody sees change nothing of those that are seen, and make batches alike."""
+"""Padding images leave the others unchanged, and give all batches the same layout."""
 
 from collections import Counter
 from typing import Any
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Affine, Augmentation, AugmentationPlan, Jitter
-from vitrail.data.augmentation.device_operations import kind_of
+from vitrail.data.augmentation.device_operations import operation_group
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.augmentation.on_device import apply_all
-from vitrail.data.augmentation.padding import Rooms, filled, rooms_for
+from vitrail.data.augmentation.padding import OperationCapacity, operation_capacity, pad_plans
 from vitrail.data.augmentation.randaugment import Operation, RandAugment
 from vitrail.data.batches import Training
 from vitrail.data.preprocess import Preprocess
@@ -49,42 +49,42 @@ def training(augmentation: Augmentation, batch: int) -> Training:
 
 @settings(deadline=None, max_examples=20)
 @given(name=st.sampled_from(sorted(AUGMENTATIONS)), batch=st.integers(1, 300), first=st.integers(0, 10_000))
-def test_what_is_seen_stays_as_it_is(name: str, batch: int, first: int) -> None:
+def test_padding_leaves_the_images_unchanged(name: str, batch: int, first: int) -> None:
     augmentation = AUGMENTATIONS[name]
     plans = plans_of(augmentation, batch, first)
-    more = filled(plans, rooms_for(augmentation, SIZE, batch))
+    more = pad_plans(plans, operation_capacity(augmentation, SIZE, batch))
     assert more[:batch] == plans
     some = torch.randint(0, 256, (batch, 3, *SIZE), dtype=torch.uint8)
-    unseen = some[:1].expand(len(more) - batch, -1, -1, -1)
-    assert torch.equal(apply_all(more, torch.cat([some, unseen]))[:batch], apply_all(plans, some))
+    padding = some[:1].expand(len(more) - batch, -1, -1, -1)
+    assert torch.equal(apply_all(more, torch.cat([some, padding]))[:batch], apply_all(plans, some))
 
 
 @pytest.mark.parametrize("name", ["usual", "big_vision"])
-def test_every_batch_does_the_same_number_of_each_thing(name: str) -> None:
-    rooms = rooms_for(AUGMENTATIONS[name], SIZE, 512)
-    assert 0 < rooms.added < 512
+def test_padded_batches_have_the_same_operation_counts(name: str) -> None:
+    capacity = operation_capacity(AUGMENTATIONS[name], SIZE, 512)
+    assert 0 < capacity.added < 512
     for first in range(0, 8 * 512, 512):
-        more = filled(plans_of(AUGMENTATIONS[name], 512, first), rooms)
-        assert len(more) == 512 + rooms.added
-        for layer, sizes in enumerate(rooms.layers):
-            found = Counter(kind_of(plan.operations[layer]) for plan in more)
+        more = pad_plans(plans_of(AUGMENTATIONS[name], 512, first), capacity)
+        assert len(more) == 512 + capacity.added
+        for layer, sizes in enumerate(capacity.layers):
+            found = Counter(operation_group(plan.operations[layer]) for plan in more)
             del found[None]
             assert found == sizes
 
 
-def test_batches_are_laid_out_alike() -> None:
-    """So that a recording of one does for all."""
+def test_padded_batches_share_one_layout() -> None:
+    """So one CUDA graph fits them all."""
     data = training(AUGMENTATIONS["usual"], 512)
-    planning = Planning(data, rooms_for(data.augmentation, SIZE, 512))
+    planning = Planning(data, operation_capacity(data.augmentation, SIZE, 512))
     assert len({planning[step].layout for step in range(12)}) == 1
     assert len({Planning(data)[step].layout for step in range(12)}) == 12
 
 
 @pytest.mark.parametrize("name", sorted(AUGMENTATIONS))
-def test_a_device_makes_the_same_batches_of_them(name: str) -> None:
+def test_padding_does_not_change_batches(name: str) -> None:
     data = training(AUGMENTATIONS[name], 128)
     resident = Resident(data, CPU, 0)
-    filling = Planning(data, rooms_for(data.augmentation, SIZE, 128))
+    filling = Planning(data, operation_capacity(data.augmentation, SIZE, 128))
     for step in range(3):
         found, expected = resident.make(filling[step]), resident.make(Planning(data)[step])
         assert all(map(torch.equal, found.tensors, expected.tensors))
@@ -97,15 +97,15 @@ def test_a_device_makes_the_same_batches_of_them(name: str) -> None:
         {"operations": (Operation("solarize_add", (3.0,)), Operation("identity"))},
         {"operations": (Operation("identity"),) * 3},
     ],
-    ids=["a kind that never was", "more than ever"],
+    ids=["unexpected group", "too many layers"],
 )
-def test_what_does_not_fit_stays_as_it_is(change: dict[str, Any]) -> None:
-    rooms = Rooms(({"moves": 5}, {"moves": 5}), 9)
+def test_plans_beyond_the_capacity_are_not_padded(change: dict[str, Any]) -> None:
+    capacity = OperationCapacity(({"moves": 5}, {"moves": 5}), 9)
     move = Operation("translate_x", (2.0,))
     usual = plans_of(AUGMENTATIONS["none"], 4)
     fits = [plan._replace(operations=(move, move)) for plan in usual]
-    assert len(filled(fits, rooms)) == 13
+    assert len(pad_plans(fits, capacity)) == 13
     odd = [*fits[:3], fits[3]._replace(**change)]
-    assert filled(odd, rooms) == odd
-    assert filled(fits[:3] * 2, rooms) == fits[:3] * 2
-    assert filled(fits, Rooms(rooms.layers, 0)) == fits
+    assert pad_plans(odd, capacity) == odd
+    assert pad_plans(fits[:3] * 2, capacity) == fits[:3] * 2
+    assert pad_plans(fits, OperationCapacity(capacity.layers, 0)) == fits

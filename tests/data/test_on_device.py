@@ -1,4 +1,4 @@
-"""Augmentation of whole batches does what augmentation of single images does."""
+"""Batched augmentation equals augmentation of single images."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ SIZE = (24, 32)
 
 
 def images(count: int, channels: int = 3) -> np.ndarray:
-    """Smooth ones, as photographs are, with some noise."""
+    """Return smooth images with some noise, like photographs."""
     generator = np.random.default_rng(0)
     y, x = np.mgrid[: SIZE[0], : SIZE[1]]
     made = []
@@ -30,12 +30,12 @@ def images(count: int, channels: int = 3) -> np.ndarray:
 
 
 def compare(plans: list[AugmentationPlan], given: np.ndarray) -> tuple[float, int]:
-    """Return the share of numbers that differ, and by how much the most."""
+    """Return the fraction of values that differ, and the largest difference."""
     expected = np.stack([augment.apply(plan, image, SIZE) for plan, image in zip(plans, given, strict=True)])
     found = apply_all(plans, torch.from_numpy(given).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).numpy()
     assert found.dtype == np.uint8
-    apart = np.abs(found.astype(int) - expected)
-    return float((apart > 0).mean()), int(apart.max())
+    difference = np.abs(found.astype(int) - expected)
+    return float((difference > 0).mean()), int(difference.max())
 
 
 def planned(augmentation: Augmentation, count: int) -> list[AugmentationPlan]:
@@ -43,7 +43,7 @@ def planned(augmentation: Augmentation, count: int) -> list[AugmentationPlan]:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_moves_flips_and_holes_are_equal(channels: int) -> None:
+def test_crops_flips_and_erasing_are_exact(channels: int) -> None:
     some = Augmentation(crop="padded", flip=0.5, flip_vertical=0.5, erasing=0.5, fill=7)
     plans = planned(some, 40)
     assert len({plan.box for plan in plans}) > 10
@@ -52,7 +52,7 @@ def test_moves_flips_and_holes_are_equal(channels: int) -> None:
 
 @pytest.mark.parametrize("name", sorted({*USUAL, *BIG_VISION} - {"identity"}))
 def test_every_operation(name: str) -> None:
-    """Turns may take the neighbour of a pixel where a place lies between two; colours may differ by one in rounding."""
+    """Rotations may pick the neighbour of a pixel on a tie; colours may differ by one in rounding."""
     single = Augmentation(crop="none", flip=0.0)
     plans = []
     for number, plan in enumerate(planned(single, 24)):
@@ -61,7 +61,7 @@ def test_every_operation(name: str) -> None:
         settings = RandAugment(layers=1, magnitude=9, operations=sets)
         tries = (draw(settings, SIZE, draws(number, position))[0] for position in range(500))
         plans.append(plan._replace(operations=(next(drawn for drawn in tries if drawn.name == name),)))
-    # A level that is given and one that is found are never mixed in a run.
+    # A run never mixes contrast to a fixed level with contrast to the mean.
     if name == "contrast":
         plans = [plan for plan in plans if len(plan.operations[0].values) == 1]
     differing, most = compare(plans, images(len(plans)))
@@ -72,7 +72,7 @@ def test_every_operation(name: str) -> None:
         assert most <= 1
 
 
-def test_whole_runs_of_drawn_operations() -> None:
+def test_a_full_recipe() -> None:
     recipe = Augmentation(
         crop="padded",
         randaugment=RandAugment(layers=2, magnitude=9),
@@ -98,7 +98,7 @@ def test_whole_runs_of_drawn_operations() -> None:
 )
 @settings(max_examples=25, deadline=None)
 def test_all_operations_together(seed: int, magnitude: int, operations: str, channels: int) -> None:
-    """Every image has an operation of its own, and no other image's."""
+    """Every image gets its own operation, and none of another image's."""
     chosen = Augmentation(
         crop="padded", erasing=0.2, randaugment=RandAugment(layers=1, magnitude=magnitude, operations=operations)
     )
@@ -111,15 +111,15 @@ def test_all_operations_together(seed: int, magnitude: int, operations: str, cha
     assert torch.equal(found, apply_all(plans, given))
     alone = [apply_all([plan], image[None]) for plan, image in zip(plans, given, strict=True)]
     assert torch.equal(found, torch.cat(alone))
-    apart = np.abs(found.permute(0, 2, 3, 1).numpy().astype(int) - expected)
+    difference = np.abs(found.permute(0, 2, 3, 1).numpy().astype(int) - expected)
     for number, plan in enumerate(plans):
         if plan.operations[0].name in ("rotate", "shear_x", "shear_y"):
-            assert (apart[number] > 0).mean() < 0.3, plan  # a line may lie between two pixels
+            assert (difference[number] > 0).mean() < 0.3, plan  # ties between two pixels
         else:
-            assert apart[number].max() <= 1, plan
+            assert difference[number].max() <= 1, plan
 
 
-def test_levels_that_are_given_and_levels_that_are_found() -> None:
+def test_contrast_to_a_fixed_level_and_to_the_mean() -> None:
     plans = planned(Augmentation(crop="none", flip=0), 12)
     contrasts = [Operation("contrast", (1.5, 3) if number % 2 else (0.4,)) for number in range(12)]
     plans = [plan._replace(operations=(contrast,)) for plan, contrast in zip(plans, contrasts, strict=True)]
@@ -137,13 +137,13 @@ def test_images_of_few_values(values: list[int]) -> None:
     assert compare(plans, some)[1] <= 1
 
 
-def test_an_operation_that_a_device_does_not_know() -> None:
+def test_an_unsupported_operation() -> None:
     plans = [plan._replace(operations=(Operation("blur", (1.0,)),)) for plan in planned(Augmentation(crop="none"), 2)]
-    with pytest.raises(ValueError, match="no operation blur on a device"):
+    with pytest.raises(ValueError, match="not implemented on the device: blur"):
         compare(plans, images(2))
 
 
-def test_an_operation_that_does_nothing_does_nothing() -> None:
+def test_identity() -> None:
     plans = [
         plan._replace(operations=(Operation("identity"),)) for plan in planned(Augmentation(crop="none", flip=0), 2)
     ]
@@ -161,7 +161,7 @@ def test_an_operation_that_does_nothing_does_nothing() -> None:
         (Augmentation(crop="none", erasing=0.1, erasing_fill="noise"), "noise"),
     ],
 )
-def test_what_is_not_done_there(wrong: Augmentation, word: str) -> None:
+def test_unsupported_augmentations(wrong: Augmentation, word: str) -> None:
     check_on_device(Augmentation(crop="padded"))
     with pytest.raises(ConfigError, match=word):
         check_on_device(wrong)

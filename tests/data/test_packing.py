@@ -1,4 +1,4 @@
-"""What is put into a parcel is found there again."""
+"""Packed arrays come back unchanged."""
 
 import numpy as np
 import torch
@@ -8,11 +8,11 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from vitrail.data.packing import PackedArrays
 
-KINDS = st.sampled_from([np.uint8, np.bool_, np.int32, np.int64, np.float32, np.float64])
+DTYPES = st.sampled_from([np.uint8, np.bool_, np.int32, np.int64, np.float32, np.float64])
 
 
-@given(st.lists(KINDS.flatmap(lambda kind: arrays(kind, array_shapes(min_side=0)))))
-def test_arrays_come_back_as_they_were(given: list[np.ndarray]) -> None:
+@given(st.lists(DTYPES.flatmap(lambda dtype: arrays(dtype, array_shapes(min_side=0)))))
+def test_round_trip(given: list[np.ndarray]) -> None:
     packed = PackedArrays()
     slots = [packed.put(array) for array in given]
     memory = packed.memory()
@@ -22,7 +22,7 @@ def test_arrays_come_back_as_they_were(given: list[np.ndarray]) -> None:
         assert slot.of(memory).numpy().dtype == array.dtype
 
 
-def test_arrays_that_are_not_in_one_piece() -> None:
+def test_non_contiguous_arrays() -> None:
     packed, whole = PackedArrays(), np.arange(24).reshape(4, 6)
     slots = [packed.put(whole.T), packed.put(whole[:, ::2]), packed.put(np.broadcast_to(whole[0], (3, 6)))]
     found = [slot.of(packed.memory()).tolist() for slot in slots]

@@ -1,4 +1,4 @@
-"""Preprocessing beside the peers' own: the same images through both."""
+"""Preprocessing compared to timm, torchvision and transformers, on the same images."""
 
 import io
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SIZES = [(500, 375), (375, 500), (224, 224), (64, 48), (1023, 301), (17, 333), (
 
 
 def photograph(size: tuple[int, int], mode: str = "RGB") -> Image.Image:
-    """Make an image with edges, slopes and noise, and store it as a JPEG, so that both sides read a file."""
+    """Make an image with edges, gradients and noise, stored as a JPEG, so that both sides read a file."""
     rng = np.random.default_rng(size[0] * 10_000 + size[1])
     x, y = np.meshgrid(np.linspace(0, 6, size[0]), np.linspace(0, 4, size[1]))
     waves = np.stack([np.sin(x * y), np.cos(x + 2 * y), np.sin(3 * x) * np.cos(y)], axis=-1)
@@ -29,7 +29,7 @@ def photograph(size: tuple[int, int], mode: str = "RGB") -> Image.Image:
 
 @pytest.mark.parametrize("resize", ["squash", "cover", "contain"])
 @pytest.mark.parametrize("channels", [1, 3, 5])
-def test_decoded_pixels_fare_as_images_do(resize: Any, channels: int) -> None:
+def test_pixels_and_images_give_the_same_result(resize: Any, channels: int) -> None:
     five = np.random.default_rng(0).integers(0, 255, (37, 53, 5), np.uint8)
     pre = Preprocess(size=(32, 24), resize=resize, resize_to=(40, 30), channels=channels, mean=(0.4,) * channels,
                      std=(0.2,) * channels)  # fmt: skip
@@ -38,7 +38,7 @@ def test_decoded_pixels_fare_as_images_do(resize: Any, channels: int) -> None:
     for layer in range(channels):
         alone = pre.replace(channels=1, mean=(0.4,), std=(0.2,)).pixels(Image.fromarray(five[:, :, layer].copy()))
         assert np.array_equal(fitted[:, :, layer], alone[0])
-    with pytest.raises(InputError, match=f"takes {channels} channels, and the image has 4"):
+    with pytest.raises(InputError, match=f"takes {channels} channels, but the image has 4"):
         pre.fit(five[:, :, :4])
 
 
@@ -128,7 +128,7 @@ def test_grey_images() -> None:
     assert torch.equal(colour[0], colour[2])
 
 
-def test_batches_are_normalised_alike() -> None:
+def test_batches_are_normalised_like_single_images() -> None:
     ours = Preprocess(mean=IMAGENET_MEAN, std=IMAGENET_STD)
     pixels = torch.stack([ours.pixels(photograph(size)) for size in SIZES[:3]])
     assert torch.equal(ours.normalise(pixels)[1], ours(photograph(SIZES[1])))
@@ -137,8 +137,8 @@ def test_batches_are_normalised_alike() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"mean": (0.5,)}, "preprocess.mean has 1 numbers for 3 channels"),
-        ({"std": (0.5, 0.0, 0.5)}, "every number must be greater than 0"),
+        ({"mean": (0.5,)}, "preprocess.mean has 1 values for 3 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, "every value must be greater than 0"),
         ({"mean": (0.5, float("nan"), 0.5)}, "finite number"),
         ({"resize": "crop"}, "resize is 'crop', which is not one of 'squash', 'cover' or 'contain'"),
         ({"interpolation": "cubic"}, "did you mean 'bicubic'"),
@@ -150,13 +150,13 @@ def test_bad_settings(fields: dict[str, Any], words: str) -> None:
         Preprocess(**fields)
 
 
-def test_many_channels_come_as_tensors() -> None:
+def test_many_channels_need_tensors() -> None:
     ours = Preprocess(channels=4, mean=(0.5,) * 4, std=(0.5,) * 4)
     with pytest.raises(InputError, match="takes 4 channels, which an image file does not have"):
         ours(photograph((30, 30)))
     assert ours.normalise(torch.zeros(2, 4, 8, 8, dtype=torch.uint8)).shape == (2, 4, 8, 8)
 
 
-def test_it_travels_as_json() -> None:
+def test_json_round_trip() -> None:
     ours = Preprocess(size=(96, 64), resize="contain", resize_to=(100, 70), mean=IMAGENET_MEAN, std=IMAGENET_STD)
     assert Preprocess.from_json(ours.to_json()) == ours

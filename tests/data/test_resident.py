@@ -1,4 +1,4 @@
-"""Images that live on the device are those of the stream."""
+"""Batches of images kept on the device equal those read from files."""
 
 import multiprocessing
 from contextlib import closing
@@ -14,21 +14,20 @@ from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.mixing import Mixing
 from vitrail.data.batches import Evaluation, Training, evaluation_batches, training_batches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.resident import Kept, Resident
+from vitrail.data.resident import Resident, ResidentEvaluation
 from vitrail.data.sources.opening import open_source
-from vitrail.data.stream import Share, Stream
+from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
 
 
-def training(folder: Path, share: Share | None = None, bad_files: str = "skip") -> Training:
+def training(folder: Path, rank_slice: RankSlice | None = None, bad_files: str = "skip") -> Training:
     source = open_source(folder)
     augmentation = Augmentation(crop="padded", flip=0.5, erasing=0.5)
-    parts = Share(0, 1) if share is None else share
-    return Training(
-        source, Stream(len(source), 4, 7), Preprocess(size=(8, 8)), augmentation, Mixing(cutmix=1.0), parts, bad_files
-    )
+    stream, mixing = Stream(len(source), 4, 7), Mixing(cutmix=1.0)
+    rank_slice = RankSlice(0, 1) if rank_slice is None else rank_slice
+    return Training(source, stream, Preprocess(size=(8, 8)), augmentation, mixing, rank_slice, bad_files)
 
 
 @pytest.fixture
@@ -42,34 +41,34 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_those_made_from_files(folder: Path, workers: int) -> None:
+def test_same_batches_as_from_files(folder: Path, workers: int) -> None:
     data = training(folder)
     found = list(Resident(data, CPU, workers).batches(3, 9))
     expected = list(training_batches(data, 3, 9, workers=0))
     assert len(found) == len(expected) == 6
     for one, other in zip(found, expected, strict=True):
-        for name in ("pixels", "labels", "indices", "share", "box"):
+        for name in ("pixels", "labels", "indices", "lam", "box"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
 @pytest.mark.parametrize("stop", [9, 10_000])
 def test_workers_draw_the_same_batches(folder: Path, stop: int) -> None:
-    """The end may come early."""
-    data, before = training(folder), set(multiprocessing.active_children())  # a failure's, while it is remembered
+    """Also if the caller stops early."""
+    data, before = training(folder), set(multiprocessing.active_children())  # left over from a failed test
     with closing(Resident(data, CPU, 2).batches(3, stop)) as made:
         for one, other in zip(islice(made, 6), training_batches(data, 3, 9, workers=0), strict=True):
             assert all(map(torch.equal, one.tensors, other.tensors))
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_a_part_of_several_processes(folder: Path) -> None:
+def test_ranks_together_make_the_whole_batch(folder: Path) -> None:
     whole = next(iter(Resident(training(folder), CPU, 0).batches(2, 3)))
-    parts = [next(iter(Resident(training(folder, Share(part, 2)), CPU, 0).batches(2, 3))) for part in range(2)]
-    assert torch.equal(torch.cat([part.pixels for part in parts]), whole.pixels)
+    slices = [next(iter(Resident(training(folder, RankSlice(rank, 2)), CPU, 0).batches(2, 3))) for rank in range(2)]
+    assert torch.equal(torch.cat([batch.pixels for batch in slices]), whole.pixels)
 
 
 @pytest.mark.parametrize("bad", ["a/1.png", "a/4.png", "b/4.png"], ids=["", "before another class", "the last"])
-def test_bad_files_are_replaced_and_told_once(folder: Path, bad: str) -> None:
+def test_bad_files_are_replaced_and_reported_once(folder: Path, bad: str) -> None:
     (folder / bad).write_text("no image")
     data = training(folder)
     found = list(Resident(data, CPU, 0).batches(0, 10))
@@ -83,19 +82,19 @@ def test_bad_files_are_replaced_and_told_once(folder: Path, bad: str) -> None:
         Resident(training(folder, bad_files="refuse"), CPU, 0)
 
 
-def test_what_cannot_live_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_for_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
-    with pytest.raises(ConfigError, match="10 images of 8×8 pixels are too many to live on the device"):
+    with pytest.raises(ConfigError, match="10 images of 8×8 pixels are too many to keep on the device"):
         Resident(training(folder), CPU, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("part", [Share(0, 1), Share(0, 2), Share(1, 2)])
-def test_what_is_measured_again_is_read_once(folder: Path, workers: int, part: Share) -> None:
+@pytest.mark.parametrize("rank_slice", [RankSlice(0, 1), RankSlice(0, 2), RankSlice(1, 2)])
+def test_repeated_evaluation_reads_files_once(folder: Path, workers: int, rank_slice: RankSlice) -> None:
     (folder / "a" / "1.png").write_text("no image")
-    data = Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, part, bad_files="skip")
+    data = Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, rank_slice, bad_files="skip")
     expected = list(evaluation_batches(data, workers=0))
-    kept = Kept(data, CPU, workers)
+    kept = ResidentEvaluation(data, CPU, workers)
     first = list(kept.batches())
     for image in folder.rglob("*.png"):
         image.unlink()
@@ -107,16 +106,16 @@ def test_what_is_measured_again_is_read_once(folder: Path, workers: int, part: S
                 assert mine.stride() == theirs.stride()
 
 
-def test_a_measurement_that_breaks_off_is_not_kept(folder: Path) -> None:
+def test_an_interrupted_evaluation_is_not_kept(folder: Path) -> None:
     data = Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3)
-    kept = Kept(data, CPU, 0)
+    kept = ResidentEvaluation(data, CPU, 0)
     next(iter(kept.batches()))
     assert len(list(kept.batches())) == len(data)
 
 
-def test_what_is_too_large_to_keep_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_too_large_to_keep_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.resident.MOST_BYTES", 100)
-    kept = Kept(Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, bad_files="skip"), CPU, 0)
+    kept = ResidentEvaluation(Evaluation(open_source(folder), Preprocess(size=(8, 8)), 3, bad_files="skip"), CPU, 0)
     assert sum(len(batch.labels) for batch in kept.batches()) == 10
     (folder / "b" / "3.png").unlink()
     assert sum(len(batch.labels) for batch in kept.batches()) == 9

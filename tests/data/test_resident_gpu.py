@@ -1,4 +1,4 @@
-"""Batches that a GPU makes beside its work are those that a processor makes."""
+"""Batches made on a GPU's side stream equal those made on a CPU."""
 
 from contextlib import closing
 
@@ -30,18 +30,18 @@ def training() -> Training:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_the_same_batches_while_the_device_is_busy(
-    training: Training, workers: int, replayed: bool, monkeypatch: pytest.MonkeyPatch
+    training: Training, workers: int, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resident, "REPLAYED", replayed)
+    monkeypatch.setattr(resident, "CUDA_GRAPHS", cuda_graphs)
     expected = list(Resident(training, torch.device("cpu"), workers).batches(5, 25))
     busy = torch.randn(4096, 4096, device="cuda")
     with closing(Resident(training, torch.device("cuda"), workers).batches(5, 25)) as batches:
         found = []
         for batch in batches:
             busy = (busy @ busy).clamp(-1, 1)
-            # Copies that this stream makes late: the memory of a batch must not be given away until then.
+            # These copies run late on this stream: the memory of a batch must not be reused before.
             found.append([tensor.clone() for tensor in batch.tensors])
             del batch
     for one, other in zip(found, expected, strict=True):
@@ -49,7 +49,7 @@ def test_the_same_batches_while_the_device_is_busy(
             assert torch.equal(mine.cpu(), theirs)
 
 
-def test_what_is_sent_is_pinned() -> None:
+def test_transfers_are_pinned() -> None:
     memory = torch.randint(256, (1000,), dtype=torch.uint8)
     pinned = resident._pinned(memory)
     assert pinned.is_pinned()

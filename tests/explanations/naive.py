@@ -1,4 +1,4 @@
-"""The model and the methods once more, in float64 and one step at a time, with nothing of ours but the weights."""
+"""A reference implementation of the model and the methods, in float64, sharing only the weights."""
 
 import math
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "distillation last": {"distillation_token": True, "registers": 1, "class_token": "last"},
     "mean": {"pool": "mean", "class_token": "none"},
     "mean over all": {"pool": "mean", "class_token": "first", "pool_over": "all", "final_norm": "after_pool"},
-    "mean beside a class token": {"pool": "mean", "registers": 1},
+    "mean with a class token": {"pool": "mean", "registers": 1},
     "map": {"pool": "map", "class_token": "none"},
     "map over all": {"pool": "map", "class_token": "none", "registers": 2, "pool_over": "all"},
     "grey": {"channels": 1},
@@ -49,9 +49,9 @@ class Pass:
 
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     attention: list[Tensor] = field(default_factory=list)
-    """(heads, T, T) of each layer."""
+    """(heads, T, T) per layer."""
     entering: list[Tensor] = field(default_factory=list)
-    """(T, D) of each layer, as its attention reads it."""
+    """(T, D) per layer, the input of its attention."""
     pooling: Tensor | None = None
     """(heads, pooled tokens)."""
     normed: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -68,7 +68,7 @@ class Naive:
         order = [["class"] * (config.class_token != "none"), ["distillation"] * config.distillation_token]
         special = [*order[0], *order[1], *(f"register:{i}" for i in range(config.registers))]
         patches = [f"{i // config.grid[1]},{i % config.grid[1]}" for i in range(count)]
-        # The registers keep their order among themselves when everything special stands behind.
+        # The registers keep their order when all special tokens come last.
         behind = [f"register:{i}" for i in range(config.registers)] + [*order[1], *order[0]]
         self.names = [*patches, *behind] if config.class_token == "last" else [*special, *patches]
         self.patches = [self.names.index(name) for name in patches]
@@ -157,7 +157,7 @@ class Naive:
     # ── the methods ──
 
     def row(self, matrix: Tensor, query: str | None, pool_row: Tensor | None) -> Tensor:
-        """Return the row of (T, T) that is asked for: by default, the one that the head reads."""
+        """Return the row of (T, T) for a query: by default, what the head reads."""
         if query not in (None, "mean", "pool"):
             return matrix[self.names.index(query)]
         if query is None and self.config.pool in ("cls", "none"):
@@ -189,10 +189,10 @@ class Naive:
     def fused(self, weights: Tensor, fuse: str) -> Tensor:
         return {"mean": weights.mean(0), "max": weights.max(0).values, "min": weights.min(0).values}[fuse].detach()
 
-    def without_smallest(self, matrix: Tensor, share: float) -> Tensor:
+    def without_smallest(self, matrix: Tensor, fraction: float) -> Tensor:
         numbers = sorted((float(number), i) for i, number in enumerate(matrix.flatten()))
         flat = matrix.flatten().clone()
-        for _, i in numbers[: int(share * len(numbers))]:
+        for _, i in numbers[: int(fraction * len(numbers))]:
             flat[i] = 0
         return flat.reshape(matrix.shape)
 

@@ -45,7 +45,7 @@ def size(path: str) -> tuple[int, int]:
         return image.size
 
 
-def test_images_beside_their_maps(run: Callable[..., Done]) -> None:
+def test_images_with_their_maps(run: Callable[..., Done]) -> None:
     done = run("cat.png", "a dog?.png", "--class", "owl", "--arrays")
     assert done.code == 0, done.err
     assert sorted(path.name for path in Path("explanations").iterdir()) == [
@@ -60,12 +60,12 @@ def test_images_beside_their_maps(run: Callable[..., Done]) -> None:
     assert "explanations/cat-relevance-owl.png" in lines[1]
 
 
-def test_what_exists_is_replaced_only_on_request(run: Callable[..., Done]) -> None:
+def test_existing_files_need_overwrite(run: Callable[..., Done]) -> None:
     assert run("cat.png", "--out", "o", "--method", "rollout").code == 0
     before = Path("o/cat-rollout.png").read_bytes()
     refused = run("a dog?.png", "cat.png", "--out", "o", "--method", "rollout")
     assert refused.code == 2
-    assert "o/cat-rollout.png exists already" in refused.err
+    assert "o/cat-rollout.png" in refused.err
     assert [path.name for path in Path("o").iterdir()] == ["cat-rollout.png"], "nothing was computed before"
     assert run("cat.png", "--out", "o", "--method", "rollout", "--overwrite", "--opacity", 1).code == 0
     assert Path("o/cat-rollout.png").read_bytes() != before
@@ -75,7 +75,7 @@ def test_what_exists_is_replaced_only_on_request(run: Callable[..., Done]) -> No
     assert Path("o/cat-rollout-discard0.5.png").is_file()
 
 
-def test_of_many_images_the_first_are_listed(run: Callable[..., Done]) -> None:
+def test_only_the_first_of_many_images_are_listed(run: Callable[..., Done]) -> None:
     content = Path("cat.png").read_bytes()
     Path("many").mkdir()
     for number in range(23):
@@ -122,13 +122,13 @@ def test_one_bad_image_does_not_stop_the_others(run: Callable[..., Done]) -> Non
     [
         (("cat.png", "--method", "attention", "--layer", 9), "layer 9 does not exist: this model has layers 0 to 2"),
         (("cat.png", "--class", "cot"), "did you mean 'cat'?"),
-        (("cat.png", "--grid", "heads"), "only attention has a map for every head, not relevance"),
-        (("none.png",), "there is no none.png"),
+        (("cat.png", "--grid", "heads"), "only attention has one map per head, relevance does not"),
+        (("none.png",), "none.png does not exist"),
         (("cat.png", "--out", "cat.png"), "cat.png is a file"),
         (("empty",), "there are no images in empty"),
     ],
 )
-def test_mistakes_get_one_sentence(run: Callable[..., Done], words: tuple[object, ...], message: str) -> None:
+def test_errors_are_one_line(run: Callable[..., Done], words: tuple[object, ...], message: str) -> None:
     Path("empty").mkdir()
     done = run(*words)
     assert done.code == 2
@@ -144,7 +144,7 @@ def notes(path: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("method", ["relevance", "attention", "rollout", "pca"])
-def test_a_file_says_the_class_and_its_probability(run: Callable[..., Done], method: str) -> None:
+def test_a_file_records_the_class_and_its_probability(run: Callable[..., Done], method: str) -> None:
     assert run("cat.png", "--method", method).code == 0
     best = Classifier(bundle(), device="cpu")("cat.png")
     found = notes(f"explanations/cat-{method}.png")
@@ -152,7 +152,7 @@ def test_a_file_says_the_class_and_its_probability(run: Callable[..., Done], met
     assert float(found["probability"]) == pytest.approx(best.probability, abs=1e-4)
 
 
-def test_the_class_that_is_explained_is_told_from_the_one_predicted(run: Callable[..., Done]) -> None:
+def test_explained_and_predicted_class_differ(run: Callable[..., Done]) -> None:
     predicted = Classifier(bundle(), device="cpu")("cat.png").name
     other = next(name for name in bundle().classes or () if name != predicted)
     assert run("cat.png", "--class", other).code == 0
@@ -161,13 +161,13 @@ def test_the_class_that_is_explained_is_told_from_the_one_predicted(run: Callabl
     assert float(found["target_probability"]) < float(found["probability"])
 
 
-def test_a_grid_has_the_class_above_it_too(run: Callable[..., Done]) -> None:
+def test_a_grid_has_a_caption(run: Callable[..., Done]) -> None:
     assert run("cat.png", "--method", "attention", "--grid", "heads").code == 0
     (file,) = Path("explanations").iterdir()
     assert "class" in notes(str(file))
 
 
-def test_the_caption_is_drawn_above_and_leaves_the_maps_as_they_are() -> None:
+def test_the_caption_is_above_the_maps() -> None:
     map = np.eye(3, dtype=np.float32)
     owl = Explanation(map, noise(), "relevance", "owl", 0.873, "owl", 0.873)
     cat = Explanation(map, noise(), "relevance", "cat", 0.1, "owl", 0.873)
@@ -183,7 +183,7 @@ def test_the_caption_is_drawn_above_and_leaves_the_maps_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "line\nbreak \x1b[31m", "☃猫", " "])
-def test_any_name_of_a_class_fits_above_the_image(name: str) -> None:
+def test_any_class_name_fits_above_the_image(name: str) -> None:
     found = Explanation(np.eye(3, dtype=np.float32), noise(), "relevance", name, 0.5)
     sheet = found.side_by_side()
     pixels = np.asarray(captioned(sheet, found.caption))

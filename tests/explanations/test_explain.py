@@ -1,4 +1,4 @@
-"""`vitrail.explain` and the images it makes."""
+"""`vitrail.explain` and its images."""
 
 import itertools
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_several_images_of_every_kind(tmp_path: Path) -> None:
         np.testing.assert_allclose(one.map, expected, rtol=1e-5)
 
 
-def test_a_model_in_training_is_left_as_it_was() -> None:
+def test_training_mode_is_restored() -> None:
     ours = bundle("class first", attention_dropout=0.5)
     expected = vitrail.explain(ours, noise(), device="cpu").map
     ours.model.train()
@@ -82,7 +82,7 @@ def test_a_model_in_training_is_left_as_it_was() -> None:
     assert ours.model.blocks[0].training
 
 
-def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+def test_numpy_and_torch_integers() -> None:
     ours = bundle()
     found = vitrail.explain(ours, noise(), target=torch.tensor(2), device="cpu")  # type: ignore[call-overload]
     assert found.target == NAMES[2]
@@ -102,17 +102,17 @@ def test_the_class_may_be_chosen(target: str | int, number: int) -> None:
     assert vitrail.explain(bundle(names=None), noise(), target=target if target != "fox" else 2).target == number
 
 
-def test_every_token_for_itself() -> None:
+def test_a_model_with_logits_for_every_token() -> None:
     ours = bundle("per token")
     patch = vitrail.explain(ours, noise(), query="1,2", device="cpu")
     assert not np.array_equal(patch.map, vitrail.explain(ours, noise(), query=(2, 2), device="cpu").map)
     whole = vitrail.explain(ours, noise(), device="cpu")
     logits = ours.model(ours.preprocess(noise())[None])[0].detach()
-    assert whole.target == NAMES[int(logits[0].argmax())]  # the class token's answer
+    assert whole.target == NAMES[int(logits[0].argmax())]  # the class token's prediction
     assert patch.target == NAMES[int(logits[1 + 5 + 2].argmax())]
 
 
-def test_channels_that_are_no_colours() -> None:
+def test_other_than_three_channels() -> None:
     ours = bundle("class first", channels=2)
     found = vitrail.explain(ours, np.zeros((12, 20, 2), np.uint8) + np.array([0, 200], np.uint8), device="cpu")
     assert found.image.getpixel((0, 0)) == (100, 100, 100)
@@ -121,7 +121,7 @@ def test_channels_that_are_no_colours() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("class first", {"method": "relevence"}, "no method is called 'relevence'; did you mean 'relevance'?"),
+        ("class first", {"method": "relevence"}, "unknown method 'relevence'; did you mean 'relevance'?"),
         ("class first", {"method": "attention", "layer": 3}, "layer 3 does not exist: this model has layers 0 to 2"),
         ("class first", {"method": "pca", "layer": -4}, "layer -4 does not exist: this model has layers 0 to 2"),
         ("class first", {"method": "attention", "head": 3}, "head 3 does not exist: this model has heads 0 to 2"),
@@ -135,56 +135,60 @@ def test_channels_that_are_no_colours() -> None:
         (
             "class first",
             {"method": "rollout", "query": "register:0"},
-            "this model has no registers; ask class, mean or",
+            "this model has no registers; choose class, mean or",
         ),
         ("registers", {"method": "rollout", "query": "register:3"}, "registers register:0 to register:2"),
-        ("registers", {"method": "rollout", "query": "distillation"}, "no distillation token; ask class, register:0"),
-        ("mean", {"method": "attention", "query": "class"}, "no class token; ask mean or a patch 'row,column'"),
-        ("mean", {"method": "attention", "query": "pool"}, "there is no token 'pool' to ask; ask mean or a patch"),
-        ("mean", {"method": "attention", "query": "somewhere"}, "there is no token 'somewhere' to ask"),
-        ("mean", {"method": "attention", "query": 5}, "there is no token '5' to ask"),
-        ("mean", {"method": "attention", "query": (1, 2, 3)}, "there is no token '(1, 2, 3)' to ask"),
-        ("map", {"method": "attention", "query": "pool", "layer": 1}, "the pool's query stands behind all layers"),
+        (
+            "registers",
+            {"method": "rollout", "query": "distillation"},
+            "no distillation token; choose class, register:0",
+        ),
+        ("mean", {"method": "attention", "query": "class"}, "no class token; choose mean or a patch 'row,column'"),
+        ("mean", {"method": "attention", "query": "pool"}, "there is no token 'pool'; choose mean or a patch"),
+        ("mean", {"method": "attention", "query": "somewhere"}, "there is no token 'somewhere'; choose"),
+        ("mean", {"method": "attention", "query": 5}, "there is no token '5'; choose"),
+        ("mean", {"method": "attention", "query": (1, 2, 3)}, "there is no token '(1, 2, 3)'; choose"),
+        ("map", {"method": "attention", "query": "pool", "layer": 1}, "the pool's query comes after all layers"),
         (
             "class first",
             {"method": "relevance", "query": "class"},
-            "query means nothing for relevance, only for attention",
+            "query does not apply to relevance, only to attention",
         ),
         (
             "class first",
             {"method": "relevance", "layer": 1},
-            "layer means nothing for relevance, only for attention, gradcam and pca;",
+            "layer does not apply to relevance, only to attention, gradcam and pca;",
         ),
-        ("class first", {"method": "rollout", "target": "cat"}, "target means nothing for rollout, only for relevance"),
-        ("class first", {"method": "attention", "fuse": "max"}, "fuse means nothing for attention, only for rollout"),
-        ("class first", {"method": "rollout", "fuse": "maxx"}, "heads are not fused by 'maxx'; did you mean 'max'?"),
-        ("class first", {"method": "rollout", "discard": 1.0}, "from 0 to below 1"),
+        ("class first", {"method": "rollout", "target": "cat"}, "target does not apply to rollout, only to relevance"),
+        ("class first", {"method": "attention", "fuse": "max"}, "fuse does not apply to attention, only to rollout"),
+        ("class first", {"method": "rollout", "fuse": "maxx"}, "unknown fuse 'maxx'; did you mean 'max'?"),
+        ("class first", {"method": "rollout", "discard": 1.0}, "at least 0 and below 1"),
         ("class first", {"target": "cot"}, "this model has no class 'cot'; did you mean 'cat'?"),
         ("class first", {"target": "zebra"}, "no class 'zebra'; it has cat, dog, fox, hen, owl"),
         ("class first", {"target": 5}, "class 5 does not exist: this model has classes 0 to 4"),
         ("class first", {"target": -1}, "class -1 does not exist"),
     ],
 )
-def test_what_cannot_be_explained(name: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_options(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, InputError)) as caught:
         vitrail.explain(bundle(name), noise(), device="cpu", **options)
     assert message in str(caught.value)
 
 
-def test_models_that_cannot_say_a_class() -> None:
+def test_models_without_a_class_to_explain() -> None:
     with pytest.raises(InputError, match="no head, so there is no class to explain; use attention, rollout or pca"):
         vitrail.explain(bundle("class first", classes=0), noise(), device="cpu")
     assert vitrail.explain(bundle("class first", classes=0), noise(), method="rollout", device="cpu").map.shape == (
         3,
         5,
     )
-    with pytest.raises(InputError, match=r"answers for every token .* 'row,column'; attention, rollout and pca work"):
+    with pytest.raises(InputError, match=r"logits for every token .* 'row,column'; attention, rollout and pca work"):
         vitrail.explain(bundle("per token", class_token="none"), noise(), device="cpu")
-    with pytest.raises(InputError, match="no names, so give a number"):
+    with pytest.raises(InputError, match="no names, use an index"):
         vitrail.explain(bundle(names=None), noise(), target="cat", device="cpu")
 
 
-def test_images_that_are_none(tmp_path: Path) -> None:
+def test_invalid_images(tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"bad\.png: "):
         vitrail.explain(bundle(), tmp_path / "bad.png", device="cpu")
@@ -195,11 +199,11 @@ def test_images_that_are_none(tmp_path: Path) -> None:
     assert vitrail.explain(bundle(), [], device="cpu") == []
 
 
-def test_damaged_weights_are_said() -> None:
+def test_corrupt_weights_raise() -> None:
     ours = bundle()
     with torch.no_grad():
         ours.model.blocks[1].attn.qkv.weight[0, 0] = float("nan")
-    with pytest.raises(Diverged, match="not finite; the model's weights are damaged"):
+    with pytest.raises(Diverged, match="not finite; the model's weights are corrupt"):
         vitrail.explain(ours, noise(), method="rollout", device="cpu")
 
 
@@ -224,14 +228,14 @@ def test_a_grid_of_heads_or_layers() -> None:
 @pytest.mark.parametrize(
     ("asked", "each", "message"),
     [
-        (ExplanationRequest("rollout"), "layers", "joins all layers in one map"),
-        (ExplanationRequest("gradcam"), "heads", "only attention has a map for every head"),
-        (ExplanationRequest("attention", head=1), "heads", "leave head 1 out"),
-        (ExplanationRequest("pca", layer=1), "layers", "leave layer 1 out"),
+        (ExplanationRequest("rollout"), "layers", "combines all layers in one map"),
+        (ExplanationRequest("gradcam"), "heads", "only attention has one map per head"),
+        (ExplanationRequest("attention", head=1), "heads", "omit head 1"),
+        (ExplanationRequest("pca", layer=1), "layers", "omit layer 1"),
         (ExplanationRequest("pca"), "tokens", "heads or layers, not 'tokens'"),
     ],
 )
-def test_a_grid_of_what_has_none(asked: ExplanationRequest, each: Any, message: str) -> None:
+def test_invalid_grids(asked: ExplanationRequest, each: Any, message: str) -> None:
     item = Item(b"", content=noise())
     with pytest.raises(ConfigError, match=message):
         Explainer(bundle(), asked, device="cpu").grid(item, each)
@@ -240,7 +244,7 @@ def test_a_grid_of_what_has_none(asked: ExplanationRequest, each: Any, message: 
 # ── images and files ──
 
 
-def test_more_is_lighter() -> None:
+def test_heat_colours_increase_in_lightness() -> None:
     lightness = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in heat(np.linspace(0, 1, 256)).tolist()]
     assert all(later > earlier for earlier, later in itertools.pairwise(lightness))
     assert heat(np.array([0.0, 1.0])).tolist() == [list(HEAT[0]), list(HEAT[-1])]
@@ -248,7 +252,7 @@ def test_more_is_lighter() -> None:
     assert stretched(np.full(3, 7.0)).tolist() == [0, 0, 0]
 
 
-def test_the_overlay_lies_where_the_map_says() -> None:
+def test_the_overlay_is_aligned_with_the_map() -> None:
     map = np.zeros((4, 6), np.float32)
     map[1, 4] = 1
     image = Image.new("RGB", (240, 160), (120, 90, 60))
@@ -272,10 +276,10 @@ def test_saving(tmp_path: Path) -> None:
         assert image.size == (width, height + CAPTION)
     found.save(tmp_path / "x.npy")
     assert np.array_equal(np.load(tmp_path / "x.npy"), found.map)
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="exists"):
         found.save(tmp_path / "x.npy")
     found.save(tmp_path / "x.npy", overwrite=True)
-    with pytest.raises(ConfigError, match=r"does not end as an image"):
+    with pytest.raises(ConfigError, match=r"has no suffix of an image"):
         found.save(tmp_path / "x.txt")
 
 
@@ -294,17 +298,17 @@ def test_saving(tmp_path: Path) -> None:
         (("é" * 300 + ".png").encode(), "é" * 60),
     ],
 )
-def test_names_that_every_file_system_takes(name: bytes, expected: str) -> None:
+def test_portable_file_names(name: bytes, expected: str) -> None:
     assert safe_name(name) == expected
 
 
-def test_no_two_images_get_the_same_file(tmp_path: Path) -> None:
+def test_output_files_are_unique(tmp_path: Path) -> None:
     planned = plan_outputs([b"a/1.png", b"b/1.png", b"c/1.JPG"], tmp_path, "pca", arrays=True, overwrite=False)
     assert [files.image.name for files in planned] == ["1-pca.png", "1-2-pca.png", "1-3-pca.png"]
     assert planned[1].array == tmp_path / "1-2-pca.npy"
 
 
-def test_pure_functions_take_batches() -> None:
+def test_functions_take_batches() -> None:
     model = build("class first")
     x = images(model.config, 3)
     together = relevance_maps(model, x, torch.tensor([0, 1, 2]))

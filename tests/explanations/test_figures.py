@@ -1,4 +1,4 @@
-"""The paper's figures: numbers against references written here in float64, and drawings that show those numbers."""
+"""The paper's figures: numbers against float64 references, and drawings of those numbers."""
 
 import math
 import weakref
@@ -39,7 +39,7 @@ SMALL = {"image_size": (12, 20), "patch_size": 4, "width": 16, "depth": 2, "head
 
 
 def vit(**fields: Any) -> ViT:
-    """Build a tiny model whose every weight is drawn, so that nothing is zero by chance of the initialisation."""
+    """Build a tiny model with random weights everywhere, so that nothing is zero by initialisation."""
     model = ViT(ViTConfig(**{**SMALL, **fields}))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,7 +66,7 @@ def drawn(made: Figure | Absent) -> Figure:
 # ── filters ──
 
 
-def test_filters_are_the_eigenvectors_of_the_kernels_covariance() -> None:
+def test_filters_are_eigenvectors_of_the_covariance() -> None:
     model = vit()
     found = filters(model, 5)
     weight = model.patch_embed.proj.weight.detach().double().numpy()
@@ -75,7 +75,7 @@ def test_filters_are_the_eigenvectors_of_the_kernels_covariance() -> None:
     for number in range(5):
         expected, component = vectors[:, -1 - number], found.components[number].ravel()
         assert abs(expected @ component) == pytest.approx(1, abs=1e-9)
-        assert found.shares[number] == pytest.approx(values[-1 - number] / values.sum(), abs=1e-9)
+        assert found.explained[number] == pytest.approx(values[-1 - number] / values.sum(), abs=1e-9)
         assert component[np.abs(component).argmax()] > 0
     assert found.components.shape == (5, 4, 4, 3)
     assert (found.kernels, found.of_patches) == (16, True)
@@ -89,7 +89,7 @@ def test_a_sign_does_not_depend_on_the_kernels_signs() -> None:
     np.testing.assert_allclose(filters(model).components, before.components, atol=1e-8)
 
 
-def test_there_are_no_more_components_than_the_kernels_span() -> None:
+def test_components_are_limited_by_the_rank() -> None:
     model = vit(channels=1, patch_size=2, image_size=4)
     assert len(filters(model).components) == 4  # 2×2 pixels of one channel
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_there_are_no_more_components_than_the_kernels_span() -> None:
     assert len(filters(model).components) == 0
     made = filters_figure(Bundle(model, Preprocess(size=4, channels=1, mean=(0.5,), std=(0.5,))))
     assert isinstance(made, Absent)
-    assert made.reason == "all kernels of the patch embedding are alike, so they have no principal components."
+    assert made.reason == "all kernels of the patch embedding are equal, so they have no principal components."
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_there_are_no_more_components_than_the_kernels_span() -> None:
     [
         ({"stem": "conv_stem"}, (3, 3, 3), "first convolution of its stem (this model has no single patch projection)"),
         ({"stem": "resnet", "resnet": ResNet(depths=())}, (7, 7, 3), "its ResNet's first convolution, standardised"),
-        ({"stem": "linear"}, (4, 4, 3), "of the patch embedding, the most important"),
+        ({"stem": "linear"}, (4, 4, 3), "of the patch embedding, by decreasing"),
         ({"stem": "linear_norm"}, (4, 4, 3), "patch embedding, which follows a LayerNorm"),
         ({"channels": 1}, (4, 4, 1), "white is positive"),
         ({"channels": 2}, (4, 4, 2), "Of 2 channels the first is shown"),
@@ -123,12 +123,12 @@ def test_every_stem_has_filters(fields: dict[str, Any], shape: tuple[int, ...], 
 def test_a_hybrids_kernels_are_standardised_first() -> None:
     model = vit(stem="resnet", resnet=ResNet(depths=()))
     before = filters(model).components
-    with torch.no_grad():  # what the layer does not see, the figure does not show
+    with torch.no_grad():  # the layer standardises its kernels, and so does the figure
         model.patch_embed.backbone.stem.conv.weight.mul_(torch.rand(64, 1, 1, 1) + 1).add_(torch.rand(64, 1, 1, 1))
     np.testing.assert_allclose(filters(model).components, before, atol=1e-3)
 
 
-def test_the_drawing_shows_the_first_filter_at_the_top_left() -> None:
+def test_the_first_filter_is_at_the_top_left() -> None:
     made = bundle()
     component = filters(made.model).components[0]
     image = drawn(filters_figure(made)).image
@@ -174,7 +174,7 @@ def test_similarity_of_rows_and_columns_and_of_blocks() -> None:
         np.testing.assert_allclose(position_similarity(model, block), naive_similarity(table, (3, 5)), atol=1e-12)
 
 
-def test_sines_and_cosines_fall_off_with_distance() -> None:
+def test_sine_cosine_similarity_decreases_with_distance() -> None:
     similar = position_similarity(vit(position="sincos_2d", image_size=16, position_at="shared"))
     assert similar[0, 0, 0, 0] == pytest.approx(1)
     assert similar[0, 0, 0, 0] > similar[0, 0, 0, 1] > similar[0, 0, 1, 1]
@@ -197,20 +197,20 @@ def test_any_grid_can_be_drawn(rows: int, columns: int, height: int, width: int)
     else:
         image = drawn(figure).image
         assert image is not None
-        # Every patch is just like itself, and that colour is in the drawing.
+        # Every patch has similarity 1 with itself, and that colour is in the drawing.
         assert (np.asarray(image) == coloured(np.ones(1), -1, 1)).all(axis=2).any()
         assert f"{rows}×{columns} patches" in drawn(figure).caption
 
 
 @pytest.mark.parametrize("size", [(1, 3000), (60, 60), (2000, 1)])
-def test_a_large_grid_is_drawn_in_part_and_says_so(size: tuple[int, int]) -> None:
+def test_a_large_grid_is_subsampled(size: tuple[int, int]) -> None:
     figure = drawn(positions_figure(bundle(image_size=size, patch_size=1, position="sincos_2d", depth=1)))
     assert figure.image is not None
     assert max(figure.image.size) < 1500
     assert "chosen evenly" in figure.caption
 
 
-def test_blocks_with_tables_of_their_own_are_drawn_apart() -> None:
+def test_per_block_tables_are_drawn_separately() -> None:
     one = drawn(positions_figure(bundle()))
     many = drawn(positions_figure(bundle(position_at="every_block", depth=6)))
     assert one.image is not None
@@ -220,9 +220,9 @@ def test_blocks_with_tables_of_their_own_are_drawn_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "words"), [("none", "told nothing"), ("rope_2d", "rotates"), ("relative", "offset")]
+    ("position", "words"), [("none", "no position information"), ("rope_2d", "rotates"), ("relative", "offset")]
 )
-def test_a_model_without_a_table_says_why(position: str, words: str) -> None:
+def test_a_model_without_a_table_gives_the_reason(position: str, words: str) -> None:
     made = bundle(position=position)
     figure = positions_figure(made)
     assert isinstance(figure, Absent)
@@ -232,7 +232,7 @@ def test_a_model_without_a_table_says_why(position: str, words: str) -> None:
         position_similarity(made.model)
 
 
-def test_positions_that_say_nothing() -> None:
+def test_degenerate_position_embeddings() -> None:
     made = bundle()
     with torch.no_grad():
         made.model.pos_embed[:, 1] = 0
@@ -254,7 +254,7 @@ def test_positions_that_say_nothing() -> None:
 
 
 def naive_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
-    """Compute every number by itself, from `trace` in float64."""
+    """Compute every distance in a loop, from `trace` in float64."""
     model, config = model.double().eval(), model.config
     (rows, columns), (height, width) = config.grid, config.patch_size
     traced = model.trace(images.double(), attention=range(config.depth))
@@ -287,7 +287,7 @@ def naive_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
         {"position_at": "shared"},
     ],
 )
-def test_distance_is_what_the_definition_says(fields: dict[str, Any]) -> None:
+def test_distance_matches_the_definition(fields: dict[str, Any]) -> None:
     model = vit(**fields)
     images = torch.randn(3, 3, 12, 20)
     found = attention_distance(model, images.split(2))
@@ -295,7 +295,7 @@ def test_distance_is_what_the_definition_says(fields: dict[str, Any]) -> None:
 
 
 def even(model: ViT) -> ViT:
-    """Make every query zero, so that every row of attention is uniform."""
+    """Set all queries to zero, so that attention is uniform."""
     with torch.no_grad():
         for block in model.blocks:
             block.attn.qkv.weight[: model.config.width] = 0
@@ -304,7 +304,7 @@ def even(model: ViT) -> ViT:
 
 
 @pytest.mark.parametrize("special", [{}, {"registers": 3}, {"class_token": "none", "pool": "mean"}])
-def test_even_attention_on_a_grid_of_3_by_5(special: dict[str, Any]) -> None:
+def test_uniform_attention_on_a_grid_of_3_by_5(special: dict[str, Any]) -> None:
     # Between two of 15 patches, in steps of a patch: dy from 0 to 2, dx from 0 to 4. Of the ordered pairs,
     #   dy = 0: 3 of rows,  dy = 1: 2·2 = 4,  dy = 2: 2·1 = 2                 (together 9 = 3²)
     #   dx = 0: 5 of columns,  1: 2·4 = 8,  2: 2·3 = 6,  3: 2·2 = 4,  4: 2·1 = 2   (together 25 = 5²)
@@ -326,14 +326,14 @@ def test_even_attention_on_a_grid_of_3_by_5(special: dict[str, Any]) -> None:
 
 
 def test_patches_that_are_not_square() -> None:
-    # A 1×2 grid of patches 6 high and 10 wide: half of the looks go 10 pixels far. A 2×1 grid: 6 pixels.
+    # A 1×2 grid of patches 6 high and 10 wide: half of the attention goes 10 pixels far. A 2×1 grid: 6 pixels.
     wide = even(vit(image_size=(6, 20), patch_size=(6, 10)))
     tall = even(vit(image_size=(12, 10), patch_size=(6, 10)))
     np.testing.assert_allclose(attention_distance(wide, [torch.randn(1, 3, 6, 20)]), 5, rtol=1e-6)
     np.testing.assert_allclose(attention_distance(tall, [torch.randn(1, 3, 12, 10)]), 3, rtol=1e-6)
 
 
-def test_batches_do_not_matter_and_the_model_stays_as_it_was() -> None:
+def test_batching_does_not_matter_and_the_model_is_unchanged() -> None:
     model = vit(attention_dropout=0.5, patch_dropout=0.5).train()
     model.blocks[0].eval()
     images = torch.randn(5, 3, 12, 20)
@@ -349,7 +349,7 @@ def test_one_layers_attention_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch)
     traced = Attention.traced
 
     def watched(self: Attention, x: Tensor, places: Any) -> tuple[Tensor, Tensor]:
-        assert not any(weights() is not None for weights in alive), "an earlier layer's attention is still there"
+        assert not any(weights() is not None for weights in alive), "an earlier layer's attention is still in memory"
         out, weights = traced(self, x, places)
         alive.append(weakref.ref(weights))
         return out, weights
@@ -359,9 +359,9 @@ def test_one_layers_attention_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch)
     assert len(alive) == 12
 
 
-def test_a_query_that_looks_at_no_patch_is_left_out() -> None:
+def test_a_query_without_attention_to_patches_is_ignored() -> None:
     model = vit(depth=1)
-    with torch.no_grad():  # every key is the same but the class token's, which takes all of head 0
+    with torch.no_grad():  # all keys are equal except the class token's, which gets all attention of head 0
         attn = model.blocks[0].attn
         attn.qkv.weight[:32] = 0
         attn.qkv.bias[:32] = 0
@@ -376,7 +376,7 @@ def test_a_query_that_looks_at_no_patch_is_left_out() -> None:
     assert found[0, 1] == pytest.approx(even_distance(model.config), rel=1e-5)
     made = Bundle(model, Preprocess(size=(12, 20)))
     figure = drawn(distance_figure(made, pixels(model.config), device="cpu"))
-    assert "1 of 2 heads attend to no patch" in figure.caption
+    assert "1 of 2 heads do not attend to any patch" in figure.caption
 
 
 def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,12 +388,12 @@ def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -
     root = ElementTree.fromstring(figure.svg)
     marks = [node for node in root.iter() if node.tag.endswith("circle") and len(node)]
     assert len(marks) == 5 * 4
-    # Two lines to compare them with, each also in the legend: even attention, dashed, and the mean of a block.
+    # Two lines, each also in the legend: uniform attention, dashed, and the mean of a block.
     lines = [node.get("class", "") for node in root.iter() if "curve" in node.get("class", "")]
     assert sorted("dashed" in line for line in lines) == [False, False, True, True]
     assert "4 heads in each of 5 blocks" in figure.caption
     assert "over all patches of 128 images;" in figure.caption
-    # A point lies at the height of its number.
+    # The height of a point is its distance.
     expected = attention_distance(made.model, [made.preprocess.normalise(given[:128])])
     heights = sorted(float(mark.get("cy") or 0) for mark in marks)
     slope, start = np.polyfit(sorted(expected.ravel().tolist(), reverse=True), heights, 1)
@@ -402,7 +402,7 @@ def test_the_chart_has_a_point_for_every_head(monkeypatch: pytest.MonkeyPatch) -
 
 def test_few_images_and_none() -> None:
     made = bundle()
-    assert "of 1 image (the paper takes 128)" in drawn(distance_figure(made, pixels(made.model.config, 1))).caption
+    assert "of 1 image (the paper uses 128)" in drawn(distance_figure(made, pixels(made.model.config, 1))).caption
     with pytest.raises(InputError, match="at least one image"):
         distance_figure(made, pixels(made.model.config, 0))
     with pytest.raises(InputError, match="at least one image"):
@@ -426,8 +426,8 @@ def test_a_count_of_zero_filters() -> None:
 
 
 @pytest.mark.parametrize("size", [32, 224, 512])
-def test_letters_beside_positions_can_be_read_on_a_phone(size: int) -> None:
-    """The sheet is shown 354 pixels wide on a phone of 390; its letters are then 9 pixels high or more."""
+def test_position_labels_are_legible_on_a_phone(size: int) -> None:
+    """The sheet is 354 pixels wide on a phone of 390; its text is then at least 9 pixels high."""
     config = ViTConfig(image_size=size, patch_size=16 if size > 32 else 4, width=24, depth=1, heads=1, classes=2)
     figure = positions_figure(Bundle(ViT(config), Preprocess(size=(size, size))))
     assert isinstance(figure, Figure)

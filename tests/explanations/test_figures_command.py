@@ -1,4 +1,4 @@
-"""`vitrail figures`, and the drawing of examples: what is written, what is left out and why, and every mistake."""
+"""`vitrail figures` and the drawing of examples: outputs, omissions and errors."""
 
 import sys
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from vitrail.data.inputs import Item
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, InputError
 from vitrail.explanations.figures import Absent, Figure, filters_figure, rollout_figure
-from vitrail.explanations.figures.examples import VEIL, attended, examples_figure
+from vitrail.explanations.figures.examples import MASK, attended, examples_figure
 from vitrail.explanations.rollout import rollout_maps
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -63,7 +63,7 @@ def files(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-# ── what is written ──
+# ── outputs ──
 
 
 def test_all_figures(run: Run) -> None:
@@ -76,12 +76,12 @@ def test_all_figures(run: Run) -> None:
             assert image.mode == "RGB"
     captions = Path("all", "captions.md").read_text(encoding="utf-8")
     assert captions.count("## ") == 4
-    assert "over all patches of 5 images (the paper takes 128)" in captions
+    assert "over all patches of 5 images (the paper uses 128)" in captions
     assert "![How far each head looks](distance.svg)" in captions
     assert "distance: all/distance.svg" in done.out.splitlines()
 
 
-def test_the_same_command_writes_the_same_bytes(run: Run) -> None:
+def test_output_is_deterministic(run: Run) -> None:
     for out in ("one", "two"):
         assert run("model", "photos", "--out", out).code == 0
     assert [Path("one", name).read_bytes() for name in files("one")] == [
@@ -89,7 +89,7 @@ def test_the_same_command_writes_the_same_bytes(run: Run) -> None:
     ]
 
 
-def test_without_images_it_says_what_is_left_out(run: Run) -> None:
+def test_without_images_some_figures_are_omitted(run: Run) -> None:
     done = run("model", "-o", "some")
     assert done.code == 0
     assert files("some") == ["captions.md", "filters.png", "positions.png"]
@@ -102,26 +102,26 @@ def test_only_some(run: Run) -> None:
     assert files("some") == ["captions.md", "filters.png", "rollout.png"]
 
 
-def test_a_figure_that_the_model_has_not(run: Run) -> None:
+def test_a_figure_that_the_model_does_not_have(run: Run) -> None:
     tiny(position="rope_2d").save("rope")
     done = run("rope", "-o", "some")
     assert done.code == 0
     assert files("some") == ["captions.md", "filters.png"]
-    assert "positions: not drawn, because this model has no table of positions: it rotates queries and keys" in done.out
-    assert "This figure cannot be drawn: this model has no table" in Path("some", "captions.md").read_text(
+    assert "positions: not drawn, because this model has no position table: it rotates queries and keys" in done.out
+    assert "This figure cannot be drawn: this model has no position table" in Path("some", "captions.md").read_text(
         encoding="utf-8"
     )
 
 
-def test_images_that_cannot_be_read_are_told(run: Run) -> None:
+def test_unreadable_images_are_reported(run: Run) -> None:
     Path("photos", "5.png").write_bytes(b"no image")
     done = run("model", "photos", "-o", "some")
     assert done.code == 0
-    assert done.err == "skipped: photos/5.png: it is not an image: the file begins with b'no pictu'\n"
+    assert done.err == "skipped: photos/5.png: it is not an image: the file starts with b'no image'\n"
     assert "over all patches of 5 images" in Path("some", "captions.md").read_text(encoding="utf-8")
 
 
-# ── mistakes ──
+# ── errors ──
 
 
 @pytest.mark.parametrize(
@@ -132,16 +132,16 @@ def test_images_that_cannot_be_read_are_told(run: Run) -> None:
             ["model", "--only", "distance"],
             "the figure 'distance' needs images; pass files or folders after the model",
         ),
-        (["model", "nowhere"], "there is no nowhere; give files, folders"),
-        (["model", "empty"], "there are no images in these paths"),
+        (["model", "nowhere"], "nowhere does not exist; give files, folders"),
+        (["model", "empty"], "there are no images in the places given"),
         (["model", "bad.png"], "none of the images can be read"),
-        (["model", "photos", "--out", "taken"], "filters.png exists already; choose another name, or replace it"),
-        (["model", "photos", "--out", "bad.png"], "bad.png is a file, and figures are written to a folder"),
+        (["model", "photos", "--out", "taken"], "filters.png"),
+        (["model", "photos", "--out", "bad.png"], "bad.png is a file, but figures need a folder"),
         (["no-model"], "no-model"),
         (["model", "--device", "abacus"], "no device is called 'abacus'"),
     ],
 )
-def test_mistakes_get_one_message(run: Run, words: list[str], message: str) -> None:
+def test_errors_are_one_message(run: Run, words: list[str], message: str) -> None:
     Path("empty").mkdir()
     Path("bad.png").write_bytes(b"")
     Path("taken").mkdir()
@@ -168,13 +168,13 @@ def test_overwrite_replaces(run: Run) -> None:
 # ── which images ──
 
 
-def test_of_many_images_some_are_drawn_evenly_and_always_the_same() -> None:
+def test_images_are_subsampled_evenly_and_deterministically() -> None:
     items = [Item(b"%d" % number) for number in range(2000)]
     chosen = [int(item.name) for item in _sample(items, 128)]
     assert chosen == [int(item.name) for item in _sample(iter(items), 128)]
     assert chosen == sorted(set(chosen))
     assert len(chosen) == 128
-    # A folder lists class after class: every tenth of it has its share.
+    # A folder lists class by class: every tenth of it is represented.
     assert min(np.histogram(chosen, bins=10, range=(0, 2000))[0]) >= 5
     assert [int(item.name) for item in _sample(items[:3], 128)] == [0, 1, 2]
 
@@ -188,16 +188,16 @@ class Shown(NamedTuple):
     target: str | int | None = None
 
 
-def test_the_veil_is_clear_where_the_map_is_largest() -> None:
+def test_the_mask_is_transparent_where_the_map_is_largest() -> None:
     image = Image.new("RGB", (8, 8), (200, 100, 0))
     veiled = np.asarray(attended(image, np.array([[1, 0]], np.float32)))
     assert tuple(veiled[4, 0]) == (200, 100, 0)
-    assert tuple(veiled[4, 7]) == VEIL
-    assert np.asarray(attended(image, np.zeros((2, 2), np.float32))).reshape(-1, 3).tolist() == [list(VEIL)] * 64
+    assert tuple(veiled[4, 7]) == MASK
+    assert np.asarray(attended(image, np.zeros((2, 2), np.float32))).reshape(-1, 3).tolist() == [list(MASK)] * 64
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, (8, 8)), (4, (40, 20)), (5, (300, 500))])
-def test_examples_stand_beside_their_images(count: int, size: tuple[int, int]) -> None:
+def test_examples_are_next_to_their_images(count: int, size: tuple[int, int]) -> None:
     colours = [(20 * number + 10, 255 - 20 * number, 99) for number in range(count)]
     shown = [Shown(np.ones((2, 3), np.float32), Image.new("RGB", size, colour)) for colour in colours]
     image = examples_figure(shown).image
@@ -205,7 +205,7 @@ def test_examples_stand_beside_their_images(count: int, size: tuple[int, int]) -
     pixels = np.asarray(image)
     areas = [int((pixels == colour).all(axis=2).sum()) for colour in colours]
     assert len(set(areas)) == 1
-    assert areas[0] >= 2 * 100 * 100  # each twice, and large enough to see
+    assert areas[0] >= 2 * 100 * 100  # each twice, and large enough
 
 
 def test_names_that_pillow_cannot_write() -> None:
@@ -213,10 +213,10 @@ def test_names_that_pillow_cannot_write() -> None:
         Shown(np.ones((2, 2), np.float32), Image.new("RGB", (9, 9)), name) for name in ("猫", "x" * 300, 7, "\0\n")
     ]
     figure = examples_figure(shown)
-    assert figure.caption.endswith("Below each stands the class that is explained.")
+    assert figure.caption.endswith("The explained class is below each pair.")
 
 
-def test_rollout_of_a_bundle_is_the_rollout_drawn() -> None:
+def test_rollout_figure_of_a_bundle() -> None:
     bundle = tiny()
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
     made = rollout_figure(bundle, [pixels] * 20, device="cpu")
@@ -239,10 +239,10 @@ def test_no_examples() -> None:
     assert "one patch" in alone.reason
 
 
-def test_a_figure_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_figure_is_saved_atomically(tmp_path: Path) -> None:
     figure = filters_figure(tiny())
     assert isinstance(figure, Figure)
     path = figure.save(tmp_path / "new" / "folder")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="exists"):
         figure.save(tmp_path / "new" / "folder")
     assert [other.name for other in path.parent.iterdir()] == ["filters.png"]

@@ -1,4 +1,4 @@
-"""What an explanation holds at once, measured by torch's own allocator, at 384 pixels."""
+"""Peak memory of explanations, from torch's profiler, at 384 pixels."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ONE_MAP = HEADS * 577 * 577 * 4
 
 
 def peak(run: Callable[[], object], folder: Path) -> int:
-    """Return by how much memory grew at most while something ran."""
+    """Return the peak memory growth while a function runs."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         run()
     watched.export_chrome_trace(str(folder / "trace.json"))
@@ -48,12 +48,12 @@ def test_memory_does_not_grow_with_depth(method: str, image: Tensor, tmp_path: P
     few, many = model(2), model(8)
     shallow = peak(lambda: explain_pixels(few, image, ExplanationRequest(method), 0), tmp_path)
     deep = peak(lambda: explain_pixels(many, image, ExplanationRequest(method), 0), tmp_path)
-    assert shallow > ONE_MAP, "the measure does not see the maps"
+    assert shallow > ONE_MAP, "the profiler does not see the maps"
     assert deep < shallow + ONE_MAP / 2
 
 
-def test_the_measure_sees_maps_that_are_kept(image: Tensor, tmp_path: Path) -> None:
-    """Six layers more, all asked for, are six maps more."""
+def test_the_profiler_sees_maps_that_are_kept(image: Tensor, tmp_path: Path) -> None:
+    """Six more layers, all requested, are six more maps."""
     few, many = model(2), model(8)
     with torch.no_grad():
         shallow = peak(lambda: few.trace(image, attention=range(2)), tmp_path)

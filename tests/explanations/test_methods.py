@@ -1,4 +1,4 @@
-"""Every method beside a naive one in float64, for every kind of model."""
+"""Every method against a naive float64 implementation, for every kind of model."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 def queries(naive: Naive) -> list[str | None]:
-    """Return something of each kind that this model has."""
+    """Return one query of each kind that this model has."""
     special = [name for name in naive.names if "," not in name]
     return [None, "mean", "1,3", *special]
 
@@ -66,7 +66,7 @@ def test_attention_of_the_pool(name: str) -> None:
         assert_close(found[b][:, naive.pooled_over], pooling[:, 0].detach())
         places = [naive.pooled_over.index(place) for place in naive.patches]
         assert_close(attention_maps(model, x)[b], pooling[:, 0, places].unflatten(1, model.config.grid).detach())
-    # With a layer it is the mean of the tokens that the pool reads.
+    # With a layer, it is the mean of the pooled tokens.
     assert_close(attention_maps(model, x, 2), attention_maps(model, x, 2, "mean"))
 
 
@@ -101,7 +101,7 @@ def test_gradcam(name: str) -> None:
     naive, x = Naive(model), images(model.config)
     query = "0,1" if model.config.pool == "none" else None
     for layer in (0, -1, None):
-        for target in range(5):  # for some classes nothing speaks, and the map is empty
+        for target in range(5):  # some classes have no evidence, and their map is empty
             expected = torch.stack([naive.gradcam(image, target, layer, query) for image in x])
             if expected.max() > 1e-3:
                 assert_close(gradcam_maps(model, x, target, layer, query), expected)
@@ -127,14 +127,14 @@ def test_pca(name: str) -> None:
             np.testing.assert_allclose(found[b, :, :, i].flatten(), places, atol=1e-4)
 
 
-def test_colours_of_patches_that_are_all_the_same() -> None:
+def test_colours_of_identical_patches() -> None:
     assert torch.equal(as_colours(torch.full((6, 4), 0.3)), torch.full((6, 3), 0.5))
-    line = as_colours(torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]))  # one direction only
-    torch.testing.assert_close(line[:, 0], torch.linspace(1, 0, 5))  # its largest number, -2, is made positive
+    line = as_colours(torch.arange(5.0)[:, None] * torch.tensor([[1.0, -2.0]]))  # a single component
+    torch.testing.assert_close(line[:, 0], torch.linspace(1, 0, 5))  # its largest entry, -2, is made positive
     assert torch.equal(line[:, 1:], torch.full((5, 2), 0.5))
 
 
-def test_layers_may_differ_from_training() -> None:
+def test_training_mode_raises() -> None:
     model = build("class first").train()
     x = images(model.config)
     for method in ("attention", "rollout", "relevance", "gradcam", "pca"):
@@ -143,13 +143,13 @@ def test_layers_may_differ_from_training() -> None:
 
 
 @pytest.mark.parametrize("method", ["attention", "rollout", "relevance", "gradcam", "pca"])
-def test_tensors_of_another_size_are_refused(method: Any) -> None:
+def test_tensors_of_another_size_raise(method: Any) -> None:
     model = build("class first")
     with pytest.raises(InputError, match="takes images of 12×20 pixels, found 20×12"):
         explain_pixels(model, torch.randn(1, 3, 20, 12), ExplanationRequest(method), 0)
 
 
-def test_gradients_are_had_where_they_are_switched_off() -> None:
+def test_gradients_work_under_no_grad() -> None:
     model = build("map").requires_grad_(False)
     x = images(model.config)
     expected = relevance(model, x, 1)
@@ -160,7 +160,7 @@ def test_gradients_are_had_where_they_are_switched_off() -> None:
 
 
 @pytest.mark.parametrize("name", ["class last", "map over all"])
-def test_all_layers_in_one_pass(name: str) -> None:
+def test_all_layers_in_one_forward_pass(name: str) -> None:
     model = build(name)
     x = images(model.config)
     for query in (None, "register:1", "0,4"):

@@ -1,4 +1,4 @@
-"""Where tokens look, beside timm's and transformers' own attention on the same weights."""
+"""Attention weights compared to timm and transformers, with the same weights."""
 
 from typing import Any
 
@@ -61,17 +61,17 @@ def test_timm(options: dict[str, Any], fields: dict[str, Any]) -> None:
     peer = timm_vit(**options)
     ours = ViT(ViTConfig(**{**SMALL, **fields})).eval()
     ours.load_state_dict(peer.state_dict())
-    # Its eager attention gives the weights to a dropout, where they can be seen.
+    # Its eager attention passes the weights through a dropout, where they can be captured.
     seen: list[Tensor] = []
 
-    class Seen(nn.Module):
+    class Capture(nn.Module):
         def forward(self, weights: Tensor) -> Tensor:
             seen.append(weights)
             return F.dropout(weights, 0.0)
 
     for block in peer.blocks:
         block.attn.fused_attn = False
-        block.attn.attn_drop = Seen()
+        block.attn.attn_drop = Capture()
     x = torch.randn(2, 3, *ours.config.image_size)
     peer(x)
     assert len(seen) == 3

@@ -1,4 +1,4 @@
-"""A model that learned to look for one patch among a hundred: its maps must find that patch."""
+"""A model trained to detect one patch among a hundred: its maps must find that patch."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
 SIDE, PATCH, CLASSES = 10, 4, 3
-"""A hundred patches, so that the top 1% of a map is its maximum alone."""
+"""A hundred patches, so that the top 1% of a map is its maximum."""
 
 
 def planted(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return noise with one patch, anywhere, whose pattern is the class; the classes; where it is.
+    """Return noise with one patch, at a random position, whose pattern is the class; the classes; the positions.
 
     Every fourth image has none, and belongs to no class.
     """
@@ -30,7 +30,7 @@ def planted(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def trained(pool: str) -> ViT:
-    """Train with a sigmoid for each class, so that its score rises by evidence for it and by nothing else."""
+    """Train with one sigmoid per class, so that a score rises only by evidence for its class."""
     torch.manual_seed(0)
     model = ViT(
         ViTConfig(
@@ -39,7 +39,7 @@ def trained(pool: str) -> ViT:
         )
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3)
-    for step in range(1500):  # as a rule some 300 are enough
+    for step in range(1500):  # usually about 300 are enough
         x, labels, _ = planted(24, 1000 + step)
         request = F.one_hot(labels, CLASSES + 1)[:, :CLASSES].float()
         loss = CLASSES * F.binary_cross_entropy_with_logits(model(x), request)
@@ -52,7 +52,7 @@ def trained(pool: str) -> ViT:
 
 
 @pytest.mark.parametrize("pool", ["cls", *(pytest.param(pool, marks=pytest.mark.slow) for pool in ("mean", "map"))])
-def test_the_patch_that_decides_is_found(pool: str) -> None:
+def test_the_decisive_patch_is_found(pool: str) -> None:
     model = trained(pool)
     x, labels, places = planted(96, 1)
     has = labels < CLASSES

@@ -1,4 +1,4 @@
-"""What the tests of the commands share."""
+"""Fixtures for the command tests."""
 
 import sys
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process: importing everything anew would take most of the time."""
+    """Run a command in this process, which saves the time for imports."""
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 

@@ -1,7 +1,7 @@
-"""Runs a predict job that is killed again and again, and goes on each time: `python -m tests.inference.killing …`.
+"""Runs a predict job that is killed repeatedly and resumes each time: `python -m tests.inference.killing …`.
 
-The killer is a process of its own, so that what is needed is imported once and every run starts as a fork of it. It
-kills a run when its output has grown past a place drawn at random, and a random moment later.
+The killer is a separate process that imports everything once and forks every run. It kills a run when its output has
+grown past a random size, after a random delay.
 """
 
 import os
@@ -23,7 +23,7 @@ def main() -> None:
     target, draw = Path(output), random.Random(int(seed))
     growing = target.with_name(target.name + ".rows.jsonl") if target.suffix == ".parquet" else target
     rows = len(places)
-    # Some of the moments lie before the first row, when the job is being written down.
+    # Some of the moments are before the first row, while the job file is written.
     moments = sorted(draw.uniform(0, 0.95) * rows if number else 0 for number in range(int(kills)))
     ended = 0
     for moment in [*moments, None]:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def row_size(file: Path) -> float:
-    """Return the mean length of the rows that are there; a guess before there are any."""
+    """Return the mean length of the existing rows; a guess if there are none."""
     content = file.read_bytes() if file.exists() else b""
     return len(content) / content.count(b"\n") if content.count(b"\n") else 120
 

@@ -1,4 +1,4 @@
-"""`vitrail.Classifier`: every kind of image, one and many, and what is none."""
+"""`vitrail.Classifier`: every kind of image, one and many, and invalid inputs."""
 
 import io
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.inference.tiny import tiny_bundle, tiny_images, tiny_pixels
 
 import vitrail
 from vitrail import CheckpointError, Classifier, ConfigError, DataError, Diverged, InputError
-from vitrail.inference.classifier import Answer
+from vitrail.inference.classifier import Prediction
 
 
 @pytest.fixture(scope="module")
@@ -20,20 +20,20 @@ def classifier() -> Classifier:
     return Classifier(tiny_bundle(), device="cpu")
 
 
-def test_an_answer_is_the_softmax_of_the_model(classifier: Classifier) -> None:
+def test_a_prediction_is_the_softmax_of_the_logits(classifier: Classifier) -> None:
     bundle = tiny_bundle()
     with torch.no_grad():
         shares = bundle.model(bundle.preprocess(Image.fromarray(tiny_pixels(3)))[None]).softmax(dim=1)[0]
-    answer = classifier.predict(tiny_pixels(3))
+    prediction = classifier.predict(tiny_pixels(3))
     order = shares.argsort(descending=True).tolist()
-    assert answer.names == tuple(("cat", "dog", "fox")[index] for index in order)
-    assert answer.probabilities == pytest.approx(shares[order].tolist(), abs=1e-5)
-    assert (answer.name, answer.probability) == next(iter(answer))
-    assert repr(answer).startswith(f"Answer({answer.name} ")
-    assert repr(answer).count("%") == 3
+    assert prediction.names == tuple(("cat", "dog", "fox")[index] for index in order)
+    assert prediction.probabilities == pytest.approx(shares[order].tolist(), abs=1e-5)
+    assert (prediction.name, prediction.probability) == next(iter(prediction))
+    assert repr(prediction).startswith(f"Prediction({prediction.name} ")
+    assert repr(prediction).count("%") == 3
 
 
-def test_every_kind_of_image_gives_the_same_answer(classifier: Classifier, tmp_path: Path) -> None:
+def test_every_kind_of_image_gives_the_same_prediction(classifier: Classifier, tmp_path: Path) -> None:
     (path,) = tiny_images(tmp_path, 1)
     pixels = tiny_pixels(0)
     grey = np.array(Image.fromarray(pixels).convert("L"))
@@ -48,7 +48,7 @@ def test_every_kind_of_image_gives_the_same_answer(classifier: Classifier, tmp_p
         torch.from_numpy(pixels).permute(2, 0, 1).float() / 255,
     ]
     assert [classifier(kind) for kind in kinds] == [expected] * len(kinds)
-    assert [answer.names for answer in classifier.predict(kinds)] == [expected.names] * len(kinds)
+    assert [prediction.names for prediction in classifier.predict(kinds)] == [expected.names] * len(kinds)
     of_grey = classifier(grey)
     assert of_grey != expected
     assert [classifier(kind) for kind in (grey[:, :, None], torch.from_numpy(grey), Image.fromarray(grey))] == [
@@ -56,8 +56,8 @@ def test_every_kind_of_image_gives_the_same_answer(classifier: Classifier, tmp_p
     ] * 3
 
 
-def test_a_image_of_pillows_is_treated_as_its_file(tmp_path: Path) -> None:
-    """Turned upright, white where transparent, palettes made colours: as a file with the same content."""
+def test_a_pillow_image_is_treated_like_its_file(tmp_path: Path) -> None:
+    """Rotated upright, white where transparent, palettes converted: like a file with the same content."""
     classifier = Classifier(tiny_bundle(), device="cpu")
     tags = Image.Exif()
     tags[0x0112] = 6
@@ -79,9 +79,9 @@ def test_many_in_one_list_out(classifier: Classifier, tmp_path: Path) -> None:
     alone = [classifier(path) for path in paths]
     for many in (paths, tuple(paths), (path for path in paths), np.stack([tiny_pixels(n) for n in range(7)])):
         found = classifier.predict(many, batch=3)
-        assert [answer.names for answer in found] == [answer.names for answer in alone]
-        for answer, same in zip(found, alone, strict=True):
-            assert answer.probabilities == pytest.approx(same.probabilities, abs=1e-5)
+        assert [prediction.names for prediction in found] == [prediction.names for prediction in alone]
+        for prediction, same in zip(found, alone, strict=True):
+            assert prediction.probabilities == pytest.approx(same.probabilities, abs=1e-5)
     assert classifier.predict(paths[:1]) == alone[:1]
     assert classifier.predict([]) == []
 
@@ -95,25 +95,25 @@ def test_top(classifier: Classifier) -> None:
         classifier.predict(tiny_pixels(0), batch=0)
 
 
-def test_numbers_where_nobody_knows_the_names() -> None:
+def test_class_indices_without_names() -> None:
     assert set(Classifier(tiny_bundle(None), device="cpu")(tiny_pixels(0)).names) == {"0", "1", "2"}
 
 
-def test_bad_images_are_errors_or_answers(classifier: Classifier, tmp_path: Path) -> None:
+def test_bad_images_raise_or_are_kept(classifier: Classifier, tmp_path: Path) -> None:
     good, *_ = tiny_images(tmp_path, 1)
     (tmp_path / "text.jpg").write_text("no image")
     bad = tmp_path / "text.jpg"
-    with pytest.raises(DataError, match=r"text\.jpg: it is not an image: the file begins with"):
+    with pytest.raises(DataError, match=r"text\.jpg: it is not an image: the file starts with"):
         classifier([good, bad])
     with pytest.raises(DataError, match=r"^image 1: the file is empty"):
         classifier([good.read_bytes(), b""])
     first, second, third = classifier([bad, good, tmp_path / "gone.png"], errors="keep")
     assert (first.names, first.probabilities) == ((), ())
     assert first.error is not None
-    assert repr(first) == f"Answer(error: {first.error})"
+    assert repr(first) == f"Prediction(error: {first.error})"
     assert second == classifier(good)
     assert third.error == "it cannot be read: No such file or directory"
-    with pytest.raises(DataError, match="there is no answer: it is not an image"):
+    with pytest.raises(DataError, match="there is no prediction: it is not an image"):
         _ = first.name
     with pytest.raises(ConfigError, match="choose 'raise' or 'keep'"):
         classifier(good, errors="ignore")  # type: ignore[call-overload]
@@ -126,12 +126,12 @@ def test_bad_images_are_errors_or_answers(classifier: Classifier, tmp_path: Path
         (None, "found NoneType"),
         ([3.5], "image 0: expected a path, .* found float"),
         ("https://example.org/cat.jpg", "https://example.org/cat.jpg: a URL, .* download it first"),
-        (".", "a folder; give its files, or name it on the command line"),
-        (np.zeros((3, 20, 30), np.uint8), r"an array is taken as \(height, width, channels\), and this is \(3, 20, 30"),
-        (torch.zeros(20, 30, 3), r"a tensor is taken as \(channels, height, width\), and this is \(20, 30, 3\)"),
+        (".", "a folder; pass its files, or use the command line"),
+        (np.zeros((3, 20, 30), np.uint8), r"an array should be \(height, width, channels\), but this is \(3, 20, 30"),
+        (torch.zeros(20, 30, 3), r"a tensor should be \(channels, height, width\), but this is \(20, 30, 3\)"),
     ],
 )
-def test_what_is_no_image(classifier: Classifier, given: Any, words: str) -> None:
+def test_inputs_that_are_not_images(classifier: Classifier, given: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         classifier(given)
 
@@ -139,17 +139,17 @@ def test_what_is_no_image(classifier: Classifier, given: Any, words: str) -> Non
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (np.zeros((5, 5, 2), np.uint8), "an image of 2 channels, where 3 are wanted"),
-        (torch.full((3, 5, 5), -1.0), "go from -1 to -1; whole numbers"),
-        (np.zeros(5, np.uint8), "is not an image; it needs"),
+        (np.zeros((5, 5, 2), np.uint8), "an image with 2 channels, expected 3"),
+        (torch.full((3, 5, 5), -1.0), "range from -1 to -1; an image has integers"),
+        (np.zeros(5, np.uint8), "is not an image; use"),
     ],
 )
-def test_arrays_that_are_no_images(classifier: Classifier, given: Any, words: str) -> None:
+def test_arrays_that_are_not_images(classifier: Classifier, given: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):
         classifier(given)
 
 
-def test_a_image_as_narrow_as_a_hair() -> None:
+def test_an_extremely_narrow_image() -> None:
     bundle = tiny_bundle()
     bundle.preprocess = bundle.preprocess.replace(resize="cover", size=(256, 256), resize_to=(256, 256))
     file = io.BytesIO()
@@ -159,36 +159,36 @@ def test_a_image_as_narrow_as_a_hair() -> None:
 
 
 def test_bundles_that_cannot_classify(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the model has no head"):
+    with pytest.raises(CheckpointError, match="the model has no classification head"):
         Classifier(tiny_bundle(None, classes=0))
     with pytest.raises(CheckpointError, match="does not exist"):
         Classifier(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="no engine is called 'tortch'; did you mean 'torch'"):
+    with pytest.raises(ConfigError, match="'tortch'; did you mean 'torch'"):
         Classifier(tiny_bundle(), engine="tortch")
-    with pytest.raises(ConfigError, match="no precision is called 'int3'"):
+    with pytest.raises(ConfigError, match="'int3'"):
         Classifier(tiny_bundle(), precision="int3")
     broken = tiny_bundle()
     torch.nn.init.constant_(broken.model.head.bias, float("nan"))
-    with pytest.raises(Diverged, match="the model's answer to the image is not a finite number; its weights are"):
+    with pytest.raises(Diverged, match="the logits for the image are not finite; the weights are"):
         Classifier(broken, device="cpu")(tiny_pixels(0))
 
 
-def test_it_opens_what_load_opens(tmp_path: Path) -> None:
+def test_it_opens_anything_that_load_opens(tmp_path: Path) -> None:
     folder = tiny_bundle().save(tmp_path / "bundle")
-    assert isinstance(vitrail.Classifier(folder).predict(tiny_pixels(0)), Answer)
+    assert isinstance(vitrail.Classifier(folder).predict(tiny_pixels(0)), Prediction)
     assert Classifier(str(folder), precision="bf16", device="cpu")(tiny_pixels(0)).names
 
 
-def test_a_image_of_pillows_may_be_given_many_times(classifier: Classifier, tmp_path: Path) -> None:
+def test_a_pillow_image_may_be_passed_many_times(classifier: Classifier, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "large.png", compress_level=1)
     expected = classifier(tmp_path / "large.png")
-    for _ in range(3):  # threads that decode one image together fail on most of the tries
+    for _ in range(3):  # threads that decode the same image concurrently usually fail
         with Image.open(tmp_path / "large.png") as image:
             assert classifier([image] * 8) == [expected] * 8
 
 
-def test_a_tensor_of_half_precision_is_a_image(classifier: Classifier) -> None:
+def test_a_half_precision_tensor(classifier: Classifier) -> None:
     pixels = torch.zeros(3, 9, 12)
     pixels[:, :4] = 1
     assert classifier(pixels.bfloat16()) == classifier(pixels.half()) == classifier(pixels)

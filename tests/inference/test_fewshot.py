@@ -1,4 +1,4 @@
-"""Few-shot least squares beside the normal equations, written out."""
+"""Few-shot least squares against the normal equations."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 
 
 def reference_scores(x: Array, labels: NDArray[Any], test: Array, classes: int) -> Array:
-    """Solve (XᵀX + l2 I) W = XᵀY as it is written in a textbook."""
+    """Solve (XᵀX + l2 I) W = XᵀY directly."""
     mean, scale = x.mean(axis=0), x.std(axis=0) + 1e-5
     design = np.hstack([(x - mean) / scale, np.full((len(x), 1), 100.0)])
     targets = 2.0 * np.eye(classes)[labels] - 1.0
@@ -28,23 +28,23 @@ def test_the_closed_form(examples: int, width: int, dtype: torch.dtype) -> None:
     random = np.random.default_rng(examples)
     offset, spread = random.normal(size=width), random.uniform(0.01, 30, width)
     x, test = (torch.tensor(offset + spread * random.normal(size=(n, width)), dtype=dtype) for n in (examples, 50))
-    x[:, 3] = 0.25  # a feature that is the same for every example
+    x[:, 3] = 0.25  # a constant feature
     labels = np.arange(examples) % 5
     found = fit_least_squares(x, torch.tensor(labels), 5).scores(test)
     expected = reference_scores(x.double().numpy(), labels, test.double().numpy(), 5)
     assert found.dtype == torch.float64
     assert np.abs(expected[:, :]).max() > 0.1
-    # The constant feature is divided by 1e-5 alone, so that a test image where it differs has scores of any size.
+    # The constant feature is divided by 1e-5, so a test image where it differs could have arbitrarily large scores.
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_single_example_of_each_class_is_recognised() -> None:
+def test_one_example_per_class_is_enough() -> None:
     x = torch.randn(4, 30)
     fitted = fit_least_squares(x, torch.arange(4), 4)
     assert fitted.scores(x).argmax(dim=1).tolist() == [0, 1, 2, 3]
 
 
-def test_examples_are_drawn_evenly_and_the_same_every_time() -> None:
+def test_examples_are_drawn_per_class_and_deterministically() -> None:
     labels = np.random.default_rng(0).integers(0, 7, 500)
     for seed in range(3):
         five, ten = draw_examples(labels, 5, seed), draw_examples(labels, 10, seed)

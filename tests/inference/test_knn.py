@@ -1,4 +1,4 @@
-"""Nearest neighbours beside scikit-learn's."""
+"""Nearest neighbours compared to scikit-learn."""
 
 import numpy as np
 import pytest
@@ -24,8 +24,8 @@ def reference(k: int, examples: Tensor, labels: Tensor) -> KNeighborsClassifier:
 
 @pytest.mark.parametrize("k", [1, 10, 20, 100, 200])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_same_answers_as_scikit_learn(k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knn, "AT_ONCE", 1000)  # several parts, the last one smaller
+def test_the_same_predictions_as_scikit_learn(k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knn, "AT_ONCE", 1000)  # several chunks, the last one smaller
     centres = torch.randn(6, 16, dtype=dtype)
     labels = torch.randint(0, 6, (300,))
     examples = centres[labels] + 2 * torch.randn(300, 16, dtype=dtype)
@@ -39,8 +39,8 @@ def test_the_same_answers_as_scikit_learn(k: int, dtype: torch.dtype, monkeypatc
         assert ((shares > 0).sum(axis=1) > 1).any()
 
 
-def test_classes_with_as_many_votes() -> None:
-    """Two examples in the same place with different labels: the class that comes first, as scikit-learn has it."""
+def test_ties_between_classes() -> None:
+    """Two examples with equal features and different labels: the first class wins, like in scikit-learn."""
     examples = torch.eye(4, dtype=torch.float64).repeat(2, 1)
     labels = torch.tensor([3, 1, 2, 0, 1, 1, 0, 2])
     test = torch.eye(4, dtype=torch.float64)
@@ -49,7 +49,7 @@ def test_classes_with_as_many_votes() -> None:
     assert found.tolist() == reference(2, examples, labels).predict(test.numpy()).tolist()
 
 
-def test_of_examples_equally_near_the_first_are_taken() -> None:
+def test_ties_between_examples() -> None:
     examples = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, 1.0]])
     labels = torch.tensor([0, 1, 2, 2, 2])
     test = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
@@ -58,7 +58,7 @@ def test_of_examples_equally_near_the_first_are_taken() -> None:
     assert votes[0, 1] == votes[0, 2] > votes[0, 0] == 0
 
 
-def test_a_feature_that_is_zero_is_no_reason_to_fail() -> None:
+def test_a_zero_vector() -> None:
     assert vote(torch.zeros(3, 2), torch.tensor([0, 1, 1]), torch.zeros(1, 2), 2, k=3).argmax().item() == 1
 
 

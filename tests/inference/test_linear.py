@@ -1,4 +1,4 @@
-"""The linear probe beside scikit-learn's logistic regression."""
+"""The linear probe compared to scikit-learn's logistic regression."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from vitrail.inference import linear
 from vitrail.inference.linear import Linear, choose_linear, fit_linear
 
 TOLERANCE = 1e-4
-"""On every weight; scikit-learn stops somewhere, too."""
+"""On every weight; scikit-learn does not converge exactly, either."""
 
 
 def clusters(count: int, seed: int, classes: int = 4, width: int = 12) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def clusters(count: int, seed: int, classes: int = 4, width: int = 12) -> tuple[
 
 @pytest.mark.parametrize("decay", [1.0, 1e-2, 1e-3])
 @pytest.mark.parametrize("at_once", [2**22, 500])
-def test_the_optimum_of_scikit_learn(decay: float, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_optimum_as_scikit_learn(decay: float, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "AT_ONCE", at_once)
     x, y = clusters(200, 0)
     found = fit_linear(x, y, 4, decay=decay, tolerance=1e-8)
@@ -32,7 +32,7 @@ def test_the_optimum_of_scikit_learn(decay: float, at_once: int, monkeypatch: py
     weights, bias = found.weights[:-1].T.numpy(), found.weights[-1].numpy()
     assert np.abs(weights).max() > 0.05
     np.testing.assert_allclose(weights, peer.coef_, atol=TOLERANCE)
-    # A number added to every bias changes nothing.
+    # The solution is unique up to a constant added to every bias.
     np.testing.assert_allclose(bias - bias.mean(), peer.intercept_ - peer.intercept_.mean(), atol=TOLERANCE)
     probabilities = found.scores(x).softmax(dim=1).numpy()
     np.testing.assert_allclose(probabilities, peer.predict_proba(standard), atol=TOLERANCE)
@@ -51,7 +51,7 @@ def test_the_gradient_is_that_of_the_loss() -> None:
     torch.testing.assert_close(gradient, free.grad)
 
 
-def test_a_start_that_is_near_ends_in_the_same_place() -> None:
+def test_a_warm_start_reaches_the_same_solution() -> None:
     x, y = clusters(100, 0)
     near = fit_linear(x, y, 4, decay=0.1)
     fresh, warm = (fit_linear(x, y, 4, decay=0.01, start=start, tolerance=1e-9) for start in (None, near))
@@ -59,8 +59,8 @@ def test_a_start_that_is_near_ends_in_the_same_place() -> None:
     assert near.decay == 0.1
 
 
-def test_the_val_part_chooses() -> None:
-    """Few examples with labels half of which are wrong: regularising more is right, and the val split sees it."""
+def test_the_validation_split_selects_the_decay() -> None:
+    """Few examples with half of the labels wrong: more regularisation is better, as the validation split shows."""
     x, y = clusters(60, 0)
     noisy = y.clone()
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""`vitrail predict`, run as a person runs it."""
+"""`vitrail predict`, run in this process."""
 
 import io
 import json
@@ -72,16 +72,14 @@ def test_a_folder_as_jsonl(run: Run) -> None:
     assert run("bundle", "p", "--quiet") == (0, done.out, "")
 
 
-def test_what_was_skipped_is_said(run: Run) -> None:
+def test_skipped_files_are_reported(run: Run) -> None:
     shutil.copy("p/00000.png", "p/upload.php")
     Path("p/notes.txt").write_text("no image")
     done = run("bundle", "p", "--output", "rows.jsonl", "--device", "cpu")
     assert done.code == 0
     assert len(read_rows(Path("rows.jsonl"))) == 9
-    assert (
-        "vitrail: 1 file is an image by content but not by name, and skipped (p/upload.php: a PNG; rename" in done.err
-    )
-    assert "vitrail: 1 file was skipped, because its name does not end as an image's (p/notes.txt)" in done.err
+    assert "vitrail: 1 file is an image by content but not by name; skipped (p/upload.php: a PNG; rename" in done.err
+    assert "vitrail: 1 file was skipped: no image suffix (p/notes.txt)" in done.err
     assert not run("bundle", "p", "--output", "other.jsonl", "--quiet").err
     again = run("bundle", "p", "--output", "rows.jsonl", "--resume")
     assert "nothing left to do" in again.err
@@ -90,15 +88,15 @@ def test_what_was_skipped_is_said(run: Run) -> None:
         image.unlink()
     nothing = run("bundle", "p")
     assert nothing.code == 2
-    assert nothing.err.startswith("vitrail: no images were found; an image's name ends in avif, ")
+    assert nothing.err.startswith("vitrail: no images found; image files end in avif, ")
     assert "rename it to upload.png); 1 file was skipped" in nothing.err
 
 
-def test_a_table_for_people(run: Run) -> None:
+def test_a_table(run: Run) -> None:
     Path("p/00004.png").write_bytes(b"")
     done = run("bundle", "p/0000[345].png", "--format", "table", "--top", 2, "-q")
     lines = done.out.splitlines()
-    assert lines[0].split() == ["image", "class", "sure", "then"]
+    assert lines[0].split() == ["image", "class", "confidence", "then"]
     assert lines[1].startswith("p/00003.png  ")
     assert lines[1].count("%") == 2
     assert lines[2].split("  ")[0] == "p/00004.png"
@@ -106,7 +104,7 @@ def test_a_table_for_people(run: Run) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_every_format_says_the_same(run: Run, suffix: str) -> None:
+def test_every_format_has_the_same_rows(run: Run, suffix: str) -> None:
     Path("p/00004.png").write_bytes(b"no image")
     expected = run("bundle", "p", "--batch", 2, "--workers", 0).rows
     done = run("bundle", "p", "--output", f"out{suffix}", "--batch", 2, "--workers", 0)
@@ -119,16 +117,16 @@ def test_every_format_says_the_same(run: Run, suffix: str) -> None:
     assert Path("other").read_bytes() == Path(f"out{suffix}").read_bytes()
 
 
-def test_lists_from_stdin_have_a_row_for_each_line(run: Run) -> None:
+def test_lists_from_stdin_have_one_row_per_line(run: Run) -> None:
     lines = b"p/00003.png\np\np/gone.png\np/00003.png\nhttp://x.org/1.jpg\np/00001.png\n"
     rows = run("bundle", "-", stdin=lines).rows
     assert [row["path"] for row in rows] == lines.decode().splitlines()
     assert [row["error"] for row in rows] == [
         None,
-        "a folder; name it on the command line to have the images in it read",
+        "a folder; pass it on the command line to read the images in it",
         "it cannot be read: No such file or directory",
         None,
-        "a URL, and nothing is fetched from there; download it first",
+        "a URL, which is not downloaded; download it first",
         None,
     ]
     assert rows[0]["classes"] == rows[3]["classes"]
@@ -144,7 +142,7 @@ def test_the_digits_and_a_model_without_names(run: Run) -> None:
     assert {name for row in done.rows for name in row["classes"]} <= {"0", "1", "2"}
 
 
-def test_ctrl_c_says_how_to_go_on_where_that_is_possible(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_tells_how_to_resume(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -153,7 +151,7 @@ def test_ctrl_c_says_how_to_go_on_where_that_is_possible(run: Run, monkeypatch: 
     done = run("bundle", "p", "-o", "o.csv")
     assert done.code != 0
     assert said in done.err
-    assert "--resume" not in run("bundle", "p", "-o", "o.txt").err  # a table cannot be gone on with
+    assert "--resume" not in run("bundle", "p", "-o", "o.txt").err  # a table cannot be resumed
 
 
 def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
@@ -168,28 +166,28 @@ def test_resume_without_and_with_an_earlier_job(run: Run) -> None:
     ("words", "message"),
     [
         (("nowhere", "p"), "nowhere does not exist"),
-        (("headless", "p"), "the model has no head, so it knows no classes"),
-        (("bundle", "gone.png"), "there is no gone.png; give files, folders"),
-        (("bundle", "https://example.org/cat.jpg"), "is a URL, and nothing is fetched from there; download it first"),
-        (("bundle", "empty"), "no images were found; an image's name ends in avif, bmp, gif, "),
-        (("bundle", "-"), "no images were found"),
+        (("headless", "p"), "the model has no classification head"),
+        (("bundle", "gone.png"), "gone.png does not exist; give files, folders"),
+        (("bundle", "https://example.org/cat.jpg"), "is a URL, which is not downloaded; download it first"),
+        (("bundle", "empty"), "no images found; image files end in avif, bmp, gif, "),
+        (("bundle", "-"), "no images found"),
         (("bundle", "text.jpg"), "the only image, text.jpg, cannot be read: it is not an image: "),
-        (("bundle", "p", "-o", "there.csv"), "there.csv exists already; choose another name, or replace it with --ov"),
-        (("bundle", "p", "-o", "p"), "p does not say what to write"),
+        (("bundle", "p", "-o", "there.csv"), "there.csv already exists; choose another name, or replace it with --ov"),
+        (("bundle", "p", "-o", "p"), "p has no known suffix"),
         (("bundle", "p", "-o", "p", "--format", "csv"), "p is a folder; give the name of a file to write"),
-        (("bundle", "p", "-o", "no/o.csv"), "no/o.csv is in a folder that is not there"),
-        (("bundle", "p", "-o", "o.xml"), "the name o.xml does not say what to write; let it end in .jsonl, .csv or"),
-        (("bundle", "p", "-o", "/dev/null", "--format", "csv"), "/dev/null is no ordinary file"),
-        (("bundle", "p", "--format", "cvs"), "no format is called 'cvs'; did you mean 'csv'?"),
-        (("bundle", "p", "--format", "parquet"), "Parquet is written to a file; give one with --output"),
-        (("bundle", "p", "--resume"), "--resume and --overwrite are about a file; give one with --output"),
-        (("bundle", "p", "--precision", "int3"), "no precision is called 'int3'"),
-        (("bundle", "p", "--engine", "abacus"), "no engine is called 'abacus'"),
-        (("bundle", "p", "--device", "abacus"), "no device is called 'abacus'"),
+        (("bundle", "p", "-o", "no/o.csv"), "no/o.csv is in a folder that does not exist"),
+        (("bundle", "p", "-o", "o.xml"), "o.xml has no known suffix; use .jsonl, .csv or"),
+        (("bundle", "p", "-o", "/dev/null", "--format", "csv"), "/dev/null is not a regular file"),
+        (("bundle", "p", "--format", "cvs"), "unknown format 'cvs'; did you mean 'csv'?"),
+        (("bundle", "p", "--format", "parquet"), "Parquet needs a file; give one with --output"),
+        (("bundle", "p", "--resume"), "--resume and --overwrite need a file; give one with --output"),
+        (("bundle", "p", "--precision", "int3"), "unknown precision 'int3'"),
+        (("bundle", "p", "--engine", "abacus"), "'abacus'"),
+        (("bundle", "p", "--device", "abacus"), "'abacus'"),
         (("bundle", "p", "--top", "0"), "--top"),
     ],
 )
-def test_mistakes_get_one_sentence_and_exit_code_2(run: Run, words: tuple[str, ...], message: str) -> None:
+def test_errors_are_one_line_with_exit_code_2(run: Run, words: tuple[str, ...], message: str) -> None:
     tiny_bundle(None, classes=0).save("headless")
     os.mkdir("empty")
     Path("there.csv").write_text("mine")
@@ -203,8 +201,8 @@ def test_mistakes_get_one_sentence_and_exit_code_2(run: Run, words: tuple[str, .
     assert not Path("o.csv").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder in which not even root may write")
-def test_an_output_that_may_not_be_written(run: Run) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that not even root can write to")
+def test_an_output_without_write_permission(run: Run) -> None:
     done = run("bundle", "p", "-o", "/sys/o.csv")
     assert done.code == 2
     assert done.err.startswith("vitrail: /sys/o.csv cannot be written: ")
@@ -220,7 +218,7 @@ def test_only_bad_images_are_rows_and_an_error(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_early_is_no_fault(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     tiny_bundle().save(tmp_path / "bundle")
     (image,) = tiny_images(tmp_path / "p", 1)
     program = f"'{sys.executable}' -m vitrail predict -q '{tmp_path / 'bundle'}' - | head -n 1"
@@ -234,7 +232,7 @@ def test_a_reader_that_leaves_early_is_no_fault(tmp_path: Path) -> None:
 # ── the pipeline ──
 
 
-def test_order_is_kept_by_several_workers(tmp_path: Path) -> None:
+def test_workers_keep_the_order(tmp_path: Path) -> None:
     paths = tiny_images(tmp_path, 12)
     Image.new("RGB", (4000, 3000)).save(tmp_path / "slow.png")
     (tmp_path / "bad.png").write_text("no image")
@@ -257,8 +255,8 @@ def _three_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_three_threads")
 @pytest.mark.parametrize("batch", [2, 5, 64])
-def test_order_is_kept_by_lanes(tmp_path: Path, batch: int) -> None:
-    """Each of which decodes and computes; the answers are those of one after another, within rounding."""
+def test_cpu_threads_keep_the_order(tmp_path: Path, batch: int) -> None:
+    """Each thread decodes and computes; the predictions are those of a single thread, within rounding."""
     paths = tiny_images(tmp_path, 40)
     Image.new("RGB", (4000, 3000)).save(tmp_path / "slow.png")
     (tmp_path / "bad.png").write_text("no image")
@@ -285,7 +283,7 @@ from vitrail.inference.listing import list_items
 from vitrail.inference.predict import predict_items
 
 def resident():
-    # This process and its workers; what they share is counted for each, and does not grow either.
+    # This process and its workers; shared memory is counted for each, and does not grow either.
     pids = [os.getpid(), *map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())]
     return sum(int(open(f"/proc/{pid}/statm").read().split()[1]) for pid in pids) * os.sysconf("SC_PAGE_SIZE")
 
@@ -306,7 +304,7 @@ print(done, last - first)
 
 
 def grown(tmp_path: Path, rows: int, how: str) -> int:
-    """Return by how many bytes the memory grows after the first 2,000 rows."""
+    """Return the growth of memory in bytes after the first 2,000 rows."""
     paths = tiny_images(tmp_path, 5)
     lines = "".join(f"{paths[number % 5]}\n" for number in range(rows))
     command = [sys.executable, "-c", MEMORY, str(rows), how]
@@ -318,7 +316,7 @@ def grown(tmp_path: Path, rows: int, how: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read as Linux shows it")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process from /proc")
 @pytest.mark.parametrize("how", ["workers", "lanes"])
 def test_memory_does_not_grow_with_the_list(tmp_path: Path, how: str) -> None:
     assert grown(tmp_path, 20_000, how) < 8e6
@@ -326,8 +324,8 @@ def test_memory_does_not_grow_with_the_list(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.usefixtures("_three_threads")
 @pytest.mark.parametrize("workers", [2, None])
-def test_a_list_is_read_only_as_far_as_it_is_needed(workers: int | None) -> None:
-    """Two batches for each worker, the one that is being computed, and the one that told how many there are.
+def test_a_list_is_read_lazily(workers: int | None) -> None:
+    """Two batches per worker, the one being computed, and the first one, which sets the number of workers.
 
     Lanes take less: two parts of up to eight images each, and one more.
     """

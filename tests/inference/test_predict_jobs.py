@@ -1,4 +1,4 @@
-"""Jobs that are interrupted: every row once, whatever happens, and never rows of two jobs in one file."""
+"""Interrupted jobs: every row exactly once, and never rows of two jobs in one file."""
 
 import csv
 import json
@@ -17,14 +17,14 @@ from tests.inference.tiny import tiny_bundle, tiny_images
 from vitrail.errors import ConfigError, DataError
 from vitrail.inference import jobs
 from vitrail.inference.predict import Summary, predict_files
-from vitrail.inference.writing import Row
+from vitrail.inference.writing import PredictionRow
 
 ROOT = Path(__file__).parents[2]
 BUNDLE = tiny_bundle()
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read an output back, every format as the same rows."""
+    """Read an output of any format into the same rows."""
     if file.suffix == ".parquet":
         rows = pyarrow.parquet.read_table(file).to_pylist()
         return [{**row, "probabilities": [float(f"{p:.6g}") for p in row["probabilities"]]} for row in rows]
@@ -61,7 +61,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
-def test_a_file_cut_anywhere_is_gone_on_with(
+def test_a_file_truncated_anywhere_is_resumed(
     format: str, images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, target = tmp_path / f"straight.{format}", tmp_path / f"cut.{format}"
@@ -69,7 +69,7 @@ def test_a_file_cut_anywhere_is_gone_on_with(
     assert {path.name for path in tmp_path.iterdir()} == {straight.name}
     expected = read_rows(straight)
     monkeypatch.setattr(jobs.Output, "finish", lambda self: None)
-    run(target, images)  # as if it had been stopped after the last row
+    run(target, images)  # as if it had stopped after the last row
     monkeypatch.undo()
     lines = target.with_name(target.name + ".rows.jsonl") if format == "parquet" else target
     whole, job = lines.read_bytes(), target.with_name(target.name + ".job.json").read_bytes()
@@ -82,13 +82,13 @@ def test_a_file_cut_anywhere_is_gone_on_with(
         found = read_rows(target)
         assert [row["number"] for row in found] == list(range(1, 23))
         for row, same in zip(found, expected, strict=True):
-            # A batch is cut elsewhere now, which changes the last digits.
+            # Batch boundaries differ now, which changes the last digits.
             assert row["probabilities"] == pytest.approx(same["probabilities"], abs=1e-5)
             assert {**row, "probabilities": 0} == {**same, "probabilities": 0}
         assert {path.name for path in tmp_path.iterdir()} == {straight.name, target.name}
 
 
-def test_names_of_any_bytes_survive(images: list[Path], tmp_path: Path) -> None:
+def test_names_with_any_bytes(images: list[Path], tmp_path: Path) -> None:
     odd = images[10]
     for format in ("jsonl", "csv"):
         run(tmp_path / f"rows.{format}", images)
@@ -98,14 +98,14 @@ def test_names_of_any_bytes_survive(images: list[Path], tmp_path: Path) -> None:
     assert b"caf\\udce9" in (tmp_path / "rows.jsonl").read_bytes()
     run(tmp_path / "rows.parquet", images)
     assert read_rows(tmp_path / "rows.parquet")[10]["path"] == os.fsencode(odd).decode("utf-8", "backslashreplace")
-    # The rows are a manifest: another model can be asked about the same images.
+    # The rows are a manifest: another model can predict the same images.
     run(tmp_path / "again.jsonl", [tmp_path / "rows.jsonl"])
     assert [row["path"] for row in read_rows(tmp_path / "again.jsonl")] == list(map(str, images))
 
 
 @pytest.fixture
 def interrupted(images: list[Path], tmp_path: Path) -> Path:
-    """A job that was stopped after some rows."""
+    """A job that stopped after some rows."""
     target = tmp_path / "rows.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jobs.Output, "finish", lambda self: None)
@@ -114,7 +114,7 @@ def interrupted(images: list[Path], tmp_path: Path) -> Path:
     return target
 
 
-def test_another_job_is_refused(interrupted: Path, images: list[Path], tmp_path: Path) -> None:
+def test_another_job_raises(interrupted: Path, images: list[Path], tmp_path: Path) -> None:
     before = interrupted.read_bytes()
     for options, words in (
         ({"top": 1}, r"another number of classes \(--top\)"),
@@ -124,15 +124,15 @@ def test_another_job_is_refused(interrupted: Path, images: list[Path], tmp_path:
         ({"format": "csv"}, "another format"),
         ({"top": 2, "precision": "bf16"}, r"another number of classes \(--top\) and another precision"),
     ):
-        with pytest.raises(DataError, match=f"was begun with {words}; give the same as then, or start again with"):
+        with pytest.raises(DataError, match=f"was started with {words}; use the same settings, or restart with"):
             run(interrupted, images, resume=True, **options)
-    with pytest.raises(DataError, match="was begun with other images"):
+    with pytest.raises(DataError, match="was started with other images"):
         run(interrupted, images[:-1], resume=True)
     assert interrupted.read_bytes() == before
     assert run(interrupted, images, resume=True, batch=9, workers=2).earlier == 6
 
 
-def test_images_that_came_or_went_are_noticed(tmp_path: Path) -> None:
+def test_added_or_removed_images_are_noticed(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     images = tiny_images(folder, 12)
     target = tmp_path / "rows.csv"
@@ -141,34 +141,34 @@ def test_images_that_came_or_went_are_noticed(tmp_path: Path) -> None:
         run(target, [folder])
     target.write_bytes(b"".join(target.read_bytes().splitlines(keepends=True)[:7]))
     shutil.copy(images[0], folder / "00002a.png")
-    with pytest.raises(DataError, match=r"row 4 of .*00003\.png, and now .*00002a\.png would be there: the images"):
+    with pytest.raises(DataError, match=r"row 4 of .*00003\.png, but would now be .*00002a\.png: the images"):
         run(target, [folder], resume=True)
     (folder / "00002a.png").unlink()
-    shutil.copy(images[0], folder / "99999.png")  # after what is done: nothing is lost and nothing repeated
+    shutil.copy(images[0], folder / "99999.png")  # after the finished rows: nothing is lost or repeated
     assert run(target, [folder], resume=True).images == 13
     assert [Path(row["path"]).name for row in read_rows(target)] == [*(p.name for p in images), "99999.png"]
 
 
-def test_what_exists_is_not_lost(interrupted: Path, images: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is of a job that was interrupted; go on with it with --resume, or start ag"):
+def test_existing_files_are_not_overwritten(interrupted: Path, images: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="belongs to an interrupted job; resume it with --resume, or restart"):
         run(interrupted, images)
     assert run(interrupted, images, overwrite=True).earlier == 0
-    with pytest.raises(DataError, match="exists already; choose another name, or replace it with --overwrite"):
+    with pytest.raises(DataError, match="already exists; choose another name, or replace it with --overwrite"):
         run(interrupted, images)
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="give only one of them"):
         run(interrupted, images, resume=True, overwrite=True)
-    with pytest.raises(ConfigError, match="a table is for reading and cannot be gone on with"):
+    with pytest.raises(ConfigError, match="a table cannot be resumed"):
         run(tmp_path / "rows.txt", images, resume=True)
     (tmp_path / "list.csv").write_text(f"path\n{images[0]}\n")
-    with pytest.raises(DataError, match=r"list\.csv is among what is to be predicted; write to another file"):
+    with pytest.raises(DataError, match=r"list\.csv is one of the inputs; write to another file"):
         run(tmp_path / "list.csv", [tmp_path / "list.csv"], overwrite=True)
     assert (tmp_path / "list.csv").read_text() == f"path\n{images[0]}\n"
     interrupted.with_name(interrupted.name + ".job.json").write_text("{")
-    with pytest.raises(DataError, match="cannot be read, so it is not known what was begun"):
+    with pytest.raises(DataError, match="cannot be read, so the job cannot be resumed"):
         run(interrupted, images, resume=True)
 
 
-def test_an_overwritten_parquet_stays_until_the_new_one_is_whole(images: list[Path], tmp_path: Path) -> None:
+def test_an_overwritten_parquet_stays_until_the_new_one_is_complete(images: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "rows.parquet"
     run(target, images[:3])
     with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +180,7 @@ def test_an_overwritten_parquet_stays_until_the_new_one_is_whole(images: list[Pa
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
-def test_a_finished_file_is_gone_on_with_by_leaving_it_alone(format: str, images: list[Path], tmp_path: Path) -> None:
+def test_resuming_a_finished_file_leaves_it_unchanged(format: str, images: list[Path], tmp_path: Path) -> None:
     target = tmp_path / f"rows.{format}"
     run(target, images)
     before = target.read_bytes()
@@ -190,14 +190,14 @@ def test_a_finished_file_is_gone_on_with_by_leaving_it_alone(format: str, images
         ([*images, images[0]], 23, "nothing", "00000.png"),
         ([images[1], images[0], *images[2:]], 1, "00000.png", "00001.png"),
     ):
-        words = rf"row {row} of .*, which is finished, is .*{there}, and now .*{now} would be there"
+        words = rf" is finished, but its row {row} is .*{there} and would now be .*{now}: the images"
         with pytest.raises(DataError, match=words):
             run(target, others, resume=True)
     assert target.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
 
 
-def test_somebody_elses_file_is_not_taken_for_finished(images: list[Path], tmp_path: Path) -> None:
+def test_a_foreign_file_does_not_count_as_finished(images: list[Path], tmp_path: Path) -> None:
     for name, content in (
         ("a.jsonl", b"[1]\n"),
         ("b.csv", b"path\n1\n"),
@@ -206,16 +206,16 @@ def test_somebody_elses_file_is_not_taken_for_finished(images: list[Path], tmp_p
         ("e.csv", b"number,path,error\n1"),
     ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match="exists already and has no rows of predict; choose another name, or repl"):
+        with pytest.raises(DataError, match="already exists and was not written by predict; choose another name, "):
             run(tmp_path / name, images, resume=True)
         assert (tmp_path / name).read_bytes() == content
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), tmp_path / "f.parquet")
-    with pytest.raises(DataError, match="exists already and has no rows of predict"):
+    with pytest.raises(DataError, match="already exists and was not written by predict"):
         run(tmp_path / "f.parquet", images, resume=True)
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
-def test_what_another_process_finished_meanwhile_is_kept(format: str, tmp_path: Path) -> None:
+def test_a_file_finished_by_another_process_is_kept(format: str, tmp_path: Path) -> None:
     target = tmp_path / f"rows.{format}"
     job = jobs.Job("", "", 1, "torch", "float32", format, "float32")
 
@@ -224,11 +224,11 @@ def test_what_another_process_finished_meanwhile_is_kept(format: str, tmp_path: 
 
     first, second, third = opened(), opened(), opened(overwrite=True)
     with first:
-        first.write([Row(1, b"a.png", None, ("cat",), (1.0,))])
+        first.write([PredictionRow(1, b"a.png", None, ("cat",), (1.0,))])
         going_on = opened(resume=True)
         first.finish()
     for late in (second, going_on):
-        with pytest.raises(DataError, match="was written by another process meanwhile; give the command again"), late:
+        with pytest.raises(DataError, match="was written by another process in the meantime; rerun the command"), late:
             pass
         assert [row["path"] for row in read_rows(target)] == ["a.png"]
         assert [path.name for path in tmp_path.iterdir()] == [target.name]
@@ -253,10 +253,10 @@ def test_two_processes_do_not_write_one_file(images: list[Path], tmp_path: Path)
     assert run(target, images, resume=True).images == 22
 
 
-def test_a_disk_that_is_full(images: list[Path], tmp_path: Path) -> None:
+def test_a_full_disk(images: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # no file may grow larger
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))  # limits the size of files
     try:
         with pytest.raises(DataError, match=r"rows\.jsonl cannot be written: File too large"):
             run(target, images)
@@ -274,7 +274,7 @@ def killed(tmp_path: Path, rows: int, kills: int, suffix: str) -> list[dict[str,
     places = [some[number % 25] for number in range(rows)]
     target = tmp_path / f"rows{suffix}"
     command = [sys.executable, "-m", "tests.inference.killing", str(tmp_path / "bundle"), str(target), str(kills), "5"]
-    # To a file: workers whose caller was killed live some seconds longer, and would hold a pipe open.
+    # To a file: workers of a killed parent live some seconds longer, and would hold a pipe open.
     with open(tmp_path / "said", "w+") as said:
         code = subprocess.run([*command, *places], cwd=ROOT, stdout=said, stderr=said, timeout=600, check=False)
         said.seek(0)

@@ -1,4 +1,4 @@
-"""What is listed to be predicted: every kind of place, in a fixed order, without growing."""
+"""Listing images to predict: every kind of place, in a fixed order, with constant memory."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from vitrail.data.inputs import A_URL, Item
 from vitrail.errors import DataError
 from vitrail.inference import listing
 from vitrail.inference.listing import list_items
-from vitrail.inference.skipped import Skipped
+from vitrail.inference.skipped import SkippedFiles
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def stdin(content: bytes) -> io.BufferedReader:
     return io.BufferedReader(io.BytesIO(content))
 
 
-def test_files_as_they_are_given() -> None:
+def test_files_keep_their_order() -> None:
     touch("b.png", "a.png", "scan")
     assert names(list_items(["b.png", "scan", "a.png", "b.png"])) == ["b.png", "scan", "a.png", "b.png"]
 
 
-def test_folders_in_the_order_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_are_sorted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     files = ["f/2.JPG", "f/10.png", "f/b/1.webp", "f/b/deep/er/0.gif", "f/a/9.tif", "f/c.d/x.y.jpeg"]
     touch(*files, "f/notes.txt", "f/.hidden.png", "f/.git/1.png", "f/__MACOSX/1.png", "f/png")
     expected = ["f/10.png", "f/2.JPG", "f/a/9.tif", "f/b/1.webp", "f/b/deep/er/0.gif", "f/c.d/x.y.jpeg"]
@@ -72,7 +72,7 @@ def test_links_in_folders() -> None:
         items[1].read()
     loops = [item for item in items if item.error is not None]
     assert len(loops) == 1
-    assert loops[0].error == "a link to a folder that it lies in; remove the link"
+    assert loops[0].error == "a link to a folder that contains it; remove the link"
 
 
 def test_patterns() -> None:
@@ -90,8 +90,8 @@ def test_patterns() -> None:
     ]
     assert names(list_items(["p/*/b[0-9].jpg"])) == ["p/q/b3.jpg"]
     assert names(list_items([str(Path("p").absolute()) + "/a*"])) == [str(Path("p/a1.jpg").absolute())]
-    assert names(list_items(["p/[x].jpg"])) == ["p/[x].jpg"]  # a file of that name comes first
-    with pytest.raises(DataError, match=r"no image that p/\*\.tiff stands for; correct the pattern"):
+    assert names(list_items(["p/[x].jpg"])) == ["p/[x].jpg"]  # a file of that name takes precedence
+    with pytest.raises(DataError, match=r"no image matches p/\*\.tiff; correct the pattern"):
         list_items(["p/*.tiff"])
 
 
@@ -103,7 +103,7 @@ def test_manifests_keep_every_row() -> None:
     assert names(items) == [*(f"m/{row}" for row in rows[:4]), rows[4], "m/list.csv, line 7"]
     assert np.array_equal(decode(items[2].read()), tiny_pixels(0))
     assert items[4].error == A_URL
-    assert "where the path of an image should be" in str(items[5].error)
+    assert "instead of an image path" in str(items[5].error)
     Path("m/list.jsonl").write_text("".join(json.dumps({"file": row}) + "\n" for row in rows))
     assert names(list_items(["m/list.jsonl"])) == names(items[:5])
     Path("m/odd.csv").write_text("label,path\n7,images/00001.png,\n7,images/00000.png\n")
@@ -129,14 +129,14 @@ def test_a_folder_of_parquet_files() -> None:
     for number in range(2):
         table = arrow.table({"bytes": [b"%d" % number, b"x"]})
         arrow.parquet.write_table(table, f"shards/{number}.parquet")
-    wanted = [f"shards/{file}.parquet, row {row}" for file in range(2) for row in (1, 2)]
+    expected = [f"shards/{file}.parquet, row {row}" for file in range(2) for row in (1, 2)]
     for place in ("shards", "shards/*.parquet", "shards/{0..1}.parquet"):
-        assert names(list_items([place])) == wanted
+        assert names(list_items([place])) == expected
 
 
-def test_broken_manifests() -> None:
+def test_invalid_manifests() -> None:
     for name, content, words in (
-        ("a.csv", b"what,label\n1,2\n", "has no column for the images"),
+        ("a.csv", b"what,label\n1,2\n", "has no image column"),
         ("b.csv", b"path\n\xe9.png\n", "is not UTF-8"),
         ("c.jsonl", b"[1]\n", "is not a JSON object"),
         ("d.parquet", b"PAR2", "cannot be read as Parquet"),
@@ -154,7 +154,7 @@ def packed(path: str, images: list[Path]) -> None:
 
 def test_tars() -> None:
     images = tiny_images(Path("images"), 4)
-    Path("images/00000.cls").write_text("no number")  # labels are passed over
+    Path("images/00000.cls").write_text("no number")  # labels are ignored
     for number in range(2):
         packed(f"s-{number}.tar", [*images[2 * number : 2 * number + 2], Path("images/00000.cls")])
     expected = [f"s-{number // 2}.tar/set/{number:05d}.png" for number in range(4)]
@@ -168,34 +168,34 @@ def test_tars() -> None:
     os.truncate("s-1.tar", 2000)
     cut = list(list_items(["s-1.tar"]))
     assert names(cut) == ["s-1.tar/set/00002.png", "s-1.tar"]
-    assert "is cut short" in str(cut[-1].error)
+    assert "is truncated" in str(cut[-1].error)
     os.truncate("s-1.tar", 600)
-    with pytest.raises(DataError, match="the tar has become shorter while it was read"):
+    with pytest.raises(DataError, match="the tar was truncated while it was read"):
         cut[0].read()
 
 
-def test_what_is_skipped_is_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_files_are_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     photo = tiny_images(Path("p"), 3)[0].read_bytes()
     touch("p/notes.txt", "p/.hidden", "p/in/list.csv", "p/__MACOSX/x.php")
     Path("p/upload.php").write_bytes(photo)
-    for at_once in (65_536, 2):  # a folder that is looked through several times is counted once
+    for at_once in (65_536, 2):  # a folder that is scanned several times is counted once
         monkeypatch.setattr(listing, "AT_ONCE", at_once)
         for place, others in (("p", ["p/notes.txt", "p/in/list.csv"]), ("p/*", ["p/notes.txt"])):
-            skipped = Skipped()
+            skipped = SkippedFiles()
             assert len(list(list_items([place], skipped=skipped))) == 3
             assert (skipped.count, skipped.images, skipped.named) == (len(others) + 1, 1, others)
             assert skipped.misnamed == ["p/upload.php: a PNG; rename it to upload.png"]
     touch("p/in/a.bin", "p/in/b.bin", "p/in/c.bin", "p/in/d.bin")
-    skipped = Skipped()
+    skipped = SkippedFiles()
     list(list_items(["p"], skipped=skipped))
-    assert skipped.said() == [
-        "1 file is an image by content but not by name, and skipped (p/upload.php: a PNG; rename it to upload.png)",
-        "6 files were skipped, because their names do not end as an image's (p/notes.txt, p/in/a.bin, p/in/b.bin, "
+    assert skipped.messages() == [
+        "1 file is an image by content but not by name; skipped (p/upload.php: a PNG; rename it to upload.png)",
+        "6 files were skipped: no image suffix (p/notes.txt, p/in/a.bin, p/in/b.bin, "
         "p/in/c.bin, p/in/d.bin, and 1 more)",
     ]
 
 
-def test_what_is_skipped_in_tars_is_counted_and_named() -> None:
+def test_skipped_files_in_tars_are_counted_and_named() -> None:
     images = tiny_images(Path("p"), 2)
     Path("p/upload.php").write_bytes(images[0].read_bytes())
     touch("p/00000.cls", "p/notes.md", "p/.hidden")
@@ -204,7 +204,7 @@ def test_what_is_skipped_in_tars_is_counted_and_named() -> None:
     packed("shards/s.tar", files)
     touch("shards/classes.txt", "shards/list.csv")
     for place, others in (("shards/s.tar", []), ("shards", ["shards/list.csv"])):
-        skipped = Skipped()
+        skipped = SkippedFiles()
         assert len(list(list_items([place], skipped=skipped))) == 2
         assert skipped.named == ["shards/s.tar/set/notes.md", *others]
         assert skipped.misnamed == ["shards/s.tar/set/upload.php: a PNG; rename it to upload.png"]
@@ -215,12 +215,12 @@ def test_lists_from_stdin() -> None:
     content = b"a.png\r\n\nfolder\nhttps://x.org/1.png\na.png\ncaf\xe9.png"
     items = list(list_items(["-"], stdin=stdin(content)))
     assert [item.name for item in items] == [b"a.png", b"folder", b"https://x.org/1.png", b"a.png", b"caf\xe9.png"]
-    with pytest.raises(DataError, match=r"^a folder; name it on the command line"):
+    with pytest.raises(DataError, match=r"^a folder; pass it on the command line"):
         items[1].read()
     assert items[2].error == A_URL
     null = list(list_items(["-", "a.png"], stdin=stdin(b"new\nline.png\0b.png\0"), null=True))
     assert [item.name for item in null] == [b"new\nline.png", b"b.png", b"a.png"]
-    with pytest.raises(DataError, match=r"NUL bytes in the list of paths; .* add -0"):
+    with pytest.raises(DataError, match=r"NUL bytes; .* add -0"):
         list(list_items(["-"], stdin=stdin(b"a.png\0b.png\0")))
 
 
@@ -233,19 +233,19 @@ def test_digits() -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ("gone.png", r"there is no gone\.png; give files, folders, patterns, manifests .* or - to read paths"),
-        ("https://example.org/a.png", r"https://example\.org/a\.png is a URL, and nothing is fetched .* download it"),
+        ("gone.png", r"gone\.png does not exist; give files, folders, patterns, manifests .* or - to read paths"),
+        ("https://example.org/a.png", r"https://example\.org/a\.png is a URL, which is not downloaded; download it"),
         ("s3://bucket/a.png", "download it first"),
         ("all.tar.gz", r"all\.tar\.gz is compressed; unpack it"),
     ],
 )
-def test_places_that_are_refused_at_once(place: str, words: str) -> None:
+def test_places_that_raise_immediately(place: str, words: str) -> None:
     touch("all.tar.gz")
     with pytest.raises(DataError, match=words):
         list_items([place])
 
 
-def test_what_is_neither_file_nor_folder() -> None:
+def test_special_files() -> None:
     os.mkfifo("pipe.png")
     (item,) = list_items(["pipe.png"])
     with pytest.raises(DataError, match="a pipe, a socket or a device"):
@@ -253,12 +253,12 @@ def test_what_is_neither_file_nor_folder() -> None:
 
 
 def resident() -> int:
-    """Return the memory that this process has, in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Endless(io.RawIOBase):
-    """A list of paths that is made while it is read."""
+    """A list of paths generated while it is read."""
 
     def __init__(self, paths: int) -> None:
         self.left = paths
@@ -266,16 +266,16 @@ class Endless(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, room: "memoryview") -> int:  # type: ignore[override]
-        lines = min(self.left, len(room) // 12)
+    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
+        lines = min(self.left, len(buffer) // 12)
         text = b"".join(b"%07d.png\n" % (self.left - line) for line in range(lines))
         self.left -= lines
-        room[: len(text)] = text
+        buffer[: len(text)] = text
         return len(text)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read as Linux shows it")
-def test_a_million_paths_take_no_memory() -> None:
+def test_a_million_paths_in_constant_memory() -> None:
     items = list_items(["-"], stdin=io.BufferedReader(Endless(1_000_000)))
     for _ in range(10_000):
         next(items)
@@ -284,7 +284,7 @@ def test_a_million_paths_take_no_memory() -> None:
     assert resident() - before < 4e6
 
 
-def test_items_travel_light() -> None:
+def test_items_pickle_small() -> None:
     Image.fromarray(tiny_pixels(0)).save("a.png")
     (item,) = list_items(["a.png"])
     assert item == Item(b"a.png", b"a.png")

@@ -1,4 +1,4 @@
-"""Predictions beside those of the library that the weights come from, on the same images."""
+"""Predictions compared to the library that the weights come from, on the same images."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ CLASSES = 7
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Photographs made on the spot: waves, edges and noise, in several sizes, modes and formats."""
+    """Synthetic photographs: waves, edges and noise, in several sizes, modes and formats."""
     folder = tmp_path_factory.mktemp("images")
     paths = []
     for number in range(24):
@@ -37,18 +37,18 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def compare(bundle: Bundle, images: list[Path], expected: Tensor, output: Path) -> None:
-    """See to it that every row says what the peer says."""
+    """Check that every row agrees with the peer."""
     predict_files(bundle, list(map(str, images)), output=output, top=CLASSES, batch=5, workers=0, device="cpu")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["path"] for row in rows] == list(map(str, images))
     names = bundle.classes or tuple(map(str, range(CLASSES)))
     worst = 0.0
-    for row, shares in zip(rows, expected.softmax(dim=1), strict=True):
-        assert row["classes"][0] == names[int(shares.argmax())]
+    for row, probabilities in zip(rows, expected.softmax(dim=1), strict=True):
+        assert row["classes"][0] == names[int(probabilities.argmax())]
         found = dict(zip(row["classes"], row["probabilities"], strict=True))
-        worst = max(worst, *(abs(found[name] - float(share)) for name, share in zip(names, shares, strict=True)))
+        worst = max(worst, *(abs(found[name] - float(p)) for name, p in zip(names, probabilities, strict=True)))
     assert worst <= 1e-4
-    assert len({row["classes"][0] for row in rows}) > 1, "the same answer for all proves little"
+    assert len({row["classes"][0] for row in rows}) > 1, "equal predictions for all images prove little"
 
 
 def through(peer: Any, transform: Any, images: list[Path]) -> Tensor:
@@ -73,7 +73,7 @@ def test_torchvision(size: int, images: list[Path], tmp_path: Path) -> None:
     torch.save(peer.state_dict(), tmp_path / "vit.pth")
     preset = import_peer("torchvision.transforms._presets").ImageClassification
     bicubic = import_peer("torchvision.transforms").InterpolationMode.BICUBIC
-    # Torchvision's own models of other sizes than 224 come from SWAG, which resizes so.
+    # torchvision's models with sizes other than 224 come from SWAG, which resizes this way.
     transform = preset(crop_size=224) if size == 224 else preset(crop_size=32, resize_size=32, interpolation=bicubic)
     compare(load(tmp_path / "vit.pth", heads=2), images, through(peer, transform, images), tmp_path / "rows.jsonl")
 
@@ -87,7 +87,7 @@ def test_transformers(images: list[Path], tmp_path: Path) -> None:
     )  # fmt: skip
     peer = scramble(module.ViTForImageClassification(config))
     peer.save_pretrained(tmp_path / "hf")
-    # The one that resizes with Pillow; the one that resizes with torch differs by a step of 1/255 here and there.
+    # The processor that resizes with Pillow; the one with torch differs by 1/255 in places.
     processor = import_peer("transformers.models.vit.image_processing_pil_vit").ViTImageProcessorPil(
         size={"height": 32, "width": 32}
     )

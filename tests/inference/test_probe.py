@@ -1,4 +1,4 @@
-"""`vitrail probe`: the three protocols on real images, and what it says to data that does not fit."""
+"""`vitrail probe`: the three protocols on real images, and errors."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ from vitrail.data.sources.opening import open_data
 from vitrail.errors import ConfigError
 from vitrail.inference.features import Features
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
-from vitrail.inference.probe import Collected, ProbePlan, measure, open_splits
-from vitrail.inference.probe_result import Probed, Row
+from vitrail.inference.probe import Collected, ProbePlan, evaluate_features, open_splits
+from vitrail.inference.probe_result import ProbeResult, ProbeRow
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
@@ -30,7 +30,7 @@ def bundle(**fields: Any) -> Bundle:
     return Bundle(ViT(ViTConfig(**{**size, "pool": "mean", **fields})), PRE)
 
 
-def accuracy(found: Probed, method: str, setting: float | None = None) -> float:
+def accuracy(found: ProbeResult, method: str, setting: float | None = None) -> float:
     rows = [row for row in found.rows if row.method == method and setting in (None, row.setting)]
     assert len(rows) == 1
     return rows[0].mean
@@ -44,7 +44,7 @@ def test_a_random_model_on_the_digits() -> None:
         ("knn", 20),
     ]
     assert (found.images, found.examples, found.split_origin, found.notes) == (359, 1259, "stratified", ())
-    # Random features of a linear kind keep much of a digit: well above the 10% of chance.
+    # Random features preserve much of a digit: well above the 10% of chance.
     assert accuracy(found, "fewshot", 25) > max(0.25, accuracy(found, "fewshot", 1))
     assert accuracy(found, "knn", 20) > 0.35
     assert accuracy(found, "linear") > 0.45
@@ -52,7 +52,7 @@ def test_a_random_model_on_the_digits() -> None:
 
 
 @pytest.mark.slow
-def test_training_makes_features_better(tmp_path: Path) -> None:
+def test_training_improves_features(tmp_path: Path) -> None:
     changes = [
         "epochs=25",
         "evaluations=2",
@@ -65,7 +65,7 @@ def test_training_makes_features_better(tmp_path: Path) -> None:
     ]
     run = vitrail.train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     trained = vitrail.probe(tmp_path / "run" / "best", "digits", workers=0, device="cpu")
-    assert trained.split == "recorded"
+    assert trained.split_origin == "recorded"
     fresh = Bundle(ViT(run.bundle.model.config), run.bundle.preprocess)
     random = vitrail.probe(fresh, "digits", workers=0, device="cpu")
     for before, after in zip(random.rows, trained.rows, strict=True):
@@ -73,8 +73,8 @@ def test_training_makes_features_better(tmp_path: Path) -> None:
     assert accuracy(trained, "fewshot", 25) > accuracy(random, "fewshot", 25) + 0.2
 
 
-def test_the_rows_are_the_protocols_and_nothing_else() -> None:
-    """Few-shot accuracy is that of the draws of seeds 0, 1, 2, fitted and counted by hand."""
+def test_rows_match_the_protocols() -> None:
+    """Few-shot accuracy is that of the draws of seeds 0, 1, 2, computed by hand."""
     random = np.random.default_rng(0)
     labels = np.arange(120) % 4
     features = (random.normal(size=(4, 10))[labels] + random.normal(size=(120, 10))).astype(np.float32)
@@ -82,7 +82,7 @@ def test_the_rows_are_the_protocols_and_nothing_else() -> None:
         Features(features[split], labels[split], np.arange(60), ()) for split in (slice(0, 60), slice(60, 120))
     )
     collected = Collected(train, None, test, ("a", "b", "c", "d"), "given")
-    found = measure(collected, ProbePlan(shots=(3,), seeds=4, k=(5,)), device="cpu")
+    found = evaluate_features(collected, ProbePlan(shots=(3,), seeds=4, k=(5,)), device="cpu")
     expected = []
     for seed in range(4):
         drawn = draw_examples(train.labels, 3, seed)
@@ -97,7 +97,7 @@ def test_the_rows_are_the_protocols_and_nothing_else() -> None:
     interval = found.interval(found.rows[1])
     assert interval is not None
     assert interval.low < found.rows[1].mean < interval.high
-    assert Row("fewshot", 1, (0.5,)).spread is None
+    assert ProbeRow("fewshot", 1, (0.5,)).spread is None
 
 
 def test_the_command(run: Run) -> None:
@@ -115,7 +115,7 @@ def test_the_command(run: Run) -> None:
     assert (found["images"], found["examples"], found["bad"]) == (359, 1259, [])
 
 
-def test_another_layer_has_other_features(run: Run) -> None:
+def test_layers_have_different_features(run: Run) -> None:
     model = bundle(depth=2).save("model")
     whole, first, last = (
         json.loads(run("probe", model, "digits", "--only", "knn", "--json", *layer).out)["probes"][0]["accuracy"]
@@ -125,38 +125,38 @@ def test_another_layer_has_other_features(run: Run) -> None:
 
 
 def test_few_images(run: Run, photos: Path) -> None:
-    """The usual shots that are not possible are left out, and so are neighbours that there are not."""
+    """Default shots and neighbours are limited by the number of examples."""
     (photos / "cat" / "bad.png").write_text("no image")
     done = run("probe", bundle().save("model"), photos)
     assert (done.code, done.err) == (0, "")
     assert "few-shot  5 shots" in done.out
     assert "few-shot  10 shots" not in done.out
-    assert "25 shots are left out: class 'cat' (and 1 more) has only 7 train images." in done.out
-    assert "K is 14 instead of 20, because there are no more train images." in done.out
+    assert "25 shots are skipped: class 'cat' (and 1 more) has only 7 training images." in done.out
+    assert "K is 14 instead of 20, because there are no more training images." in done.out
     assert "1 more could not be read:" in done.out
     assert "bad.png" in done.out
 
 
-def test_more_neighbours_than_examples_are_refused_before_features_are_computed(photos: Path) -> None:
+def test_more_neighbours_than_examples_raise_before_computing_features(photos: Path) -> None:
     with pytest.raises(ConfigError, match="k is 500; it should be from 1 to 14, the number of examples"):
         open_splits(photos, ProbePlan(("knn",), k=(1, 500)))
     assert open_splits(photos, ProbePlan(("linear",), k=(1, 500))).train.classes == (
         "cat",
         "dog",
-    )  # nobody asks for them
+    )  # k is not used
 
 
-def test_a_class_of_which_nothing_can_be_read_is_not_passed_over(run: Run, photos: Path) -> None:
+def test_a_class_without_readable_images_is_not_ignored(run: Run, photos: Path) -> None:
     for file in (photos / "dog").iterdir():
         file.write_text("no image")
     done = run("probe", bundle().save("model"), photos, "--only", "fewshot,knn", "--split", "val")
-    assert "1 shots are left out: class 'dog' has only 0 train images." in done.out
+    assert "1 shots are skipped: class 'dog' has only 0 training images." in done.out
     done = run("probe", bundle().save("other"), photos, "--only", "fewshot", "--shots", "1", "--split", "val")
     assert done.code == 2
-    assert "1 shots need 1 train images of every class, but class 'dog' has only 0" in done.err
+    assert "1 shots need 1 training images of every class, but class 'dog' has only 0" in done.err
 
 
-def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
+def test_splits_of_the_data(run: Run, photos: Path) -> None:
     for split in ("train", "val"):
         Path("parted", split).mkdir(parents=True)
     for label in ("cat", "dog"):
@@ -168,7 +168,7 @@ def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
     done = run("probe", model, "parted")
     assert (done.code, done.out) == (2, "")
     assert done.err == (
-        "vitrail: parted has no test split for accuracy to be measured on; measure on its val split with --split val "
+        "vitrail: parted has no test split to evaluate on; evaluate on its validation split with --split val "
         "(split='val')\n"
     )
     done = run("probe", model, "parted", "--split", "val")
@@ -177,7 +177,7 @@ def test_parts_that_the_data_names(run: Run, photos: Path) -> None:
     assert "linear" in done.out
 
 
-def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
+def test_splits_of_the_models_own_run(run: Run, photos: Path) -> None:
     model = bundle().save(Path("run", "best"))
     Path("run", "split.json").write_text(json.dumps(open_data(photos, seed=5, val=0.2, test=0.3).record))
     done = run("probe", model, photos, "--only", "fewshot")
@@ -188,7 +188,7 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--shots", "1,9"), "9 shots need 9 train images of every class, but class 'cat' has only 4; ask for fewer"),
+        (("--shots", "1,9"), "9 shots need 9 training images of every class, but class 'cat' has only 4; use fewer"),
         (("--shots", "five"), "'five' should be integers, such as 1,5,10"),
         (("--shots", "0"), "shots is 0; it should be 1 or more"),
         (("--k", "500"), "k is 500; it should be from 1 to 11, the number of examples"),
@@ -196,15 +196,15 @@ def test_the_parts_of_the_models_own_run(run: Run, photos: Path) -> None:
         (("--seeds", "0"), "--seeds"),
         (
             ("--only", "knn,fewshots"),
-            "no probe is called 'fewshots'; choose fewshot, knn, linear; did you mean 'fewshot'?",
+            "unknown probe 'fewshots'; choose fewshot, knn, linear; did you mean 'fewshot'?",
         ),
         (("--only", ","), "only is empty"),
-        (("--split", "train"), "a probe is measured on the test or the validation split, not on 'train'"),
+        (("--split", "train"), "a probe is evaluated on the test or validation split, not on 'train'"),
         (("--layer", "1"), "layer 1 does not exist: this model has layers 0 to 0"),
-        (("--precision", "int3"), "no precision is called 'int3'"),
+        (("--precision", "int3"), "'int3'"),
     ],
 )
-def test_mistakes(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
+def test_errors(run: Run, photos: Path, options: tuple[str, ...], message: str) -> None:
     for number in range(4):
         (photos / "cat" / f"{number}.png").unlink()
     done = run("probe", bundle().save("model"), photos, *options)
@@ -217,7 +217,7 @@ def test_data_that_cannot_be_probed(run: Run, photos: Path) -> None:
     model = bundle().save("model")
     for words, message in (
         (("nowhere", photos), "nowhere"),
-        ((model, "nowhere"), "there is no nowhere"),
+        ((model, "nowhere"), "nowhere does not exist"),
         ((model, photos / "cat"), "no class folders"),
     ):
         done = run("probe", *words)
@@ -232,7 +232,7 @@ def test_data_that_cannot_be_probed(run: Run, photos: Path) -> None:
     assert "has only one class, 'cat'" in done.err
 
 
-def test_a_plan_says_what_is_wrong_with_it() -> None:
+def test_invalid_plans() -> None:
     with pytest.raises(ConfigError, match="seeds is 0; it should be 1 or more"):
         ProbePlan(seeds=0)
     with pytest.raises(ConfigError, match="shots is empty"):

@@ -1,4 +1,4 @@
-"""A tiny model and tiny images, for jobs of many rows."""
+"""A tiny model and tiny images, for jobs with many rows."""
 
 from pathlib import Path
 

@@ -100,12 +100,18 @@ def test_a_model_is_prepared_once(opened: Open) -> None:
 def test_equivalent_feature_requests_share_a_prepared_model() -> None:
     config = bundle().model.config
     assert (
-        FeatureRequest(layer=-1, normalise=True).alike(config)
-        == FeatureRequest(layer=1).alike(config)
+        FeatureRequest(layer=-1, normalise=True).cache_key(config)
+        == FeatureRequest(layer=1).cache_key(config)
         == FeatureRequest()
     )
-    assert FeatureRequest(layer=-2).alike(config) == FeatureRequest(layer=0).alike(config) == FeatureRequest(layer=0)
-    assert FeatureRequest(tokens="class", raw=True).alike(config) == FeatureRequest(tokens="class")
+    assert (
+        FeatureRequest(layer=-2).cache_key(config)
+        == FeatureRequest(layer=0).cache_key(config)
+        == FeatureRequest(layer=0)
+        == FeatureRequest(layer=0).cache_key(config)
+        == FeatureRequest(layer=0)
+    )
+    assert FeatureRequest(tokens="class", raw=True).cache_key(config) == FeatureRequest(tokens="class")
 
 
 def test_non_finite_features_fail_the_warm_up(opened: Open) -> None:

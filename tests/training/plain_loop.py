@@ -120,7 +120,7 @@ def reference_loss(model: nn.Module, case: Case, batch: Batch) -> Tensor:
     images, rows = [], []
     for i in range(IMAGES):
         partner = i + 1 if i % 2 == 0 else i - 1
-        share = float(batch.share[i])
+        share = float(batch.lam[i])
         top, left, bottom, right = batch.box[i].tolist()
         if bottom > top:
             image = pixels[i].clone()

@@ -43,7 +43,7 @@ def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos:
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]
     assert len(check["duplicates"]) == 2
     assert (check["compared"], check["looked_at"], check["images"], check["decoded"]) == (18, 18, 18, False)
-    assert "damage behind the header of a file" in check["not_looked_for"]
+    assert "corruption after the header of a file" in check["not_looked_for"]
     log = (folder / "log.txt").read_text()
     assert "18 images in 2 classes (headers of 18 read, contents of 18 compared); 1 file misnamed, 1 duplicate" in log
     assert "\nWARNING: 1 duplicate with different labels (" in log

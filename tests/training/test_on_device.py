@@ -43,6 +43,6 @@ def test_the_val_part_is_measured_as_from_files(tmp_path: Path) -> None:
 
 
 def test_a_crop_that_resizes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="resizes each image, which is not done on the device"):
+    with pytest.raises(ConfigError, match="resizes each image, which is not implemented on the device"):
         weights(tmp_path / "run", "data.on_device=true", "augmentation.crop=inception")
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from tests.reports.runs import CLASSES, images, tiny_run
 import vitrail
 from vitrail.data.sources.contents import digests_of, recorded_contents
 from vitrail.data.sources.opening import open_data
-from vitrail.data.sources.selection import seen_by_run
+from vitrail.data.sources.selection import seen_in_training
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import percent
 from vitrail.training import samples
@@ -127,12 +127,12 @@ def test_a_run_keeps_the_digests_of_its_images_and_its_bundles_carry_them(
         assert contents is not None
         assert contents.complete
         assert np.array_equal(contents.train, np.sort(digests_of(splits.train)))
-        assert seen_by_run(splits.train, None, contents) == (0, len(splits.train), "content")
+        assert seen_in_training(splits.train, None, contents) == (0, len(splits.train), "content")
     assert "contents" not in json.loads((run.folder / "check.json").read_text())
     vitrail.load(alone).save(alone, overwrite=True)  # what lies there is known as split of a checkpoint
     shutil.copy(run.folder / "contents.index", tmp_path / "contents.index")
     save_in_run(run.bundle, tmp_path / "last")
     assert (tmp_path / "last" / "contents.index").exists()
-    monkeypatch.setattr("vitrail.data.sources.contents.MOST_CARRIED", 3)
+    monkeypatch.setattr("vitrail.data.sources.contents.MOST_IN_BUNDLE", 3)
     save_in_run(run.bundle, tmp_path / "last")
     assert not (tmp_path / "last" / "contents.index").exists()

@@ -170,8 +170,8 @@ def test_right_answers_are_counted(mixed: str) -> None:
         model.head.bias.copy_(torch.tensor([0.0, 0.0, 5.0, 0.0]))
     _, (stepped,) = ours(model, case, [batch])
     larger = [
-        batch.labels[i] if batch.share[i] > 0.5 else min(batch.labels[i], batch.labels[i ^ 1])
-        if batch.share[i] == 0.5 else batch.labels[i ^ 1]
+        batch.labels[i] if batch.lam[i] > 0.5 else min(batch.labels[i], batch.labels[i ^ 1])
+        if batch.lam[i] == 0.5 else batch.labels[i ^ 1]
         for i in range(IMAGES)
     ]  # fmt: skip
     assert stepped.correct == sum(int(label) == 2 for label in larger)

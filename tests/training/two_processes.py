@@ -17,7 +17,7 @@ from tests.training.plain_loop import batches, tiny
 from vitrail.data.batches import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.opening import open_data
-from vitrail.data.stream import WHOLE, Stream
+from vitrail.data.stream import WHOLE_BATCH, Stream
 from vitrail.errors import DataError
 from vitrail.models.config import ConvLayer
 from vitrail.models.vit import ViT
@@ -116,7 +116,7 @@ def met(data: Path, steps: int) -> set[str]:
     """Return the bad images that were to be seen in so many steps."""
     source = open_data(data).train
     stream = Stream(len(source), 8, seed=0)
-    seen = (int(index) for step in range(steps) for index in stream.images_at(stream.positions(step, WHOLE)))
+    seen = (int(index) for step in range(steps) for index in stream.images_at(stream.positions(step, WHOLE_BATCH)))
     return {name for index in seen if "bad" in (name := source.name(index))}
 
 

@@ -45,7 +45,7 @@ def check(
     from vitrail.data.batches import default_workers
     from vitrail.data.checking.check import check_data, open_to_check
     from vitrail.data.checking.speed import available_cores, measure_speed
-    from vitrail.data.sources.faults import settle
+    from vitrail.data.sources.faults import report_faults
 
     if sheet is not None:
         _check_target(sheet)
@@ -60,7 +60,7 @@ def check(
     if not report.usable:
         first = report.unreadable[0]
         none = f"none of the {report.images:,} images can be read; the first, {first.image.name}: {first.reason}"
-        settle([*faults, none], data, None, said=len(faults) + 1)
+        report_faults([*faults, none], data, None, listed=len(faults) + 1)
     if sheet is not None:
         from vitrail.data.checking.contact_sheet import contact_sheet, save_sheet
 

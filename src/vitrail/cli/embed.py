@@ -41,13 +41,13 @@ def embed(
     """Write image features to a file: pooled vectors or tokens of any layer, one row per image."""
     from vitrail.inference.embed import check_output, embed_source
     from vitrail.inference.feature_files import check_dtype
-    from vitrail.inference.features import Computing, FeatureRequest
+    from vitrail.inference.features import ComputeOptions, FeatureRequest
 
     check_output(output, overwrite=overwrite)
     check_dtype(dtype)
     from vitrail.data.sources.selection import choose_images, recorded_split
 
-    compute = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
+    compute = ComputeOptions(device, precision, batch, workers)  # type: ignore[arg-type]
     compute.check()  # before anything is read
     model, request = open_model(bundle, override, keys), FeatureRequest(tokens, layer, normalise, raw)  # type: ignore[arg-type]
     request.check(model.model.config)

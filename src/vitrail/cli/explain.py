@@ -60,15 +60,15 @@ def explain(
     from vitrail.explanations.files import ending_of, plan_outputs
     from vitrail.explanations.request import ExplanationRequest
     from vitrail.inference.listing import list_items, read_stdin
-    from vitrail.inference.skipped import Skipped
+    from vitrail.inference.skipped import SkippedFiles
     from vitrail.reports.formatting import cut
 
     request = ExplanationRequest(method, layer, head, query, fuse, discard)  # type: ignore[arg-type]
     if grid is not None:
         check_grid(request, grid)
-    skipped = Skipped()
+    skipped = SkippedFiles()
     items = list(list_items(images, stdin=read_stdin(), skipped=skipped))
-    for text in skipped.said():
+    for text in skipped.messages():
         echo(f"vitrail: {text}", err=True)
     if not items:
         raise DataError(f"there are no images in {', '.join(map(shown, images))}")

@@ -42,11 +42,11 @@ def figures(
 ) -> None:
     """Draw the paper's figures: filters, position similarity, attention distance, attention rollout."""
     selected = _select(only, with_images=bool(images))
-    from vitrail.explanations.figures.figure import Absent, check_room
+    from vitrail.explanations.figures.figure import Absent, check_writable
     from vitrail.inference.listing import list_items, read_stdin
     from vitrail.runtime import choose_device
 
-    check_room(out, [*(NAMES[name] for name in selected), CAPTIONS], overwrite=overwrite)
+    check_writable(out, [*(NAMES[name] for name in selected), CAPTIONS], overwrite=overwrite)
     choose_device(device)  # fail early on a wrong device
     listed = list_items(images or [], stdin=read_stdin())
     opened = open_model(bundle, override, keys)

@@ -77,11 +77,11 @@ def predict(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit from None
     except KeyboardInterrupt:
-        if output is not None and not quiet and choose_format(format, output, watched=False) != "table":
+        if output is not None and not quiet and choose_format(format, output, interactive=False) != "table":
             echo(f"vitrail: stopped; rerun the same command with --resume to resume {output}", err=True)
         raise
     if not quiet:
-        for text in done.skipped.said():
+        for text in done.skipped.messages():
             echo(f"vitrail: {text}", err=True)
         echo(_summary(done, output), err=True)
 

@@ -12,7 +12,7 @@ from vitrail.cli.tables import print_table, progress
 from vitrail.cli.terminal import echo
 
 if TYPE_CHECKING:
-    from vitrail.inference.probe_result import Probed, Row
+    from vitrail.inference.probe_result import ProbeResult, ProbeRow
 
 LISTED = 10
 """Unreadable images listed; the JSON has all of them."""
@@ -42,12 +42,12 @@ def probe(
     """Evaluate a model's frozen features: few-shot least squares, k-nearest neighbours, a linear probe."""
     numbers = _numbers("--shots", shots), _numbers("--k", k)
     from vitrail.data.sources.selection import recorded_split
-    from vitrail.inference.features import Computing, FeatureRequest
-    from vitrail.inference.probe import ProbePlan, collect, measure, open_splits
+    from vitrail.inference.features import ComputeOptions, FeatureRequest
+    from vitrail.inference.probe import ProbePlan, collect, evaluate_features, open_splits
 
     words = tuple(word.strip() for word in only.split(",") if word.strip())
     plan = ProbePlan(words, numbers[0], seeds, numbers[1], split)  # type: ignore[arg-type]
-    compute = Computing(device, precision, batch, workers)  # type: ignore[arg-type]
+    compute = ComputeOptions(device, precision, batch, workers)  # type: ignore[arg-type]
     compute.check()  # before anything is read
     model = open_model(bundle, override, keys)
     FeatureRequest(layer=layer).check(model.model.config)
@@ -56,7 +56,7 @@ def probe(
     with progress("features") as on_features:
         collected = collect(model, splits, plan, replace(compute, on_progress=on_features), layer=layer)
     with progress("fitting") as on_fitted:
-        found = measure(collected, plan, device=device, on_progress=on_fitted)
+        found = evaluate_features(collected, plan, device=device, on_progress=on_fitted)
     if as_json:
         echo(json.dumps(found.as_dict(), indent=2, ensure_ascii=False, allow_nan=False))
         return
@@ -73,7 +73,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     return tuple(int(word) for word in words)
 
 
-def _print(found: "Probed") -> None:
+def _print(found: "ProbeResult") -> None:
     from vitrail.evaluation import percent
 
     splits = {
@@ -103,7 +103,7 @@ def _print(found: "Probed") -> None:
             echo(f"  … and {len(found.bad) - LISTED:,} more")
 
 
-def _named(row: "Row") -> tuple[str, str]:
+def _named(row: "ProbeRow") -> tuple[str, str]:
     if row.method == "fewshot":
         return "few-shot", f"{row.setting:g} shot{'' if row.setting == 1 else 's'}"
     return ("k-NN", f"k = {row.setting:g}") if row.method == "knn" else ("linear", f"decay {row.setting:g}")

@@ -1,1 +1,1 @@
-"""From image files to batches of tensors: knows no models."""
+"""From image files to batches of tensors; independent of models."""

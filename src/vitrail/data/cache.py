@@ -1,10 +1,10 @@
-"""The cache: images decoded and made smaller once, in one file that is mapped into memory.
+"""The pixel cache: images decoded and downscaled once, in one memory-mapped file.
 
-    pixels.bin   the pixels of every image, one after another
-    table.npz    for every image: where its pixels are, their size, their checksum, and the stamp of its file
+    pixels.bin   the pixels of every image, concatenated
+    table.npz    for every image: offset, size and checksum of its pixels, and the stamp of its file
 
-An image whose file changed is decoded anew, when the cache is opened. Training then reads pixels at the speed of
-memory. What it costs: crops are cut from the smaller image, so a small crop is less sharp.
+Opening the cache decodes images whose files have changed. Training then reads pixels at memory speed. The cost: crops
+are taken from the downscaled image, so a small crop is less sharp.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from vitrail.errors import DataError
 
 FORMAT = 1
 SAVE_EVERY = 10.0
-"""Seconds between two writes of the table: what an interruption can lose."""
+"""Seconds between two writes of the table: how much work an interruption can lose."""
 _MISSING = -1
 
 
 class CacheSize(NamedTuple):
-    """What images are kept as."""
+    """The size of cached images."""
 
     short_side: int
-    """Larger images are made smaller until their shorter side has so many pixels; smaller ones stay as they are."""
+    """Larger images are downscaled to this shorter side; smaller ones stay as they are."""
     channels: int = 3
 
 
@@ -48,7 +48,7 @@ class _Table:
     """Where every image's pixels are."""
 
     offsets: NDArray[np.int64]
-    """-1 for an image that is not there, or cannot be decoded."""
+    """-1 for an image that is not cached or cannot be decoded."""
     shapes: NDArray[np.int32]
     checksums: NDArray[np.uint32]
     stamps: NDArray[np.int64]
@@ -74,16 +74,16 @@ class _Table:
         save_index(file, vars(self))
 
     def fits(self, size: int, channels: int) -> bool:
-        """Whether a file of this size holds all pixels, and is not for the most part what was replaced."""
-        there = self.offsets != _MISSING
-        lengths = self.shapes[there].astype(np.int64).prod(axis=1) * channels
-        ends = self.offsets[there] + lengths
+        """Whether a file of this size holds all pixels and is not mostly stale data."""
+        present = self.offsets != _MISSING
+        lengths = self.shapes[present].astype(np.int64).prod(axis=1) * channels
+        ends = self.offsets[present] + lengths
         return bool(ends.max(initial=0) <= size <= 3 * lengths.sum() + (1 << 20))
 
 
 @dataclass(frozen=True, eq=False)
 class Cached:
-    """A source whose images are read from the cache; those that are not in it come from their files."""
+    """A source that reads images from the cache, or from their files if they are not cached."""
 
     whole: Source
     folder: Path
@@ -93,7 +93,7 @@ class Cached:
     _checked: dict[int, NDArray[np.bool_]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, object]:
-        """Travel to another process without the mapping, which is that process's own business."""
+        """Pickle without the mapping; each process opens its own."""
         return {**vars(self), "_opened": {}, "_checked": {}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -114,7 +114,7 @@ class Cached:
         return len(self.whole)
 
     def name(self, index: int) -> str:
-        """Return what a person would call an image."""
+        """Return a readable name of an image."""
         return self.whole.name(index)
 
     def stamp(self, index: int) -> tuple[int, int]:
@@ -122,7 +122,7 @@ class Cached:
         return self.whole.stamp(index)
 
     def read(self, index: int) -> bytes | Pixels:
-        """Return the pixels of an image; the first time in a process they are checked."""
+        """Return the pixels of an image; the first read in a process verifies the checksum."""
         offset = int(self.table.offsets[index])
         if offset == _MISSING:
             return self.whole.read(index)
@@ -131,14 +131,12 @@ class Cached:
         checked = self._checked[os.getpid()]
         if not checked[index]:
             if zlib.crc32(pixels.data) != self.table.checksums[index]:
-                raise DataError(
-                    f"its pixels in the cache {self.folder} are damaged; delete that folder, and it is made anew"
-                )
+                raise DataError(f"its pixels in the cache {self.folder} are corrupt; delete that folder to rebuild it")
             checked[index] = True
         return pixels.reshape(height, width, self.size.channels)
 
     def _mapped(self) -> NDArray[np.uint8]:
-        process = os.getpid()  # after a fork the parent's mapping is left alone
+        process = os.getpid()  # after a fork, leave the parent's mapping alone
         if process not in self._opened:
             self._opened[process] = np.memmap(self.folder / "pixels.bin", np.uint8, mode="r")
             self._checked[process] = np.zeros(len(self), bool)
@@ -153,34 +151,34 @@ def cached(
     workers: int = 0,
     on_progress: Progress | None = None,
 ) -> Cached:
-    """Open the cache of a source, after bringing it up to date: what is new or has changed is decoded.
+    """Open the cache of a source, after decoding what is new or has changed.
 
-    It lies in `folder`, by default with our other caches, under a name made of the images' names and the size.
+    It is in `folder`, by default next to the other caches, under a hash of the images' names and the size.
     """
-    place = (cache_folder() / "pixels" if folder is None else folder) / _identity(source, size)
+    place = (cache_folder() / "pixels" if folder is None else folder) / _cache_key(source, size)
     file, pixels = place / "table.npz", place / "pixels.bin"
     stamps = np.array([_stamp(source, i) for i in range(len(source))], np.int64).reshape(-1, 2)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with _alone(place):
+        with _locked(place):
             table = _Table.load(file, len(source)) if pixels.is_file() else None
             if table is None or not table.fits(pixels.stat().st_size, size.channels):
                 table = _Table.empty(len(source))
-                pixels.unlink(missing_ok=True)  # not emptied: another process may have it mapped
+                pixels.unlink(missing_ok=True)  # not truncated: another process may have it mapped
                 pixels.touch()
             stale = np.flatnonzero((table.stamps != stamps).any(axis=1))
             _fill(source, size, table, stale, stamps, place, workers, on_progress)
     except OSError as error:
         raise DataError(
-            f"the cache {place} could not be written: {error.strerror or error}; train without a cache, or name "
-            f"another place for it with VITRAIL_CACHE"
+            f"the cache {place} could not be written: {error.strerror or error}; train without a cache, or set "
+            f"another location with VITRAIL_CACHE"
         ) from None
     return Cached(source, place, size, table)
 
 
 @contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Let one process at a time bring a cache up to date; the others wait, and find it done."""
+def _locked(place: Path) -> Iterator[None]:
+    """Let one process at a time update a cache; the others wait and find it up to date."""
     with (place / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -196,7 +194,7 @@ def _fill(
     workers: int,
     on_progress: Progress | None,
 ) -> None:
-    """Decode what is stale and add it at the end of the pixels; the table follows, so it never points beyond them."""
+    """Decode stale images and append their pixels; the table is written after them, so it never points past the end."""
     if not len(stale):
         return
     saved = time.monotonic()
@@ -221,16 +219,16 @@ def _fill(
 def _decoded(
     source: Source, size: CacheSize, indices: NDArray[np.int64], workers: int
 ) -> Iterator[tuple[int, Pixels | None]]:
-    """Give every image, decoded and made smaller; None for one that cannot be."""
+    """Yield every image, decoded and downscaled; None for one that cannot be decoded."""
     loader = DataLoader(
-        _Small(source, size), batch_size=None, sampler=indices.tolist(), num_workers=workers, collate_fn=_as_it_is
+        _Small(source, size), batch_size=None, sampler=indices.tolist(), num_workers=workers, collate_fn=_return_item
     )
     yield from zip(indices.tolist(), loader, strict=True)
 
 
 @dataclass(frozen=True)
 class _Small(Dataset[Pixels | None]):
-    """Images decoded and made smaller, by number."""
+    """Decoded and downscaled images, by index."""
 
     source: Source
     size: CacheSize
@@ -251,7 +249,7 @@ class _Small(Dataset[Pixels | None]):
 
 
 def _smaller(pixels: Pixels, target: tuple[int, int], whole: tuple[float, float]) -> Pixels:
-    """Resize to (width, height) what is so large; channel by channel, where they are not colours."""
+    """Resize to (width, height); channel by channel, unless the image is RGB."""
     box = (0.0, 0.0, *whole)
     if pixels.shape[2] == 3:
         return np.asarray(Image.fromarray(pixels).resize(target, Image.Resampling.BICUBIC, box=box))
@@ -259,12 +257,12 @@ def _smaller(pixels: Pixels, target: tuple[int, int], whole: tuple[float, float]
     return np.stack([np.asarray(layer.resize(target, Image.Resampling.BICUBIC, box=box)) for layer in layers], axis=2)
 
 
-def _as_it_is(made: Any) -> Any:
+def _return_item(made: Any) -> Any:
     return made
 
 
-def _identity(source: Source, size: CacheSize) -> str:
-    """Return a name for the cache of these images at this size."""
+def _cache_key(source: Source, size: CacheSize) -> str:
+    """Return the cache key of these images at this size."""
     digest = hashlib.blake2b(f"{FORMAT} {size}".encode(), digest_size=12)
     digest.update(os.getcwdb())  # names may be relative
     for index in range(len(source)):
@@ -273,7 +271,7 @@ def _identity(source: Source, size: CacheSize) -> str:
 
 
 def _stamp(source: Source, index: int) -> tuple[int, int]:
-    """Return what changes when an image does; one whose file is gone is left to whoever reads it."""
+    """Return an image's stamp; a missing file is reported later, when it is read."""
     try:
         return source.stamp(index)
     except DataError:

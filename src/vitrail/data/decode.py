@@ -1,7 +1,7 @@
-"""Image files become pixels: uint8, (height, width, channels), upright, of the channels a model takes.
+"""Decode image files to pixels: uint8, (height, width, channels), upright, with the channels a model takes.
 
-`open_image` reads the header alone, so that a training pipeline can decide where to cut before anything is decoded;
-a JPEG is then decoded at the smallest scale that still covers what will be cut out.
+`open_image` reads only the header, so that a training pipeline can choose a crop before decoding; a JPEG is then
+decoded at the smallest scale that still covers the crop.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from vitrail.data.structure import outline
 from vitrail.errors import DataError
 
 BACKGROUND = 255
-"""What is seen through transparent pixels: white."""
+"""Background for transparent pixels: white."""
 SLOW_SCALE = 5
-"""JPEGs are decoded at 1/8 … 5/8 of their size, or whole: the scales between take longer than the whole image."""
+"""JPEGs are decoded at 1/8 … 5/8 of their size, or in full: the scales in between take longer than a full decode."""
 
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "JPEG2000", "PPM", "TGA", "PCX", "SUN", "EPS")
-"""What Pillow may open, beside HEIC and AVIF. Others are rare, and some are decoded in Python, a byte at a time."""
+"""Formats that Pillow may open, besides HEIC and AVIF. Others are rare, and some are decoded in pure Python."""
 
 
 class TooManyPixels(DataError):  # noqa: N818 - named for what is wrong
-    """An image is larger than anything that is decoded here."""
+    """An image exceeds the pixel limit."""
 
 
 class LazyImage(Protocol):
-    """An image whose size is known, and whose pixels are made when they are asked for."""
+    """An image whose size is known and whose pixels are decoded on demand."""
 
     height: int
     width: int
@@ -43,21 +43,21 @@ class LazyImage(Protocol):
     def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:
         """Decode: uint8, (height, width, channels).
 
-        With a `scale` below 1 the result may be smaller, but no smaller than that share of the image along a side.
+        With a `scale` below 1 the result may be smaller, but each side is at least that fraction of the original.
         """
 
 
 def open_image(stored: bytes | Pixels | Image.Image) -> LazyImage:
-    """Read the header of an image file; pixels, and what Pillow has opened, are taken as they are."""
+    """Read the header of an image file; pixels and open Pillow images are used as they are."""
     if isinstance(stored, np.ndarray):
         return _Array(stored)
     if isinstance(stored, Image.Image):
         return _Opened(stored)
     if not stored:
         raise DataError("the file is empty")
-    outline(stored)  # refuses what would take very long, before any decoder sees it
+    outline(stored)  # raises for files that would take very long, before any decoder runs
     if stored[:3] == b"\xff\xd8\xff":
-        with contextlib.suppress(ValueError):  # what libjpeg-turbo finds odd is left to Pillow to judge
+        with contextlib.suppress(ValueError):  # Pillow decides about files that libjpeg-turbo rejects
             return _Jpeg(stored)
     if stored[:6] == b"\x93NUMPY":
         return _Array(_numpy(stored))
@@ -70,25 +70,25 @@ def decode(stored: bytes | Pixels, channels: int = 3) -> Pixels:
 
 
 def extent(original: int, decoded: int) -> float:
-    """Return how many decoded pixels the original's side is as long as.
+    """Return the length of the original side in decoded pixels.
 
-    A JPEG at k/8 of its size is rounded up to whole pixels, the last of which is only partly there.
+    A JPEG at k/8 of its size is rounded up to whole pixels, the last of which is only partially covered.
     """
     eighths = round(8 * decoded / original)
     return original * eighths / 8 if -(-original * eighths // 8) == decoded else float(decoded)
 
 
 class _Array:
-    """Pixels that need no decoding."""
+    """Pixels that do not need decoding."""
 
     def __init__(self, array: Pixels) -> None:
         if array.ndim not in (2, 3) or array.size == 0:
-            raise DataError(f"an array with axes {array.shape} is not an image; it needs (height, width[, channels])")
+            raise DataError(f"an array of shape {array.shape} is not an image; use (height, width[, channels])")
         self.array = array if array.ndim == 3 else array[:, :, None]
         self.height, self.width = self.array.shape[:2]
         _check_size(self.width, self.height)
 
-    def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - nothing to save
+    def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - already decoded
         array = _to_bytes(self.array)
         found = array.shape[2]
         if found == channels:
@@ -101,7 +101,7 @@ class _Array:
 
 
 class _Jpeg:
-    """A JPEG, decoded by libjpeg-turbo at the scale that is asked for; the odd ones are left to Pillow."""
+    """A JPEG, decoded by libjpeg-turbo at the requested scale; unusual ones are left to Pillow."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -117,7 +117,7 @@ class _Jpeg:
             return _Other(self.content).pixels(channels)
         try:
             array = self._decoded(int(np.ceil(8 * scale)))
-        except ValueError:  # a stray byte is no harm and Pillow passes over it; it tells a cut file, too
+        except ValueError:  # Pillow skips stray bytes, and reports truncated files
             return _Other(self.content).pixels(channels)
         if self.turn is not None:
             array = turned(array, self.turn)
@@ -136,7 +136,7 @@ class _Jpeg:
 
 
 class _Opened:
-    """What Pillow opened."""
+    """An image opened by Pillow."""
 
     def __init__(self, image: Image.Image) -> None:
         self.image = image
@@ -144,11 +144,11 @@ class _Opened:
             with quiet():
                 self.turn = turn_of(image)
         except (OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"a damaged {image.format or 'image'}: {_reason(error)}") from None
+            raise DataError(f"a corrupt {image.format or 'image'}: {_reason(error)}") from None
         _check_size(*image.size)
         self.height, self.width = seen_size(image.height, image.width, self.turn)
 
-    def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - only JPEG can shrink
+    def pixels(self, channels: int, *, scale: float = 1.0) -> Pixels:  # noqa: ARG002 - only JPEG decodes at a reduced scale
         try:
             with quiet():
                 self.image.load()
@@ -158,12 +158,12 @@ class _Opened:
             else:
                 array = _frames(self.image, channels)
         except (OSError, ValueError, SyntaxError, EOFError, RuntimeError, Image.DecompressionBombError) as error:
-            raise DataError(f"a damaged {self.image.format or 'image'}: {_reason(error)}") from None
+            raise DataError(f"a corrupt {self.image.format or 'image'}: {_reason(error)}") from None
         return array if self.turn is None else turned(array, self.turn)
 
 
 class _Other(_Opened):
-    """A file of any other format, by Pillow."""
+    """A file of any other format, decoded by Pillow."""
 
     def __init__(self, content: bytes) -> None:
         kind = sniff(content[:HEAD])
@@ -173,15 +173,13 @@ class _Other(_Opened):
             with quiet():
                 image = Image.open(io.BytesIO(content), formats=_formats())
                 turn_of(image)
-            if image.format == "EPS":  # a program, which Pillow would run with Ghostscript
-                raise DataError("PostScript, which is not decoded here; save it as PNG or JPEG")
+            if image.format == "EPS":  # a program that Pillow would run with Ghostscript
+                raise DataError("PostScript is not supported; save it as PNG or JPEG")
         except Image.DecompressionBombError:
-            raise TooManyPixels(
-                f"an image of more than {PIXEL_LIMIT:,} pixels, which is the limit; make it smaller"
-            ) from None
+            raise TooManyPixels(f"an image of more than {PIXEL_LIMIT:,} pixels, the limit; make it smaller") from None
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, RuntimeError):
             if kind is not None:
-                raise DataError(f"a damaged {kind}: its header cannot be read") from None
+                raise DataError(f"a corrupt {kind}: its header cannot be read") from None
             raise _not_an_image(content) from None
         super().__init__(image)
 
@@ -194,14 +192,14 @@ def _not_an_image(content: bytes) -> DataError:
     Image.init()
     for name, (_, accept) in Image.OPEN.items():
         if name not in FORMATS and accept is not None and accept(content[:16]) is True:
-            return DataError(f"{name}, which is not read here; save it as PNG or JPEG")
-    return DataError(f"it is not an image: the file begins with {content[:8]!r}")
+            return DataError(f"{name} is not supported; save it as PNG or JPEG")
+    return DataError(f"it is not an image: the file starts with {content[:8]!r}")
 
 
 def _as_mode(image: Image.Image, mode: str) -> Pixels:
-    """Bring any mode of Pillow to grey, RGB or RGBA, eight bits each."""
+    """Convert any Pillow mode to grey, RGB or RGBA, 8 bits each."""
     if image.mode.startswith(("I", "F")):
-        # Pillow says "I" for the 16-bit images of some formats, whose numbers may all be small.
+        # Pillow uses mode "I" for 16-bit images of some formats, whose values may all be small.
         array = np.asarray(image)
         sixteen = image.mode == "I" and image.format in ("PNG", "PPM")
         grey = Image.fromarray(_to_bytes(array.clip(0, 65535).astype(np.uint16) if sixteen else array))
@@ -217,27 +215,27 @@ def _as_mode(image: Image.Image, mode: str) -> Pixels:
 
 
 def _frames(image: Image.Image, channels: int) -> Pixels:
-    """Take the pages of a TIFF for channels, as microscopes and satellites write them."""
+    """Use the pages of a TIFF as channels, as in microscopy and satellite images."""
     pages = getattr(image, "n_frames", 1)
     if pages != channels:
         found = pages if pages > 1 else len(image.getbands())
         raise (
             _other_channels(found, channels)
             if found != channels
-            else DataError(f"an image of mode {image.mode}, which has no meaning as {channels} channels")
+            else DataError(f"an image of mode {image.mode} cannot be used as {channels} channels")
         )
     layers = []
     for page in range(pages):
         image.seek(page)
-        _check_size(*image.size)  # each page has its own
+        _check_size(*image.size)  # each page has its own size
         layers.append(_to_bytes(np.asarray(image)))
     if any(layer.shape != layers[0].shape or layer.ndim != 2 for layer in layers):
-        raise DataError(f"the {pages} pages are not grey images of one size, so they are not channels")
+        raise DataError(f"the {pages} pages are not grey images of equal size, so they cannot be channels")
     return np.stack(layers, axis=2)
 
 
 def _to_bytes(array: Pixels) -> Pixels:
-    """Bring numbers to 0…255: 16 bits lose their lower half, fractions are taken to go from 0 to 1."""
+    """Convert values to 0…255: 16-bit values are scaled, floats are expected in 0…1."""
     if array.dtype == np.uint8:
         return array
     if array.dtype == np.bool_:
@@ -251,8 +249,8 @@ def _to_bytes(array: Pixels) -> Pixels:
     if array.dtype.kind == "f" and low >= 0 and high <= 1:
         return (array * 255).round().astype(np.uint8)
     raise DataError(
-        f"its {array.dtype} numbers go from {low:g} to {high:g}; whole numbers 0…255 or 0…65535, or fractions 0…1, "
-        f"are images"
+        f"its {array.dtype} values range from {low:g} to {high:g}; an image has integers 0…255 or 0…65535, or floats "
+        f"0…1"
     )
 
 
@@ -261,37 +259,37 @@ def _grey(array: Pixels) -> Pixels:
 
 
 def _numpy(content: bytes) -> Pixels:
-    """Read an array, after its header says that it is an image and no larger than one may be."""
+    """Read an array, after checking in its header that it is an image within the limits."""
     file = io.BytesIO(content)
     try:
         version = np.lib.format.read_magic(file)
         reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = reader(file)
-    except Exception as error:  # a damaged header can fail in any way
-        raise DataError(f"a damaged NumPy file: {_reason(error)}") from None
+    except Exception as error:  # a corrupt header may raise anything
+        raise DataError(f"a corrupt NumPy file: {_reason(error)}") from None
     if dtype.kind not in "biuf" or len(shape) not in (2, 3):
-        raise DataError(f"an array of {dtype} with axes {shape} is not an image")
+        raise DataError(f"an array of {dtype} and shape {shape} is not an image")
     _check_size(shape[1], shape[0])
     if math.prod(shape) > 64 * PIXEL_LIMIT:
-        raise DataError(f"an array with axes {shape} is larger than any image")
+        raise DataError(f"an array of shape {shape} is larger than any image")
     try:
         return np.asarray(np.load(io.BytesIO(content), allow_pickle=False))
     except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"a damaged NumPy file: {_reason(error)}") from None
+        raise DataError(f"a corrupt NumPy file: {_reason(error)}") from None
 
 
 def _check_size(width: int, height: int) -> None:
     if width * height > PIXEL_LIMIT:
         raise TooManyPixels(
-            f"an image of {height:,}×{width:,} = {height * width:,} pixels, and {PIXEL_LIMIT:,} is the limit; "
+            f"an image of {height:,}×{width:,} = {height * width:,} pixels exceeds the limit of {PIXEL_LIMIT:,}; "
             f"make it smaller"
         )
 
 
-def _other_channels(found: int, wanted: int) -> DataError:
-    return DataError(f"an image of {found} channels, where {wanted} are wanted")
+def _other_channels(found: int, expected: int) -> DataError:
+    return DataError(f"an image with {found} channels, expected {expected}")
 
 
 def _reason(error: Exception) -> str:
-    """Return what a library said, in one line."""
+    """Return a library's error message, in one line."""
     return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__

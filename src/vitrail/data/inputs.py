@@ -1,4 +1,4 @@
-"""What a person gives as an image, and what an engine takes: from a path or an array to pixels of the right size."""
+"""Image inputs: from a path, bytes, an image, an array or a tensor to pixels of the right size."""
 
 import os
 import re
@@ -19,26 +19,26 @@ from vitrail.errors import DataError, InputError, VitrailError
 from vitrail.io import open_regular
 
 ImageInput = str | os.PathLike[str] | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
-"""A path, the content of a file, an image of Pillow, an array (height, width[, channels]) or a tensor ([channels,]
-height, width)."""
-A_URL = "a URL, and nothing is fetched from there; download it first"
+"""A path, the bytes of a file, a Pillow image, an array (height, width[, channels]) or a tensor ([channels,] height,
+width)."""
+A_URL = "a URL, which is not downloaded; download it first"
 _URL = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]+://|data:image/")
 
 
 class Item(NamedTuple):
-    """An image, and where it is."""
+    """An image and its location."""
 
     name: bytes
-    """What its row calls it: the path of its file, of a tar and inside it, or the number of a row."""
+    """Its name in an output row: a file path, a path in a tar, or a row of a manifest."""
     file: bytes = b""
     start: int = 0
-    """Where it begins in its file."""
+    """Its offset in the file."""
     size: int | None = None
-    """How long it is there; None: the file is the image."""
+    """Its length in the file; None: the file is the image."""
     content: bytes | Pixels | Image.Image | None = None
-    """The image itself, where it lies in no file of its own."""
+    """The image itself, if it is not in a file."""
     error: str | None = None
-    """What was wrong already when it was listed."""
+    """An error found when the image was listed."""
 
     def read(self) -> bytes | Pixels | Image.Image:
         """Return the image as it is stored."""
@@ -50,21 +50,21 @@ class Item(NamedTuple):
             with open_regular(self.file) as file:
                 content = file.readall() if self.size is None else read_at(file.fileno(), self.size, self.start)
         except IsADirectoryError:
-            raise DataError("a folder; name it on the command line to have the images in it read") from None
+            raise DataError("a folder; pass it on the command line to read the images in it") from None
         except (OSError, ValueError) as fault:
             raise DataError(f"it cannot be read: {reason_of(fault)}") from None
         if self.size is not None and len(content) < self.size:
-            raise DataError("the tar has become shorter while it was read")
+            raise DataError("the tar was truncated while it was read")
         return content
 
 
 def is_url(place: bytes) -> bool:
-    """Tell whether somebody gave the address of something that is not on this machine."""
+    """Return whether an input is a URL, not a local path."""
     return _URL.match(place) is not None and not os.path.lexists(place)
 
 
 def fitted(item: Item, preprocess: Preprocess) -> Pixels:
-    """Read an image and make of it what an engine takes: (height, width, channels), uint8."""
+    """Read, resize and crop an image: (height, width, channels), uint8."""
     try:
         image = open_image(item.read())
         size = resized_size((image.width, image.height), preprocess.resize_to or preprocess.size, preprocess.resize)
@@ -73,33 +73,33 @@ def fitted(item: Item, preprocess: Preprocess) -> Pixels:
         return preprocess.fit(image.pixels(preprocess.channels))
     except VitrailError:
         raise
-    except Exception as error:  # Pillow's readers of rare formats fail on damaged files in any way
+    except Exception as error:  # Pillow's readers of rare formats may raise anything on corrupt files
         raise DataError(f"it cannot be decoded: {type(error).__name__}: {str(error)[:200]}") from None
 
 
-def is_one(given: object) -> bool:
-    """Say whether somebody gave one image, and not several."""
-    if isinstance(given, np.ndarray | Tensor):
-        return given.ndim < 4
-    return isinstance(given, str | os.PathLike | bytes | Image.Image)
+def is_one(images: object) -> bool:
+    """Return whether an input is a single image."""
+    if isinstance(images, np.ndarray | Tensor):
+        return images.ndim < 4
+    return isinstance(images, str | os.PathLike | bytes | Image.Image)
 
 
 def name_of(image: object, number: int | None) -> str:
-    """Return what a message calls an image, given alone or as one of many."""
+    """Return an image's name for messages; `number` is its position among several."""
     if isinstance(image, str | os.PathLike):
         return shown(os.fspath(image))
     return "the image" if number is None else f"image {number}"
 
 
 def item_of(image: object, channels: int) -> Item:
-    """Make of what was given something that can be read, for a model of so many channels."""
+    """Turn an input into an item, for a model with `channels` channels."""
     match image:
         case str() | os.PathLike():
             path = os.fsencode(image)
             if is_url(path):
                 raise InputError(A_URL)
             if os.path.isdir(path):
-                raise InputError("a folder; give its files, or name it on the command line")
+                raise InputError("a folder; pass its files, or use the command line")
             return Item(path, path)
         case bytes() | Image.Image():
             return Item(b"", content=image)
@@ -115,14 +115,14 @@ def item_of(image: object, channels: int) -> Item:
 
 
 def _check_axes(shape: Sequence[int], channels: int, *, last: bool) -> None:
-    """Refuse an image whose channels stand at the other end."""
+    """Raise if the channels are at the wrong end of the shape."""
     likely = (1, 3, 4, channels)
     if len(shape) == 3 and shape[-1 if last else 0] not in likely and shape[0 if last else -1] in likely:
         what, axes = ("an array", "(height, width, channels)") if last else ("a tensor", "(channels, height, width)")
-        raise InputError(f"{what} is taken as {axes}, and this is {tuple(shape)}; turn its axes")
+        raise InputError(f"{what} should be {axes}, but this is {tuple(shape)}; transpose it")
 
 
 def no_image(found: object) -> InputError:
-    """Say what would have been an image."""
-    kinds = "a path, the bytes of a file, an image of Pillow, an array or a tensor, or several of them"
+    """Return the error for an input that is not an image."""
+    kinds = "a path, the bytes of a file, a Pillow image, an array or a tensor, or several of them"
     return InputError(f"expected {kinds}, found {type(found).__name__}")

@@ -1,4 +1,4 @@
-"""Which way up an image is: what its EXIF tags say, and turning its pixels."""
+"""EXIF orientation: reading it, and rotating pixels upright."""
 
 import contextlib
 import io
@@ -22,23 +22,23 @@ _TURNS = {
 
 
 def turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return how an image that Pillow opened has to be turned; nothing is decoded for it."""
-    if image.format == "TIFF":  # Pillow turns these upright by itself
+    """Return how to transpose an open Pillow image, without decoding it."""
+    if image.format == "TIFF":  # Pillow transposes these itself
         return None
-    # Of a PNG, Pillow would decode everything to find tags that may stand at its end.
+    # For a PNG, Pillow would decode everything to find tags that may be at its end.
     known = image.info.get("exif", b"") if image.format == "PNG" else None
     exif = image.getexif() if known is None else _tags(known)
     return _TURNS.get(exif.get(_ORIENTATION, 1))
 
 
 def turn_of_jpeg(content: bytes) -> Image.Transpose | None:
-    """Return how a JPEG has to be turned, without decoding it."""
+    """Return how to transpose a JPEG, without decoding it."""
     if not _has_tags(content):
         return None
     try:
         with quiet():
             return _TURNS.get(Image.open(io.BytesIO(content)).getexif().get(_ORIENTATION, 1))
-    except (OSError, ValueError, SyntaxError):  # tags that cannot be read say nothing; the pixels may be fine
+    except (OSError, ValueError, SyntaxError):  # ignore invalid tags; the pixels may be fine
         return None
 
 
@@ -50,14 +50,14 @@ def _tags(content: bytes) -> Image.Exif:
 
 
 def _has_tags(content: bytes) -> bool:
-    """Say whether a JPEG has EXIF tags: much cheaper than reading them, and few files have any."""
+    """Return whether a JPEG has EXIF tags: much cheaper than reading them, and few files have any."""
     place = 2
     while place + 8 < len(content) and content[place] == 0xFF:
         marker = content[place + 1]
-        if marker == 0xFF:  # segments may be filled up
+        if marker == 0xFF:  # segments may be padded
             place += 1
             continue
-        if marker == 0xDA:  # the image itself begins
+        if marker == 0xDA:  # start of the image data
             return False
         if marker == 0xE1 and content[place + 4 : place + 8] in (b"Exif", b"http"):
             return True
@@ -66,12 +66,12 @@ def _has_tags(content: bytes) -> bool:
 
 
 def seen_size(height: int, width: int, turn: Image.Transpose | None) -> tuple[int, int]:
-    """Return the size of an image after it was turned upright."""
+    """Return the size of an image after transposing it."""
     return (width, height) if turn is not None and _swaps(turn) else (height, width)
 
 
 def turned(array: Pixels, turn: Image.Transpose) -> Pixels:
-    """Turn pixels as Pillow turns images, by views."""
+    """Transpose pixels like Pillow, as a view."""
     match turn:
         case Image.Transpose.FLIP_LEFT_RIGHT:
             return array[:, ::-1]
@@ -90,7 +90,7 @@ def turned(array: Pixels, turn: Image.Transpose) -> Pixels:
 
 
 def _swaps(turn: Image.Transpose) -> bool:
-    """Say whether height and width change places."""
+    """Return whether a transpose swaps height and width."""
     return turn in (
         Image.Transpose.ROTATE_90,
         Image.Transpose.ROTATE_270,
@@ -101,7 +101,7 @@ def _swaps(turn: Image.Transpose) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Pillow from warning of what we check ourselves (size) or do not need (odd tags)."""
+    """Suppress Pillow's warnings about what we check ourselves (size) or do not need (invalid tags)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

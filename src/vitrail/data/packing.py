@@ -10,42 +10,42 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 ALIGNED = 16
-"""Every array begins at a multiple of so many bytes."""
+"""Every array starts at a multiple of this many bytes."""
 
 
 class Slot(NamedTuple):
-    """Where in a parcel's memory a tensor lies."""
+    """Where a tensor is in packed memory."""
 
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def of(self, memory: Tensor) -> Tensor:
-        """Return the tensor that lies here, without copying it, on whatever device the memory is."""
+        """Return the tensor as a view of the memory, on its device."""
         end = self.start + math.prod(self.shape) * self.dtype.itemsize
         return memory[self.start : end].view(self.dtype).view(self.shape)
 
 
 class PackedArrays:
-    """Takes arrays one after the other; `memory` then holds them all."""
+    """Collects arrays; `memory` then returns them in one block."""
 
     def __init__(self) -> None:
         self._arrays: list[tuple[int, NDArray[Any]]] = []
         self._size = 0
 
     def put(self, array: NDArray[Any]) -> Slot:
-        """Take an array, and return where its copy will be found."""
+        """Add an array, and return where its copy will be."""
         start = self._size
         self._arrays.append((start, array))
         self._size += -(-array.nbytes // ALIGNED) * ALIGNED
         return Slot(start, torch.from_numpy(np.empty(0, array.dtype)).dtype, array.shape)
 
     def memory(self) -> Tensor:
-        """Return all arrays, as bytes; a worker writes them into memory that the caller sees too."""
+        """Return all arrays as bytes; in a worker, in shared memory."""
         memory = torch.empty(self._size, dtype=torch.uint8)
         if get_worker_info() is not None:
             memory.share_memory_()
-        room = memory.numpy()
+        buffer = memory.numpy()
         for start, array in self._arrays:
-            room[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            buffer[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return memory

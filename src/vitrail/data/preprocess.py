@@ -1,4 +1,4 @@
-"""`Preprocess`: what happens to an image before a model sees it, as a value that travels with the weights."""
+"""`Preprocess`: the evaluation transform, as a value that is stored with the weights."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from vitrail.errors import ConfigError, InputError
 from vitrail.schema import Frozen, Pair, Positive, Sequence
 
-if TYPE_CHECKING:  # importing torch takes two seconds, and the processes that only decode images need none of it
+if TYPE_CHECKING:  # importing torch takes two seconds, and processes that only decode images do not need it
     from torch import Tensor
 
 Interpolation = Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
@@ -19,29 +19,28 @@ Numbers = Annotated[tuple[Annotated[float, Field()], ...], Sequence]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MOST_NUMBERS = 1 << 28
-"""In one image: a GB as float32, more than 9,000×9,000 pixels in colour. More is a slip that would end in a lack of
+"""Most values in one image: 1 GB as float32, more than 9,000×9,000 RGB pixels. More is a mistake that would run out of
 memory."""
 HALF = (0.5, 0.5, 0.5)
-"""As mean and as std: maps 0…255 to ±1."""
+"""Mean and std that map 0…255 to ±1."""
 
 
 class Preprocess(Frozen):
-    """The evaluation transform: resize, crop the centre, scale to 0…1, subtract `mean`, divide by `std`."""
+    """The evaluation transform: resize, centre crop, scale to 0…1, subtract `mean`, divide by `std`."""
 
     size: Pair = (224, 224)
-    """Height and width of what the model sees."""
+    """Height and width of the model's input."""
     resize: Literal["squash", "cover", "contain"] = "squash"
-    """`squash` gives up the aspect ratio; `cover` keeps it and lets the image's edges be cropped; `contain` keeps it
-    and fills the rest with the mean colour."""
+    """`squash` ignores the aspect ratio; `cover` keeps it and crops the edges; `contain` keeps it and pads with the
+    mean colour."""
     resize_to: Pair | None = None
-    """Height and width the image is resized to (`squash`), has to cover, or is contained in, before the centre of
-    `size` is cut out. None: `size` itself."""
+    """Height and width that the image is resized to (`squash`), covers, or is contained in, before the centre crop of
+    `size`. None: `size` itself."""
     half: Literal["even", "down"] = "even"
-    """Which way half a pixel goes when the centre is cut out: to the even number (timm, torchvision), or down
-    (transformers)."""
+    """How the centre crop rounds half a pixel: to even (timm, torchvision), or down (transformers)."""
     interpolation: Interpolation = "bilinear"
     channels: Positive = 3
-    """1 makes the image grey, 3 colour."""
+    """1 for greyscale, 3 for colour."""
     mean: Numbers = HALF
     std: Numbers = HALF
 
@@ -50,34 +49,34 @@ class Preprocess(Frozen):
         for name, numbers in (("mean", self.mean), ("std", self.std)):
             if len(numbers) != self.channels:
                 raise ConfigError(
-                    f"preprocess.{name} has {len(numbers)} numbers for {self.channels} channels; give one for each"
+                    f"preprocess.{name} has {len(numbers)} values for {self.channels} channels; give one per channel"
                 )
         for name, box in (("size", self.size), ("resize_to", self.resize_to or self.size)):
             if box[0] * box[1] * self.channels > MOST_NUMBERS:
                 raise ConfigError(
                     f"preprocess.{name} is {box[0]:,}×{box[1]:,} with {self.channels:,} channels, more than "
-                    f"{MOST_NUMBERS:,} numbers for one image; make it smaller"
+                    f"{MOST_NUMBERS:,} values per image; make it smaller"
                 )
         if min(self.std) <= 0:
-            raise ConfigError(f"preprocess.std is {self.std}; every number must be greater than 0")
+            raise ConfigError(f"preprocess.std is {self.std}; every value must be greater than 0")
         return self
 
     def resized(self, size: tuple[int, int]) -> Self:
-        """Return the same preprocessing for another image size; what is cropped keeps its share of the image."""
+        """Return the same preprocessing for another image size; the crop keeps its fraction of the image."""
         if self.resize_to is None:
             return self.replace(size=size)
         sides = zip(size, self.size, self.resize_to, strict=True)
         return self.replace(size=size, resize_to=tuple(round(new * box / old) for new, old, box in sides))
 
     def with_channels(self, channels: int) -> Self:
-        """Return the same preprocessing for another number of channels, each with the mean of the old statistics."""
+        """Return the same preprocessing for another number of channels, with the averaged statistics."""
         if channels == self.channels:
             return self
         mean, std = ((sum(numbers) / len(numbers),) * channels for numbers in (self.mean, self.std))
         return self.replace(channels=channels, mean=mean, std=std)
 
     def __call__(self, image: Image.Image) -> "Tensor":
-        """Turn an image into what the model takes: (channels, height, width), normalised."""
+        """Return the model's input for an image: (channels, height, width), normalised."""
         return self.normalise(self.pixels(image))
 
     def pixels(self, image: Image.Image) -> "Tensor":
@@ -91,7 +90,7 @@ class Preprocess(Frozen):
     def fit(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Resize and crop decoded pixels (height, width, channels), of any number of channels."""
         if pixels.shape[2] != self.channels:
-            raise InputError(f"this model takes {self.channels} channels, and the image has {pixels.shape[2]}")
+            raise InputError(f"this model takes {self.channels} channels, but the image has {pixels.shape[2]}")
         if self.channels == 3:
             return np.asarray(self._fit(Image.fromarray(pixels)))
         layers = [
@@ -101,10 +100,10 @@ class Preprocess(Frozen):
         return np.stack(layers, axis=2)
 
     def normalise(self, pixels: "Tensor") -> "Tensor":
-        """Turn pixels 0…255 (…, channels, height, width) into normalised float32, on whatever device they are."""
+        """Normalise pixels 0…255 (…, channels, height, width) to float32, on their own device."""
         import torch
 
-        # One pass: pixels · 1 / (255 · std) - mean / std.
+        # One kernel: pixels · 1 / (255 · std) - mean / std.
         factor = _by_channel([1 / (255 * s) for s in self.std], pixels)
         shift = _by_channel([-m / s for m, s in zip(self.mean, self.std, strict=True)], pixels)
         return torch.addcmul(shift, pixels, factor)
@@ -112,7 +111,7 @@ class Preprocess(Frozen):
     def _coloured(self, image: Image.Image) -> Image.Image:
         if self.channels not in (1, 3):
             raise InputError(
-                f"this model takes {self.channels} channels, which an image file does not have; give it a tensor"
+                f"this model takes {self.channels} channels, which an image file does not have; use a tensor"
             )
         mode = "RGB" if self.channels == 3 else "L"
         return image if image.mode == mode else image.convert(mode)
@@ -127,7 +126,7 @@ class Preprocess(Frozen):
         return self._cut(self._resized(image), self.mean if fill is None else (fill,))
 
     def _cut(self, image: Image.Image, mean: tuple[float, ...]) -> Image.Image:
-        """Cut the centre out, after padding an image that is too small."""
+        """Centre crop, after padding an image that is too small."""
         height, width = self.size
         extra = max(0, height - image.height), max(0, width - image.width)
         if any(extra):
@@ -144,9 +143,9 @@ class Preprocess(Frozen):
 def resized_size(
     image: tuple[int, int], box: tuple[int, int], mode: Literal["squash", "cover", "contain"]
 ) -> tuple[int, int]:
-    """Return the (width, height) an image of (width, height) gets, for a box of (height, width).
+    """Return the resized (width, height) of an image of (width, height), for a box of (height, width).
 
-    Fractions of a pixel are dropped when a square is covered, as torchvision does, and rounded else, as timm does.
+    Fractions of a pixel are truncated when covering a square, like torchvision, and otherwise rounded, like timm.
     """
     width, height = image
     if mode == "squash":
@@ -161,11 +160,11 @@ def resized_size(
 
 
 def _by_channel(numbers: list[float], pixels: "Tensor") -> "Tensor":
-    """Return one number for each channel, (channels, 1, 1) in float32, where the pixels are."""
+    """Return one value per channel, (channels, 1, 1) in float32, on the pixels' device."""
     import torch
 
     if not pixels.is_cuda:
         return pixels.new_tensor(numbers, dtype=torch.float32)[:, None, None]
-    # Made there: sending them would wait until the device is done with all it has.
+    # Created on the device: a copy from the host would synchronise.
     made = [torch.full((1, 1), number, dtype=torch.float32, device=pixels.device) for number in numbers]
     return torch.stack(made)

@@ -1,7 +1,7 @@
-"""Images that live on the device: small ones, all of them, read once; those to train on are varied there.
+"""Datasets of small images that are kept on the device: read once, and augmented readable_mask for training.
 
-What is drawn for a position of the stream is what would be drawn for an image read from a file; workers draw it, and
-send nothing but numbers.
+The random draws for a position of the stream are the same as for images read from files; workers draw them and send
+only numbers.
 """
 
 import math
@@ -16,40 +16,40 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vitrail.data.augmentation import augment
-from vitrail.data.augmentation.device_operations import Orders, write_orders
+from vitrail.data.augmentation.device_operations import BatchOperations, pack_operations
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.mixing import draw_mix
-from vitrail.data.augmentation.on_device import carry_out, check_on_device
-from vitrail.data.augmentation.padding import Rooms, filled, rooms_for
-from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, made_ahead
+from vitrail.data.augmentation.on_device import apply_packed, check_on_device
+from vitrail.data.augmentation.padding import OperationCapacity, operation_capacity, pad_plans
+from vitrail.data.batches import BadImage, Batch, Evaluation, Training, evaluation_batches, prefetch
 from vitrail.data.packing import PackedArrays, Slot
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 
 READ_AT_ONCE = 256
 LAYOUTS = 8
-"""How many layouts are remembered; most batches have the same one."""
-REPLAYED = True
-"""Whether a CUDA device replays what it did for the batch before, launched at once in place of kernel by kernel
+"""Number of layouts with a CUDA graph; most batches share one layout."""
+CUDA_GRAPHS = True
+"""Whether a CUDA device captures its work for a batch as a CUDA graph instead of launching kernel by kernel
 (benchmarks/lab-gpu.md)."""
 MOST_DRAWING = 4
-"""How many workers draw: one draws tens of thousands of images/s, and more only take memory."""
+"""Most workers that draw: one draws for tens of thousands of images/s, and more only take memory."""
 MOST_BYTES = 32 * 2**30
-"""More than this is not a small data set; a GPU has better use for its memory."""
+"""Largest dataset to keep on the device; beyond this, GPU memory has better uses."""
 
 
 class Layout(NamedTuple):
-    """Where in a batch's memory each number lies; the same for all batches that do the same number of each thing."""
+    """Where each array is in a batch's memory; the same for all batches with the same count of each operation."""
 
-    orders: Orders
+    operations: BatchOperations
     indices: Slot
-    """More than there are shares: what comes behind is made, but not seen."""
-    share: Slot
+    """Longer than `lam`: the rows after it are padding, computed but not returned."""
+    lam: Slot
     box: Slot
 
 
 class Planned(NamedTuple):
-    """Everything random of a batch that has no pixels yet, as numbers in one piece of memory."""
+    """All random draws of a batch, without its pixels, in one block of memory."""
 
     memory: Tensor
     layout: Layout
@@ -57,27 +57,27 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Planning(Dataset[Any]):
-    """What a worker does: everything random of a step's images, drawn and written down for the device."""
+    """A worker's job: draw the augmentations of a step's images and pack them for the device."""
 
     training: Training
-    rooms: Rooms | None = None
-    """Batches are filled up to these, so that a device can replay what it did before."""
+    capacity: OperationCapacity | None = None
+    """Batches are padded to this, so that a CUDA graph fits them all."""
 
     def __getitem__(self, step: int) -> Planned:
-        """Draw for a step."""
+        """Draw a step's augmentations."""
         data, size = self.training, self.training.preprocess.size
-        positions = data.stream.positions(step, data.share)
+        positions = data.stream.positions(step, data.rank_slice)
         mix = draw_mix(data.mixing, data.stream.seed, positions, size)
         plans = [
             augment.plan(data.augmentation, *size, size, draws(data.stream.seed, int(position)))
             for position in positions
         ]
-        plans = plans if self.rooms is None else filled(plans, self.rooms)
+        plans = plans if self.capacity is None else pad_plans(plans, self.capacity)
         indices = data.stream.images_at(positions)
         indices = np.concatenate([indices, np.repeat(indices[:1], len(plans) - len(indices))])
         packed = PackedArrays()
-        orders = write_orders(plans, size, packed)
-        layout = Layout(orders, *(packed.put(array) for array in (indices, mix.share, mix.box)))
+        operations = pack_operations(plans, size, packed)
+        layout = Layout(operations, *(packed.put(array) for array in (indices, mix.lam, mix.box)))
         return Planned(packed.memory(), layout)
 
 
@@ -88,113 +88,115 @@ class Resident:
         check_on_device(training.augmentation)
         self.training, self.device, self.workers = training, device, workers
         self.bad: list[BadImage] = []
-        self.pixels, stand_ins = self._read(device)
-        self.stand_ins = stand_ins.to(device)
+        self.pixels, replacements = self._read(device)
+        self.replacements = replacements.to(device)
         self.labels = torch.from_numpy(training.source.labels.astype(np.int64)).to(device)
-        self.recorded: dict[Layout, _Recording | None] = {}
+        self.graphs: dict[Layout, _CapturedBatch | None] = {}
 
     def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
-        """Give the batches of steps [start, stop), on the device; a GPU makes them beside its work."""
+        """Yield the batches of steps [start, stop), on the device; a GPU makes them on a side stream."""
         steps = range(start, stop)
         workers = min(self.workers, MOST_DRAWING, len(steps))
-        with closing(made_ahead(Planning(self.training, self._rooms()), steps, workers=workers)) as planned:
+        with closing(prefetch(Planning(self.training, self._capacity()), steps, workers=workers)) as planned:
             if self.device.type == "cuda":
-                yield from self._made_beside(planned)
+                yield from self._on_side_stream(planned)
             else:
                 yield from map(self.make, planned)
 
-    def _made_beside(self, planned: Iterator[Planned]) -> Generator[Batch, None, None]:
-        """Make each batch on a stream of its own, beside what the caller's stream is still busy with.
+    def _on_side_stream(self, planned: Iterator[Planned]) -> Generator[Batch, None, None]:
+        """Make each batch on a side stream, concurrently with the work on the caller's stream.
 
-        Not by a thread: it would take Python from the caller, who has more to do for a step than this for a batch.
+        Not in a thread: it would compete for the GIL with the caller, who has more Python to run per step.
         """
         side, here = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
-        side.wait_stream(here)  # on which the images are still being sent
+        side.wait_stream(here)  # which is still copying the images
         for one in planned:
             with torch.cuda.stream(side):
                 batch, done = self.make(one), side.record_event()
             here.wait_event(done)
             for tensor in batch.tensors:
-                tensor.record_stream(here)  # so that its memory is not given away while it is used here
+                tensor.record_stream(here)  # keeps the allocator from reusing its memory while it is in use here
             yield batch
 
     def make(self, planned: Planned) -> Batch:
-        """Make a batch that was drawn."""
+        """Make a batch from its draws."""
         bad, self.bad = tuple(self.bad), []
         if self.device.type != "cuda":
             return self._computed(planned.layout, planned.memory.to(self.device))._replace(bad=bad)
         memory = _pinned(planned.memory)
-        recording = self.recorded.get(planned.layout)
-        if recording is not None:
-            return recording.replay(memory)._replace(bad=bad)
+        captured = self.graphs.get(planned.layout)
+        if captured is not None:
+            return captured.replay(memory)._replace(bad=bad)
         made = self._computed(planned.layout, memory.to(self.device, non_blocking=True))
-        if planned.layout in self.recorded:  # computed once already, so that nothing is done for the first time
-            self.recorded[planned.layout] = _Recording(self._computed, planned.layout, memory.to(self.device))
-        elif REPLAYED and len(self.recorded) < LAYOUTS:
-            self.recorded[planned.layout] = None
+        if planned.layout in self.graphs:  # computed once before: capture needs a warm-up
+            self.graphs[planned.layout] = _CapturedBatch(self._computed, planned.layout, memory.to(self.device))
+        elif CUDA_GRAPHS and len(self.graphs) < LAYOUTS:
+            self.graphs[planned.layout] = None
         return made._replace(bad=bad)
 
     def _computed(self, layout: Layout, memory: Tensor) -> Batch:
-        """Make a batch of numbers that are on the device."""
-        indices = self.stand_ins[layout.indices.of(memory)]
-        share, box = layout.share.of(memory), layout.box.of(memory)
-        pixels = carry_out(layout.orders, memory, self.pixels[indices])
-        seen = slice(len(share))
-        return Batch(pixels[seen], self.labels[indices[seen]], indices[seen], share, box)
+        """Make a batch from draws that are on the device."""
+        indices = self.replacements[layout.indices.of(memory)]
+        lam, box = layout.lam.of(memory), layout.box.of(memory)
+        pixels = apply_packed(layout.operations, memory, self.pixels[indices])
+        real = slice(len(lam))
+        return Batch(pixels[real], self.labels[indices[real]], indices[real], lam, box)
 
-    def _rooms(self) -> Rooms | None:
-        """Return to what batches are filled up; on a CPU nothing is replayed, so that nothing need be alike."""
+    def _capacity(self) -> OperationCapacity | None:
+        """Return what batches are padded to; None without CUDA graphs, which are the reason for padding."""
         data = self.training
-        if self.device.type != "cuda" or not REPLAYED:
+        if self.device.type != "cuda" or not CUDA_GRAPHS:
             return None
-        return rooms_for(data.augmentation, data.preprocess.size, len(data.stream.positions(0, data.share)))
+        return operation_capacity(
+            data.augmentation, data.preprocess.size, len(data.stream.positions(0, data.rank_slice))
+        )
 
     def _read(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return all images, and for each which one is shown in its place: itself, if it can be read."""
+        """Return all images, and for each the index to use: its own, or the next readable image's."""
         source, preprocess = self.training.source, self.training.preprocess
         shape = (len(source), preprocess.channels, *preprocess.size)
         if _bytes(len(source), preprocess) > MOST_BYTES:
             raise ConfigError(
-                f"{len(source):,} images of {preprocess.size[0]}×{preprocess.size[1]} pixels are too many to live on "
+                f"{len(source):,} images of {preprocess.size[0]}×{preprocess.size[1]} pixels are too many to keep on "
                 f"the device; use data.on_device = false"
             )
         pixels = torch.empty(shape, dtype=torch.uint8, device=device)
-        there = torch.zeros(len(source), dtype=torch.bool)
+        readable_mask = torch.zeros(len(source), dtype=torch.bool)
         read = Evaluation(source, preprocess, READ_AT_ONCE, bad_files=self.training.bad_files)
         for batch in evaluation_batches(read, workers=self.workers):
             pixels[batch.indices.to(device)] = batch.pixels.to(device)
-            there[batch.indices] = True
+            readable_mask[batch.indices] = True
             self.bad += batch.bad
-        if not there.any():
-            raise DataError("none of the images can be read; look at them with vitrail check")
-        return pixels, _next_readable(there)
+        if not readable_mask.any():
+            raise DataError("none of the images can be read; run vitrail check to see why")
+        return pixels, _next_readable(readable_mask)
 
 
-class _Recording:
-    """What a CUDA device does for one batch, recorded: hundreds of small kernels that are launched as one."""
+class _CapturedBatch:
+    """A CUDA graph that makes one batch: hundreds of small kernels in one launch."""
 
     def __init__(self, compute: Callable[[Layout, Tensor], Batch], layout: Layout, memory: Tensor) -> None:
         self.memory, self.graph = memory, torch.cuda.CUDAGraph()
-        # Only what this thread does is recorded; another one may be sending images.
+        # Capture only this thread's work; another one may be copying images.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.made = compute(layout, self.memory)
 
     def replay(self, memory: Tensor) -> Batch:
-        """Do the same for other numbers; the batch is the caller's own."""
+        """Replay with other draws; the returned batch is a copy."""
         self.memory.copy_(memory, non_blocking=True)
         self.graph.replay()
-        return self.made.copied()
+        return self.made.clone()
 
 
-class Kept:
-    """A split that is measured again and again: read the first time, and from then on found on the device."""
+class ResidentEvaluation:
+    """A split that is evaluated repeatedly: read on the first pass, then kept on the device."""
 
     def __init__(self, data: Evaluation, device: torch.device, workers: int) -> None:
         self.data, self.device, self.workers = data, device, workers
         self._kept: list[Batch] | None = None
 
     def batches(self) -> Iterator[Batch]:
-        """Give every batch, in order, and every time those that could not be read."""
+        """Yield every batch, in order; unreadable images are reported on every pass."""
         if self._kept is not None:
             yield from self._kept
             return
@@ -202,19 +204,19 @@ class Kept:
         fits = _bytes(len(self.data.source), self.data.preprocess) <= MOST_BYTES
         for batch in evaluation_batches(self.data, workers=self.workers, pin=self.device.type == "cuda"):
             if fits:
-                # Copies: memory that a worker has shared takes a file descriptor for as long as it is used.
-                labels, indices, share, box = (tensor.clone() for tensor in batch.tensors[1:])
-                batch = Batch(batch.pixels.to(self.device, copy=True), labels, indices, share, box, batch.bad)
+                # Copies: shared memory from a worker holds a file descriptor for as long as it is referenced.
+                labels, indices, lam, box = (tensor.clone() for tensor in batch.tensors[1:])
+                batch = Batch(batch.pixels.to(self.device, copy=True), labels, indices, lam, box, batch.bad)
                 kept.append(batch)
             yield batch
         self._kept = kept if fits else None
 
 
 def _pinned(memory: Tensor) -> Tensor:
-    """Return a copy that is sent to a GPU without waiting.
+    """Return a pinned copy, for an asynchronous transfer to the GPU.
 
-    Copied by this thread alone: torch would divide 0.7 MB among as many threads as there are cores and wait for all of
-    them, on cores where workers are drawing, which took 5 ms.
+    Copied by this thread with NumPy: torch would split 0.7 MB over one thread per core and wait for all of them, on
+    cores where workers are drawing, which took 5 ms.
     """
     pinned = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)
     np.copyto(pinned.numpy(), memory.numpy())
@@ -225,8 +227,8 @@ def _bytes(images: int, preprocess: Preprocess) -> int:
     return images * preprocess.channels * math.prod(preprocess.size)
 
 
-def _next_readable(there: Tensor) -> Tensor:
-    """Return for each image itself or the next one that is there, the first after the last."""
-    readable = there.nonzero().flatten()
-    place = torch.searchsorted(readable, torch.arange(len(there)))
+def _next_readable(readable_mask: Tensor) -> Tensor:
+    """Return for each image its own index or that of the next readable one, wrapping around."""
+    readable = readable_mask.nonzero().flatten()
+    place = torch.searchsorted(readable, torch.arange(len(readable_mask)))
     return readable[place % len(readable)]

@@ -1,10 +1,10 @@
-"""The stream: which image stands at which position, for ever, as a pure function of the seed.
+"""The stream: which image is at which position, endlessly, as a pure function of the seed.
 
     step s takes positions [s·B, (s+1)·B)
     position p is image shuffle(epoch)[p % n] of epoch p // n
 
-Nothing here remembers anything: any step of any run can be worked out by itself, so a run that stops goes on where it
-was at no cost, and every split over processes, micro-batches and workers sees the same stream.
+The stream is stateless: any step of any run can be computed on its own. So a stopped run resumes at no cost, and any
+number of processes, micro-batches and workers sees the same stream.
 """
 
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ from vitrail.data.sources.source import Labels
 from vitrail.errors import ConfigError, DataError
 from vitrail.runtime import derive_seed
 
-Numbers = NDArray[np.int64]
+Positions = NDArray[np.int64]
 
 _ALL_IMAGES = bytes.fromhex("7069637475726573").decode()
-"""The key of the order of all images. Another one would be another order for every seed, so it stays as it was."""
+"""The key for the order of all images. A different key would change the order for every seed, so it is fixed."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which of several equal parts of a batch is meant."""
+class RankSlice:
+    """The contiguous, equal slice of every batch that one rank processes."""
 
-    part: int = 0
-    parts: int = 1
+    rank: int = 0
+    world_size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.part < self.parts:
-            raise ConfigError(f"part {self.part} of {self.parts} does not exist; parts are counted from 0")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank {self.rank} does not exist in a world of size {self.world_size}; ranks start at 0")
 
 
-WHOLE = Share()
-"""The only part."""
+WHOLE_BATCH = RankSlice()
+"""The slice of a run with one process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +47,9 @@ class Stream:
     batch: int
     seed: int = 0
     repeats: int = 1
-    """How often a batch shows the same image, each time cut anew (repeated augmentation, arXiv 1902.05509)."""
+    """How often a batch contains the same image, each time augmented anew (repeated augmentation, arXiv 1902.05509)."""
     balance: Labels | None = None
-    """The class of every image, where every class is to be seen equally often; None shows every image equally
-    often."""
+    """The class of every image, to sample every class equally often; None samples every image equally often."""
 
     def __post_init__(self) -> None:
         if self.images < 1:
@@ -59,25 +58,26 @@ class Stream:
             raise ConfigError(f"repeats is {self.repeats} and seed is {self.seed}; use 1 or more, and 0 to 2⁶³ - 1")
         if self.batch < 1 or self.batch % self.repeats:
             raise ConfigError(
-                f"a batch of {self.batch} cannot show every image {self.repeats} times; use a multiple of "
+                f"a batch of {self.batch} cannot contain every image {self.repeats} times; use a multiple of "
                 f"{self.repeats}"
             )
         if self.balance is not None and len(self.balance) != self.images:
-            raise DataError(f"{len(self.balance)} labels for {self.images} images; give one for each")
+            raise DataError(f"{len(self.balance)} labels for {self.images} images; give one label per image")
 
-    def positions(self, step: int, share: Share = WHOLE) -> Numbers:
-        """Return the positions of a step, or of one of the contiguous, equal shares it is cut into."""
-        if self.batch % share.parts:
+    def positions(self, step: int, rank_slice: RankSlice = WHOLE_BATCH) -> Positions:
+        """Return the positions of a step, or of one rank's slice of it."""
+        if self.batch % rank_slice.world_size:
             raise ConfigError(
-                f"a batch of {self.batch} cannot be cut into {share.parts} equal parts; use a multiple of {share.parts}"
+                f"a batch of {self.batch} cannot be split evenly over {rank_slice.world_size} processes; "
+                f"use a multiple of {rank_slice.world_size}"
             )
-        size = self.batch // share.parts
-        first = step * self.batch + share.part * size
+        size = self.batch // rank_slice.world_size
+        first = step * self.batch + rank_slice.rank * size
         return np.arange(first, first + size, dtype=np.int64)
 
-    def images_at(self, positions: Numbers) -> Numbers:
-        """Return which images stand at these positions."""
-        # The copies of an image stand a whole round apart, so that neighbours, which mixing pairs, are different.
+    def images_at(self, positions: Positions) -> Positions:
+        """Return which images are at these positions."""
+        # Repeats of an image are a whole round apart, so neighbours, which mixing pairs, are different images.
         own = self.batch // self.repeats
         rounds = positions // self.batch * own + positions % self.batch % own
         if self.balance is not None:
@@ -90,55 +90,56 @@ class Stream:
         return found
 
     def epoch(self, step: int) -> float:
-        """Return how often every image was shown (the repeats counted once) before a step."""
+        """Return how many epochs (repeats counted once) precede a step."""
         return step * (self.batch // self.repeats) / self.images
 
     @cached_property
-    def _members(self) -> list[Numbers]:
+    def _members(self) -> list[Positions]:
         """The images of each class that has any."""
         labels = self.balance if self.balance is not None else np.zeros(self.images, np.int64)
         order = np.argsort(labels, kind="stable")
-        order = order[labels[order] >= 0]  # of no class
+        order = order[labels[order] >= 0]  # images without a class
         starts = np.flatnonzero(np.diff(labels[order])) + 1
         return np.split(order, starts)
 
     def _balanced(self, place: int) -> int:
-        """Go through the classes in rounds, each round in another order, and through each class's own images."""
+        """Cycle through the classes in rounds, each in a new order, and through the images of each class."""
         turn, slot = divmod(place, len(self._members))
         number = int(self._kept("classes", turn, len(self._members))[slot])
         own = self._members[number]
         lap, place_in_lap = divmod(turn, len(own))
         return int(own[self._kept(f"class {own[0]}", lap, len(own))[place_in_lap]])
 
-    def _kept(self, what: str, epoch: int, length: int) -> Numbers:
-        """Return an order, and keep the newest of each kind: they all change at another pace."""
+    def _kept(self, what: str, epoch: int, length: int) -> Positions:
+        """Return an order, caching the latest per key: each advances at its own pace."""
         kept = self._orders.get(what)
         if kept is None or kept[0] != epoch:
             kept = self._orders[what] = (epoch, _shuffle(self.seed, epoch, length, what))
         return kept[1]
 
     @cached_property
-    def _orders(self) -> dict[str, tuple[int, Numbers]]:
+    def _orders(self) -> dict[str, tuple[int, Positions]]:
         return {}
 
 
-def shuffle(seed: int, epoch: int, length: int, what: str = _ALL_IMAGES) -> Numbers:
-    """Return the numbers 0 … length - 1 in the order of an epoch."""
+def shuffle(seed: int, epoch: int, length: int, what: str = _ALL_IMAGES) -> Positions:
+    """Return 0 … length - 1 in the order of an epoch."""
     return _epoch_order(seed, epoch, length, what)
 
 
-def _shuffle(seed: int, epoch: int, length: int, what: str) -> Numbers:
+def _shuffle(seed: int, epoch: int, length: int, what: str) -> Positions:
     generator = np.random.Philox(key=[derive_seed(seed, what), epoch])
     # Sorting raw random words is the same on every machine and in every version of NumPy.
     order = np.argsort(generator.random_raw(length), kind="stable")
-    order.flags.writeable = False  # it is kept, and shared
+    order.flags.writeable = False  # it is cached and shared
     return order
 
 
-# This epoch's order and the next one's.
+# The orders of this epoch and the next.
 _epoch_order = lru_cache(maxsize=2)(_shuffle)
 
 
-def evaluation_share(images: int, share: Share) -> range:
-    """Return the images that one of several processes scores: all of them, each exactly once, as even as can be."""
-    return range(images * share.part // share.parts, images * (share.part + 1) // share.parts)
+def evaluation_slice(images: int, rank_slice: RankSlice) -> range:
+    """Return the images one rank evaluates; together the ranks cover every image once, as evenly as possible."""
+    rank, world_size = rank_slice.rank, rank_slice.world_size
+    return range(images * rank // world_size, images * (rank + 1) // world_size)

@@ -1,7 +1,7 @@
-"""What a file would make a decoder do, counted before it is decoded: scans, segments, chunks, frames, pages, tiles.
+"""Estimate the cost of decoding a file from its structure: scans, segments, chunks, frames, pages, tiles.
 
-A small file can ask for hours of work inside every limit of bytes and pixels: a progressive JPEG of 471 kB can have
-5,000 empty scans, each of which walks over the whole image. Only headers are read here, at the speed of `bytes.find`.
+A small file can cause hours of work within every limit of bytes and pixels: a progressive JPEG of 471 kB can have
+5,000 empty scans, each of which visits the whole image. Only headers are read here, at the speed of `bytes.find`.
 """
 
 import re
@@ -45,16 +45,16 @@ _J2K_MARKERS = frozenset(bytes.fromhex("50515253555758595c5d5e5f6061636474757778
 
 
 def outline(content: bytes) -> Outline | None:
-    """Read the structure of an image file; one that would take absurdly long to decode raises `DataError`.
+    """Read the structure of an image file; raise `DataError` if it would take absurdly long to decode.
 
-    None where the format is another, or the header is damaged: that is for the decoder to judge.
+    None for other formats and corrupt headers: those are left to the decoder.
     """
     try:
         for start, read in _READERS.items():
             if content.startswith(start):
                 return read(content)
         return _jpeg_2000(content)
-    except (struct.error, IndexError):  # it ends too soon
+    except (struct.error, IndexError):  # truncated
         return None
 
 
@@ -63,12 +63,12 @@ def outline(content: bytes) -> Outline | None:
 
 def _jpeg(content: bytes) -> Outline | None:
     place, segments, stray, size = 2, 0, 0, None
-    components = 0  # of a sequential image: one whose first scan has all of them is done with it
+    components = 0  # of a sequential image: if the first scan has all of them, it is the only one
     while True:
         found = _MARKER.search(content, place, place + JPEG_STRAY - stray + 2)
         if found is None:
             if len(content) > place + JPEG_STRAY - stray:
-                raise DataError(f"a JPEG with more than {JPEG_STRAY:,} bytes between its segments; it is damaged")
+                raise DataError(f"a JPEG with more than {JPEG_STRAY:,} bytes between its segments; it is corrupt")
             return None
         start, marker = found.start(), content[found.start() + 1]
         stray += start - place
@@ -89,7 +89,7 @@ def _jpeg(content: bytes) -> Outline | None:
     if size is None:
         return None
     whole = Outline(*size, passes=scans)
-    if whole.width * whole.height <= PIXEL_LIMIT:  # others are refused for their size
+    if whole.width * whole.height <= PIXEL_LIMIT:  # larger ones are rejected for their size
         check_count(whole.work, JPEG_WORK, "JPEG", "pixels times scans")
     return whole
 
@@ -137,10 +137,10 @@ def _gif(content: bytes) -> Outline:
     width, height, flags = struct.unpack_from("<HHB", content, 6)
     place = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     blocks = 0
-    while (begin := content[place]) not in b",;":  # the first frame, or the end
+    while (begin := content[place]) not in b",;":  # the first frame, or the end of the file
         place += 1
         blocks += 1  # also stray bytes, which Pillow reads one by one
-        if begin == 0x21:  # an extension: its kind, then blocks of up to 255 bytes and an empty one
+        if begin == 0x21:  # an extension: its label, then blocks of up to 255 bytes and an empty one
             place += 1
             while length := content[place]:
                 place += 1 + length
@@ -175,13 +175,13 @@ def _bmp(content: bytes) -> Outline:
     width, height = struct.unpack_from("<HH" if content[14] == 12 else "<ii", content, 18)
     found = Outline(abs(width), abs(height))
     if content[14] >= 40 and struct.unpack_from("<I", content, 30)[0] in _BMP_RUNS:
-        check_count(found.work, BMP_RUN_PIXELS, "BMP", "pixels that is run-length encoded")
+        check_count(found.work, BMP_RUN_PIXELS, "BMP", "run-length encoded pixels")
         check_count(len(content), 2 * found.work + _BMP_HEADER, "BMP", f"bytes for {found.work:,} pixels")
     return found
 
 
 def _plain(content: bytes) -> None:
-    if content[2:3].isspace():  # others begin with these letters, too
+    if content[2:3].isspace():  # other files start with these letters, too
         check_count(len(content), PLAIN_BYTES, "PNM", "bytes of text")
 
 
@@ -201,7 +201,7 @@ def _jpeg_2000(content: bytes) -> Outline | None:
         check_count(found.work * channels, J2K_SAMPLES, "JPEG 2000", "pixels times channels")
         layers = 1
         for marker, place in _j2k_segments(content, start + 2):
-            if marker == 0x52:  # how all channels are coded; then how one is, where that differs
+            if marker == 0x52:  # coding of all channels; then of one channel, if it differs
                 layers = max(layers, struct.unpack_from(">H", content, place + 4)[0])
                 _check_j2k_coding(content, place + 7, content[place + 2], found, (channels, layers, tiles))
             elif marker == 0x53:
@@ -225,8 +225,8 @@ def _j2k_codestream(content: bytes) -> int | None:
 
 
 def _j2k_segments(content: bytes, place: int) -> Iterator[tuple[int, int]]:
-    """Yield the markers of the main header and of those of tiles, and where each segment's length stands."""
-    after = None  # where the next tile begins
+    """Yield the markers of the main and tile headers, and the offset of each segment's length."""
+    after = None  # offset of the next tile
     tile_parts = 0
     while place + 4 <= len(content) and content[place] == 0xFF:
         marker = content[place + 1]
@@ -234,7 +234,7 @@ def _j2k_segments(content: bytes, place: int) -> Iterator[tuple[int, int]]:
             raise DataError(f"a JPEG 2000 with an unknown marker, FF{marker:02X}; save it again as PNG or JPEG")
         if marker == 0x90:
             tile_parts += 1
-            check_count(tile_parts, TILES, "JPEG 2000", "parts of tiles")
+            check_count(tile_parts, TILES, "JPEG 2000", "tile-parts")
             (size,) = struct.unpack_from(">I", content, place + 6)
             after = place + max(size, 12) if size else None
         if marker == 0x93:  # the coded pixels of a tile

@@ -1,4 +1,4 @@
-"""What a TIFF would make a decoder do: its pages, tags, tiles, and the scans of tiles that are JPEGs."""
+"""Estimate the cost of decoding a TIFF: its pages, tags, tiles, and the scans of JPEG tiles."""
 
 import itertools
 import struct
@@ -23,9 +23,9 @@ _WIDTH, _HEIGHT, _COMPRESSION, _SAMPLES, _ROWS, _PLANAR, _TILE_WIDTH, _TILE_HEIG
     256, 257, 259, 277, 278, 284, 322, 323,
 )  # fmt: skip
 _PLACES, _SIZES = (273, 324), (279, 325)
-"""Where the bytes of each strip or tile begin, and how many there are."""
+"""Tags of the offsets and byte counts of strips and tiles."""
 _JPEG_IN_TIFF = (6, 7)
-_ONE_AFTER_THE_OTHER = 2
+_PLANAR_SEPARATE = 2
 """Each channel has tiles of its own."""
 MOST_PLANES = 4
 """A tile has all channels of its pixels, or as many tiles as channels one each: that is the same work."""
@@ -36,7 +36,7 @@ _NUMBERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 13: "I", 16: "Q", 17
 
 
 class _Array(NamedTuple):
-    """The numbers of a tag."""
+    """The values of a tag."""
 
     order: str
     kind: str
@@ -53,19 +53,19 @@ class _Page(NamedTuple):
     outline: Outline
     tags: int
     tiles: int
-    """As many as it lists."""
+    """Number of tiles listed."""
     used: int
-    """As many as its size makes a decoder read."""
+    """Number of tiles a decoder reads for its size."""
     tile: int
-    """Pixels of one."""
+    """Pixels per tile."""
     compression: int
     arrays: dict[int, _Array]
     after: int
-    """Where the next page begins."""
+    """Offset of the next page."""
 
 
 def tiff_outline(content: bytes) -> Outline | None:
-    """Read the structure of a TIFF, of whose pages the first is the image."""
+    """Read the structure of a TIFF; its first page is the image."""
     order = "<" if content[:2] == b"II" else ">"
     big = struct.unpack_from(f"{order}H", content, 2)[0] == 43
     (place,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, 8 if big else 4)
@@ -96,7 +96,7 @@ def _page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) 
         value = entry + size - (8 if big else 4)
         if tag in (*_PLACES, *_SIZES):
             number = _NUMBERS.get(kind, "I")
-            if values * struct.calcsize(order + number) > (8 if big else 4):  # it is too long to stand here
+            if values * struct.calcsize(order + number) > (8 if big else 4):  # too long to be stored inline
                 (value,) = struct.unpack_from(f"{order}Q" if big else f"{order}I", content, value)
             arrays.setdefault(tag, _Array(order, number, values, value))
         elif kind in _NUMBERS and values == 1:  # of a tag that is there twice, libtiff takes the first
@@ -106,7 +106,7 @@ def _page(content: bytes, place: int, order: str, most_tags: int, *, big: bool) 
     after = 0 if ends_here else struct.unpack_from(next_format, content, next_place)[0]
     tiles = max((arrays[tag].length for tag in _PLACES if tag in arrays), default=1)
     whole = Outline(found.get(_WIDTH, 0), found.get(_HEIGHT, 0))
-    planes = found.get(_SAMPLES, 1) if found.get(_PLANAR) == _ONE_AFTER_THE_OTHER else 1
+    planes = found.get(_SAMPLES, 1) if found.get(_PLANAR) == _PLANAR_SEPARATE else 1
     used, tile = _tiling(found, whole, planes)
     check_count(max(tiles, used), TILES, "TIFF", "tiles")
     check_count(found.get(_TILE_WIDTH, 0) * found.get(_TILE_HEIGHT, 0), TILE_PIXELS, "TIFF", "pixels in one tile")
@@ -124,15 +124,15 @@ def _tiling(found: dict[int, int], whole: Outline, planes: int) -> tuple[int, in
     return -(-whole.width // wide) * -(-whole.height // tall) * planes, wide * tall
 
 
-# ── tiles that are JPEGs ──
+# ── JPEG tiles ──
 
 
 def _check_scans(content: bytes, pages: Sequence[_Page]) -> None:
     packed = [page.compression in _JPEG_IN_TIFF for page in pages]
     if not any(packed):
         return
-    most = JPEG_SCANS + sum(page.tiles for page in pages)  # every tile is a JPEG of one scan
-    if not all(packed):  # in pixels that are packed otherwise, or not at all, anything may look like a scan
+    most = JPEG_SCANS + sum(page.tiles for page in pages)  # every tile is a JPEG with one scan
+    if not all(packed):  # in other encodings, any bytes may look like a scan
         most += len(content) // BY_CHANCE
     scans = content.count(b"\xff\xda")
     check_count(scans, most, "TIFF", "scans")

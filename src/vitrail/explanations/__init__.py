@@ -1,1 +1,1 @@
-"""A bundle and an image to maps that show what the model looks at."""
+"""Maps of what a model attends to in an image."""

@@ -1,4 +1,4 @@
-"""`explain`: what a bundle looks at in images."""
+"""`explain`: maps of what a model attends to in images."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from vitrail.errors import ConfigError, Diverged, InputError, VitrailError, sugg
 from vitrail.evaluation import eval_mode
 from vitrail.explanations.attention import attention_maps, choose_head, maps_of_layers
 from vitrail.explanations.explanation import Explanation
-from vitrail.explanations.relevance import answering_token
+from vitrail.explanations.relevance import explained_token
 from vitrail.explanations.request import ExplanationRequest, Method, explain_pixels
 from vitrail.explanations.rollout import Fuse
 from vitrail.explanations.tokens import Query
@@ -29,7 +29,7 @@ Each = Literal["heads", "layers"]
 
 
 @overload
-def explain(  # type: ignore[overload-overlap]  # a text is a path, not several letters
+def explain(  # type: ignore[overload-overlap]  # a str is a path, not a sequence
     bundle: Bundle | str | Path,
     images: ImageInput,
     *,
@@ -73,14 +73,14 @@ def explain(
     discard: float = 0.0,
     device: str = "auto",
 ) -> Explanation | list[Explanation]:
-    """Show what a model looks at in an image, or in each of several: `explain("runs/pets/best", "cat.jpg").overlay()`.
+    """Explain one image or several: `explain("runs/pets/best", "cat.jpg").overlay()`.
 
-    `method` is one of: attention (the weights of `layer` and `head`, or the heads' mean, for the token `query`),
-    rollout (all layers multiplied; `fuse` is mean, max or min of the heads, `discard` the share of smallest weights
-    left out), relevance (gradient-weighted attention for class `target`), gradcam (weighted features, as `layer` reads
-    them, for class `target`), pca (features after `layer` as colours). `target` is a class's name or number; without
-    it, the likeliest. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column"; without it,
-    what the head reads. Layers, heads, rows and columns count from 0. The model goes to the device.
+    `method` is one of: attention (the weights of `layer` and `head`, or the mean of the heads, for the token `query`),
+    rollout (all layers multiplied; `fuse` is the mean, max or min of the heads, `discard` the fraction of smallest
+    weights dropped), relevance (gradient-weighted attention for class `target`), gradcam (the input features of
+    `layer`, weighted for class `target`), pca (features after `layer` as colours). `target` is a class name or index,
+    by default the predicted class. `query` is class, distillation, register:N, mean, pool, or a patch as "row,column",
+    by default what the head reads. Layers, heads, rows and columns are 0-based. The model is moved to the device.
     """
     request = ExplanationRequest(method, layer, head, query, fuse, discard)
     explainer = Explainer(bundle, request, target=target, device=device)
@@ -95,14 +95,14 @@ def explain(
 
 
 class Tile(NamedTuple):
-    """One of the explanations of a grid."""
+    """One explanation of a grid."""
 
     label: str
     explanation: Explanation
 
 
-class _Told(NamedTuple):
-    """What a model says of an image: the class to explain and the class it predicts, by their numbers."""
+class _Classes(NamedTuple):
+    """The class to explain and the predicted class, by index, with their probabilities."""
 
     target: int | None
     probability: float | None
@@ -111,7 +111,7 @@ class _Told(NamedTuple):
 
 
 class Explainer:
-    """A bundle made ready to be explained in one way, one image after another."""
+    """A bundle ready to explain images with one method."""
 
     def __init__(
         self,
@@ -131,18 +131,18 @@ class Explainer:
 
     def explain(self, item: Item, name: str = "the image") -> Explanation:
         """Explain one image; `name` is for messages."""
-        seen, pixels = self._prepared(item, name)
+        shown, pixels = self._load(item, name)
         with eval_mode(self.model):
-            told = self._told(pixels)
-            map = explain_pixels(self.model, pixels, self.request, told.target)[0]
-        return self._explanation(map, seen, told)
+            classes = self._classes(pixels)
+            map = explain_pixels(self.model, pixels, self.request, classes.target)[0]
+        return self._explanation(map, shown, classes)
 
     def grid(self, item: Item, each: Each, name: str = "the image") -> list[Tile]:
-        """Explain one image for every head of the layer, or for every layer."""
+        """Explain one image for every head of a layer, or for every layer."""
         check_grid(self.request, each)
-        seen, pixels = self._prepared(item, name)
+        shown, pixels = self._load(item, name)
         with eval_mode(self.model):
-            told = self._told(pixels)
+            classes = self._classes(pixels)
             if each == "heads":
                 maps = list(attention_maps(self.model, pixels, self.request.layer, self.request.query)[0])
             elif self.request.method == "attention":
@@ -150,12 +150,12 @@ class Explainer:
                 maps = [choose_head(of_layer, self.request.head)[0] for of_layer in every]
             else:
                 layers = [replace(self.request, layer=layer) for layer in range(self.model.config.depth)]
-                maps = [explain_pixels(self.model, pixels, request, told.target)[0] for request in layers]
+                maps = [explain_pixels(self.model, pixels, request, classes.target)[0] for request in layers]
         unit = each.removesuffix("s")
-        return [Tile(f"{unit} {i}", self._explanation(map, seen, told)) for i, map in enumerate(maps)]
+        return [Tile(f"{unit} {i}", self._explanation(map, shown, classes)) for i, map in enumerate(maps)]
 
-    def _prepared(self, item: Item, name: str) -> tuple[Image.Image, Tensor]:
-        """Read an image: what the model sees, to look at, and as it is given to the model."""
+    def _load(self, item: Item, name: str) -> tuple[Image.Image, Tensor]:
+        """Read an image; return the crop the model sees, for display, and its normalised pixels."""
         try:
             crop = fitted(item, self.bundle.preprocess)
         except VitrailError as error:
@@ -164,53 +164,53 @@ class Explainer:
         return as_image(crop), self.bundle.preprocess.normalise(pixels)
 
     @torch.no_grad()
-    def _told(self, pixels: Tensor) -> "_Told":
-        """Return the class to explain and the class that is predicted, each with its probability."""
+    def _classes(self, pixels: Tensor) -> "_Classes":
+        """Return the class to explain and the predicted class, each with its probability."""
         config = self.model.config
         if not config.classes or (config.pool == "none" and not self.request.targeted):
-            return _Told(None, None, None, None)  # nothing is said of a whole image
+            return _Classes(None, None, None, None)  # no prediction for the whole image
         logits = self.model(pixels)[0]
-        answer = logits[answering_token(config, self.request.query)] if config.pool == "none" else logits
-        shares, best = answer.softmax(dim=0), int(answer.argmax())
+        logits = logits[explained_token(config, self.request.query)] if config.pool == "none" else logits
+        probabilities, best = logits.softmax(dim=0), int(logits.argmax())
         if not self.request.targeted:
-            return _Told(None, None, best, float(shares[best]))
+            return _Classes(None, None, best, float(probabilities[best]))
         target = best if self.target is None else self.target
-        return _Told(target, float(shares[target]), best, float(shares[best]))
+        return _Classes(target, float(probabilities[target]), best, float(probabilities[best]))
 
-    def _explanation(self, map: Tensor, seen: Image.Image, told: "_Told") -> Explanation:
+    def _explanation(self, map: Tensor, shown: Image.Image, classes: "_Classes") -> Explanation:
         if not bool(map.isfinite().all()):
-            raise Diverged("the map has numbers that are not finite; the model's weights are damaged")
+            raise Diverged("the map is not finite; the model's weights are corrupt")
         target, predicted = (
             number if self.bundle.classes is None or number is None else self.bundle.classes[number]
-            for number in (told.target, told.predicted)
+            for number in (classes.target, classes.predicted)
         )
-        numbers = map.float().cpu().numpy()
-        return Explanation(numbers, seen, self.request.method, target, told.probability, predicted, told.confidence)
+        values, method = map.float().cpu().numpy(), self.request.method
+        return Explanation(values, shown, method, target, classes.probability, predicted, classes.confidence)
 
 
 def check_grid(request: ExplanationRequest, each: str) -> None:
-    """Refuse a grid of what has no heads or no layers."""
+    """Raise for a grid over something a method does not have."""
     if each not in ("heads", "layers"):
         raise ConfigError(f"a grid shows heads or layers, not {each!r}")
     if each == "heads" and request.method != "attention":
-        raise ConfigError(f"only attention has a map for every head, not {request.method}")
+        raise ConfigError(f"only attention has one map per head, {request.method} does not")
     if each == "heads" and request.head is not None:
-        raise ConfigError(f"a grid of heads shows all of them; leave head {request.head} out")
+        raise ConfigError(f"a grid of heads shows all heads; omit head {request.head}")
     if each == "layers" and request.method in ("rollout", "relevance"):
         raise ConfigError(
-            f"{request.method} joins all layers in one map; a grid of layers is for attention, gradcam, pca"
+            f"{request.method} combines all layers in one map; a grid of layers works for attention, gradcam and pca"
         )
     if each == "layers" and request.layer is not None:
-        raise ConfigError(f"a grid of layers shows all of them; leave layer {request.layer} out")
+        raise ConfigError(f"a grid of layers shows all layers; omit layer {request.layer}")
 
 
 def read_class(target: str | int, bundle: Bundle) -> int:
-    """Return the number of a class that is given by its name or its number."""
+    """Return the index of a class, given by name or index."""
     names, outputs = bundle.classes, bundle.model.config.classes
     if isinstance(target, str) and names is not None and target in names:
         return names.index(target)
     if isinstance(target, str) and not (target.isascii() and target.isdigit()):
-        near = suggest(target, names) if names is not None else "; its classes have no names, so give a number"
+        near = suggest(target, names) if names is not None else "; its classes have no names, use an index"
         raise InputError(f"this model has no class {target!r}{near or f'; it has {_listed(names or ())}'}")
     number = int(target) if isinstance(target, str) else as_int(target)
     if number is None or not 0 <= number < outputs:
@@ -219,7 +219,7 @@ def read_class(target: str | int, bundle: Bundle) -> int:
 
 
 def as_image(pixels: Pixels) -> Image.Image:
-    """Make pixels (height, width, channels) an image to look at; of unusual channels, the mean in grey."""
+    """Turn pixels (height, width, channels) into an RGB image; other than three channels become their mean in grey."""
     if pixels.shape[2] == 3:
         return Image.fromarray(pixels)
     grey = pixels.mean(axis=2).round().astype(np.uint8)
@@ -227,7 +227,7 @@ def as_image(pixels: Pixels) -> Image.Image:
 
 
 def _named_item(image: object, number: int, channels: int) -> Item:
-    """Read what was given as one of many; what is no image is refused with its number."""
+    """Turn one of several inputs into an item; errors name it by its number."""
     try:
         return item_of(image, channels)
     except VitrailError as error:

@@ -1,4 +1,4 @@
-"""Where explanations are written: names that every file system takes, none of them twice."""
+"""Output files of explanations: portable and unique names."""
 
 import os
 import re
@@ -12,10 +12,10 @@ from vitrail.errors import ConfigError
 from vitrail.explanations.request import ExplanationRequest
 
 LONGEST = 120
-"""Bytes of an image's name that are kept; file systems allow 255 in all."""
-LONGEST_CHOICE = 40
-"""Letters of a class's or a token's name that are kept."""
-_TROUBLE = re.compile(r"[^\w.+=@-]+")
+"""Bytes of an image's name to keep; file systems allow 255 in total."""
+LONGEST_OPTION = 40
+"""Characters of a class or token name to keep."""
+_UNSAFE = re.compile(r"[^\w.+=@-]+")
 _RESERVED = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
 
 
@@ -27,9 +27,9 @@ class Outputs(NamedTuple):
 
 
 def ending_of(request: ExplanationRequest, target: str | None, grid: str | None) -> str:
-    """Say in a file's name what was asked, so that another layer, head or class is another file.
+    """Return the options as a suffix, so that another layer, head or class is another file.
 
-    >>> ending_of(Wanted("attention", layer=5, query="2,5"), None, "heads")
+    >>> ending_of(ExplanationRequest("attention", layer=5, query="2,5"), None, "heads")
     'attention-layer5-2_5-heads'
     """
     chosen = [
@@ -41,19 +41,19 @@ def ending_of(request: ExplanationRequest, target: str | None, grid: str | None)
         target or "",
         grid or "",
     ]
-    return "-".join([request.method, *(_TROUBLE.sub("_", one)[:LONGEST_CHOICE] for one in chosen if one)])
+    return "-".join([request.method, *(_UNSAFE.sub("_", one)[:LONGEST_OPTION] for one in chosen if one)])
 
 
 def plan_outputs(names: Sequence[bytes], folder: Path, ending: str, *, arrays: bool, overwrite: bool) -> list[Outputs]:
-    """Choose the files for images of these names; one that exists is refused unless it may be overwritten."""
+    """Choose the files for images of these names; an existing file raises unless `overwrite` is set."""
     if os.path.lexists(folder) and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file, and what would be written goes into a folder; choose another --out")
+        raise ConfigError(f"{folder} is a file, but the output is a folder; choose another --out")
     taken: set[str] = set()
     planned = []
     for name in names:
         stem = base = safe_name(name)
         number = 1
-        while stem.lower() in taken:  # some file systems take A and a for the same
+        while stem.lower() in taken:  # some file systems ignore case
             number += 1
             stem = f"{base}-{number}"
         taken.add(stem.lower())
@@ -65,13 +65,13 @@ def plan_outputs(names: Sequence[bytes], folder: Path, ending: str, *, arrays: b
 
 
 def safe_name(name: bytes) -> str:
-    """Make an image's name one that a file may have anywhere.
+    """Turn an image's name into a portable file name.
 
     >>> safe_name(b"photos/my cat?.jpg")
     'my_cat_'
     """
     last = re.split(r"[/\\]", os.fsdecode(name).rstrip("/\\"))[-1]
     stem, dot, suffix = last.rpartition(".")
-    kept = _TROUBLE.sub("_", stem if dot and suffix.lower() in SUFFIXES else last).lstrip(".")
+    kept = _UNSAFE.sub("_", stem if dot and suffix.lower() in SUFFIXES else last).lstrip(".")
     kept = kept.encode("utf-8", "ignore")[:LONGEST].decode("utf-8", "ignore")
     return f"_{kept}" if _RESERVED.fullmatch(kept) else kept or "image"

@@ -1,8 +1,8 @@
 """Grad-CAM (arXiv 1610.02391) on tokens: features weighted by how much they raise a class's score.
 
-The features are the patches' tokens as they are read, that is, normed. Without a layer they are taken where they are
-read last: by the pool where that is `mean` or `map`; else by the last layer's attention, because behind it patches
-have no influence on a class token, and no gradient.
+The features are the normalised patch tokens. By default they are taken where they are last read: by the pool if it is
+`mean` or `map`; else by the last layer's attention, because after it patches do not influence the class token and have
+no gradient.
 """
 
 import copy
@@ -16,15 +16,15 @@ from vitrail.explanations.tokens import Query, check_ready, patch_grid
 from vitrail.models.checks import read_layer
 from vitrail.models.vit import ViT
 
-Subset = TypeVar("Subset", bound=nn.Module)
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def gradcam_maps(
     model: ViT, pixels: Tensor, target: int | Tensor, layer: int | None = None, query: Query | None = None
 ) -> Tensor:
-    """Return how much each patch speaks for class `target`, a number or one for each image: (B, rows, columns).
+    """Return the evidence of each patch for class `target`, one index or one per image: (B, rows, columns).
 
-    With `layer`, the features are what that layer's attention reads.
+    With `layer`, the features are the input of that layer's attention.
     """
     check_ready(model)
     config = model.config
@@ -37,27 +37,29 @@ def gradcam_maps(
             tokens = block(tokens, places)
     with torch.enable_grad():
         tokens = entering = tokens.detach().requires_grad_()
-        head, read = model, _Kept(nn.Identity())
+        head, read = model, _Recorder(nn.Identity())
         if not after:
-            head, read = _watched(model, "norm")
+            head, read = _with_recorder(model, "norm")
         elif config.norm_order == "pre":
-            after[0], read = _watched(after[0], "norm1")
+            after[0], read = _with_recorder(after[0], "norm1")
         for block in after:
             tokens = block(tokens, places)
         score = class_score(head.classify(tokens)[0], target, config, query)
-        features = entering if read.output is None else read.output  # post-norm blocks read what enters them
+        features = (
+            entering if read.output is None else read.output
+        )  # post-norm blocks attend to their unnormalised input
         (gradient,) = torch.autograd.grad(score, features)
     return patch_grid(weigh_features(features.detach(), gradient, config.layout.patches), config)
 
 
 def weigh_features(tokens: Tensor, gradient: Tensor, patches: slice) -> Tensor:
-    """Weigh each of the D features by its mean gradient over the patches, and keep what is positive: (B, T)."""
+    """Weight each of the D features by its mean gradient over the patches, sum, and clamp at 0: (B, T)."""
     importance = gradient[:, patches].mean(dim=1, keepdim=True)
     return (tokens.float() * importance.float()).sum(dim=-1).clamp(min=0)
 
 
-class _Kept(nn.Module):
-    """A module that remembers what it gave."""
+class _Recorder(nn.Module):
+    """A module that stores its last output."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -69,12 +71,12 @@ class _Kept(nn.Module):
         return self.output
 
 
-def _watched(part: Subset, name: str) -> tuple[Subset, _Kept]:
-    """Return a copy of a module, with the same weights, one of whose parts remembers what it gave.
+def _with_recorder(module: AnyModule, name: str) -> tuple[AnyModule, _Recorder]:
+    """Return a shallow copy of a module, one of whose submodules stores its output.
 
-    A hook would do the same to the model itself, which others may be using at this moment.
+    A hook would change the model itself, which other threads may be using.
     """
-    kept = _Kept(cast("nn.Module", getattr(part, name)))
-    twin = copy.copy(part)
-    twin._modules = {**part._modules, name: kept}
-    return twin, kept
+    recorder = _Recorder(cast("nn.Module", getattr(module, name)))
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, name: recorder}
+    return twin, recorder

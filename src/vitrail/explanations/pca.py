@@ -1,4 +1,4 @@
-"""What patches have in common, as colours: their three main directions of variation as red, green and blue."""
+"""PCA of patch features: the first three principal components as red, green and blue."""
 
 import torch
 from torch import Tensor
@@ -17,15 +17,15 @@ def pca_maps(model: ViT, pixels: Tensor, layer: int | None = None) -> Tensor:
 
 
 def as_colours(features: Tensor) -> Tensor:
-    """Return each row of (N, D) as a colour (N, 3): its place from 0 to 1 along the three main directions.
+    """Return each row of (N, D) as a colour (N, 3): its first three principal components, scaled to 0 to 1.
 
-    A direction's sign is arbitrary; it is chosen so that its largest number is positive. Where there is no third (or
-    second, or first) direction, the colour has 0.5.
+    The sign of a component is arbitrary; its largest entry is made positive. A missing third (or second, or first)
+    component is 0.5.
     """
-    numbers = features.double().cpu()  # on the CPU: the same colours everywhere, and some devices have no float64
+    numbers = features.double().cpu()  # on the CPU: same colours on all devices, and some lack float64
     centred = numbers - numbers.mean(dim=0)
     _, sizes, directions = torch.linalg.svd(centred, full_matrices=False)
-    # Beyond the rank there is only rounding, which would be stretched to full colour.
+    # Beyond the rank there is only rounding noise, which would be scaled to full colour.
     kept = int((sizes[:3] > 1e-6 * numbers.abs().max()).sum())
     directions = directions[:kept]
     largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))

@@ -1,9 +1,9 @@
-"""Gradient-weighted relevance (Chefer et al. 2021, arXiv 2103.15679): which patches speak for a class.
+"""Gradient-weighted relevance (Chefer et al. 2021, arXiv 2103.15679): which patches are evidence for a class.
 
-In every layer, attention weights count by how much they raise the class's score: the positive part of gradient ×
-weight, averaged over the heads, is that layer's A. Relevance begins as R = I, and every layer makes it R + A R. Only
-the row of R that the head reads is wanted, and that can be had from the last layer backwards: r + r A. So the layers
-are recomputed one at a time on the way back, and no two of them are held at once.
+In every layer, the positive part of gradient × attention weight, averaged over the heads, is that layer's A. Relevance
+starts as R = I, and every layer updates it to R + A R. Only the row of R that the head reads is needed, and that can be
+computed from the last layer backwards: r + r A. So the layers are recomputed one at a time in the backward pass, and
+the attention of only one is in memory.
 """
 
 from typing import cast
@@ -19,9 +19,9 @@ from vitrail.models.vit import ViT
 
 
 def relevance(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | None = None) -> Tensor:
-    """Return how much each token speaks for class `target`, a number or one for each image: (B, T).
+    """Return the relevance of each token for class `target`, one index or one per image: (B, T).
 
-    `query` says whose answer is explained where every token has one (pool none).
+    `query` selects the token whose logits are explained if every token has logits (pool none).
     """
     check_ready(model)
     states: list[Tensor] = []
@@ -34,10 +34,10 @@ def relevance(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | N
         leaving = tokens.detach().requires_grad_()
         logits, pooling = model.classify(leaving)
         score = class_score(logits, target, model.config, query)
-        request = [leaving] if pooling is None else [leaving, pooling]
-        gradient, *of_pooling = torch.autograd.grad(score, request)
+        inputs = [leaving] if pooling is None else [leaving, pooling]
+        gradient, *of_pooling = torch.autograd.grad(score, inputs)
     if pooling is None:
-        row = _what_is_read(model.config, query).to(pixels.device).expand(len(pixels), -1)
+        row = _read_weights(model.config, query).to(pixels.device).expand(len(pixels), -1)
     else:
         row = spread(positive_part(of_pooling[0], pooling.detach()), model.config)
     for block in reversed(model.blocks):
@@ -51,48 +51,48 @@ def relevance(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | N
 
 
 def relevance_maps(model: ViT, pixels: Tensor, target: int | Tensor, query: Query | None = None) -> Tensor:
-    """Return how much each patch speaks for class `target`: (B, rows, columns)."""
+    """Return the relevance of each patch for class `target`: (B, rows, columns)."""
     return patch_grid(relevance(model, pixels, target, query), model.config)
 
 
 def positive_part(gradient: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean over the heads (B, heads, …) of what raises the score."""
+    """Return the positive part of gradient × weights, averaged over the heads of (B, heads, …)."""
     return (gradient * weights).clamp(min=0).mean(dim=1)
 
 
 def class_score(logits: Tensor, target: int | Tensor, config: ViTConfig, query: Query | None = None) -> Tensor:
-    """Return the sum, over images, of the score of class `target`; its gradient is each image's own."""
+    """Return the sum over images of the score of class `target`; its gradient is per image."""
     check_has_classes(config)
     chosen = torch.as_tensor(target, device=logits.device).expand(len(logits))
     if not bool(((chosen >= 0) & (chosen < config.classes)).all()):
         raise InputError(f"class {target} does not exist: this model has classes 0 to {config.classes - 1}")
-    scores = logits[:, answering_token(config, query)] if config.pool == "none" else logits
+    scores = logits[:, explained_token(config, query)] if config.pool == "none" else logits
     return scores.gather(1, chosen[:, None]).sum()
 
 
-def answering_token(config: ViTConfig, query: Query | None) -> int:
-    """Return which token's answer is meant, in a model where every token has one."""
+def explained_token(config: ViTConfig, query: Query | None) -> int:
+    """Return the token whose logits are explained, in a model with logits for every token."""
     if query is None and config.class_token == "none":
         raise InputError(
-            "this model answers for every token (its pool is none), so say whose answer is meant: a patch as "
+            "this model has logits for every token (its pool is none), so choose a token with query: a patch as "
             "'row,column'; attention, rollout and pca work without"
         )
     return read_token(query if query is not None else "class", config)
 
 
 def check_has_classes(config: ViTConfig) -> None:
-    """Refuse a model whose answers are no scores of classes."""
+    """Raise for a model without a classification head."""
     if not config.classes:
         raise InputError("the model has no head, so there is no class to explain; use attention, rollout or pca")
 
 
-def _what_is_read(config: ViTConfig, query: Query | None) -> Tensor:
-    """Return the weights (T,) with which tokens enter the answer."""
+def _read_weights(config: ViTConfig, query: Query | None) -> Tensor:
+    """Return the weights (T,) with which the head reads the tokens."""
     match config.pool:
         case "none":
             row = torch.zeros(config.tokens)
-            row[answering_token(config, query)] = 1
-        case "cls" if config.distillation_token:  # the answer is the mean of two heads
+            row[explained_token(config, query)] = 1
+        case "cls" if config.distillation_token:  # the logits are the mean of two heads
             row = (read_query("class", config) + read_query("distillation", config)) / 2
         case "cls":
             row = read_query("class", config)

@@ -1,4 +1,4 @@
-"""What is asked of an explanation, checked before anything is computed; and the map that answers it."""
+"""`ExplanationRequest`: the options of an explanation, validated before anything is computed."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -9,7 +9,7 @@ from vitrail.errors import ConfigError, InputError, suggest
 from vitrail.explanations.attention import attention_maps, choose_head, read_head
 from vitrail.explanations.gradcam import gradcam_maps
 from vitrail.explanations.pca import pca_maps
-from vitrail.explanations.relevance import answering_token, check_has_classes, relevance_maps
+from vitrail.explanations.relevance import check_has_classes, explained_token, relevance_maps
 from vitrail.explanations.rollout import Fuse, check_settings, rollout_maps
 from vitrail.explanations.tokens import POOL, Query, read_query
 from vitrail.models.checks import read_layer
@@ -19,8 +19,8 @@ from vitrail.models.vit import ViT
 Method = Literal["attention", "rollout", "relevance", "gradcam", "pca"]
 METHODS: tuple[str, ...] = get_args(Method)
 TARGETED = ("relevance", "gradcam")
-"""The methods that explain a class."""
-_TAKEN_BY = {
+"""Methods that explain a class."""
+_METHODS_WITH = {
     "layer": ("attention", "gradcam", "pca"),
     "head": ("attention",),
     "query": ("attention", "rollout"),
@@ -32,7 +32,7 @@ _TAKEN_BY = {
 
 @dataclass(frozen=True)
 class ExplanationRequest:
-    """An explanation that is asked for; what is None is left to the method."""
+    """The options of an explanation; None means the method's default."""
 
     method: Method = "relevance"
     layer: int | None = None
@@ -47,16 +47,16 @@ class ExplanationRequest:
         return self.method in TARGETED
 
     def check(self, config: ViTConfig, *, target: object = None) -> None:
-        """Refuse what a model cannot answer."""
+        """Raise if the options do not fit the method or the model."""
         if self.method not in METHODS:
-            near = suggest(self.method, METHODS) or f"; there are {', '.join(METHODS[:-1])} and {METHODS[-1]}"
-            raise ConfigError(f"no method is called {self.method!r}{near}")
+            near = suggest(self.method, METHODS) or f"; choose {', '.join(METHODS[:-1])} or {METHODS[-1]}"
+            raise ConfigError(f"unknown method {self.method!r}{near}")
         check_settings(self.fuse, self.discard)
         for option, default in (("layer", None), ("head", None), ("fuse", "mean"), ("discard", 0)):
             if getattr(self, option) != default:
-                self._check_taken(option)
+                self._check_option(option)
         if target is not None:
-            self._check_taken("target")
+            self._check_option("target")
         if self.layer is not None:
             read_layer(self.layer, config.depth)
         if self.head is not None:
@@ -65,29 +65,29 @@ class ExplanationRequest:
         if self.targeted:
             check_has_classes(config)
 
-    def _check_taken(self, option: str) -> None:
-        if self.method not in _TAKEN_BY[option]:
-            *others, last = _TAKEN_BY[option]
+    def _check_option(self, option: str) -> None:
+        if self.method not in _METHODS_WITH[option]:
+            *others, last = _METHODS_WITH[option]
             takers = f"{', '.join(others)} and {last}" if others else last
-            raise ConfigError(f"{option} means nothing for {self.method}, only for {takers}; leave it out")
+            raise ConfigError(f"{option} does not apply to {self.method}, only to {takers}; omit it")
 
     def _check_query(self, config: ViTConfig) -> None:
         if self.targeted and config.pool == "none":
-            answering_token(config, self.query)
+            explained_token(config, self.query)
         elif self.query is not None:
-            self._check_taken("query")
+            self._check_option("query")
             if self.query != POOL or config.pool != "map":
                 read_query(self.query, config)
             elif self.layer is not None:
-                raise InputError("the pool's query stands behind all layers; leave the layer out, or ask another token")
+                raise InputError("the pool's query comes after all layers; omit the layer, or choose another token")
 
 
 def explain_pixels(
     model: ViT, pixels: Tensor, request: ExplanationRequest, target: int | Tensor | None = None
 ) -> Tensor:
-    """Return the maps (B, rows, columns), of colours (B, rows, columns, 3) for pca, of normalised pixels (B, C, H, W).
+    """Return maps (B, rows, columns) for normalised pixels (B, C, H, W); for pca, colours (B, rows, columns, 3).
 
-    `target` is the class to explain, one number or one for each image.
+    `target` is the class to explain, one index or one per image.
     """
     match request.method:
         case "attention":
@@ -97,7 +97,7 @@ def explain_pixels(
         case "pca":
             return pca_maps(model, pixels, request.layer)
     if target is None:
-        raise InputError(f"{request.method} explains a class; say which")
+        raise InputError(f"{request.method} explains a class; give a target")
     if request.method == "gradcam":
         return gradcam_maps(model, pixels, target, request.layer, request.query)
     return relevance_maps(model, pixels, target, request.query)

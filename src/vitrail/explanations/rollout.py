@@ -1,6 +1,6 @@
-"""Attention rollout (arXiv 2005.00928): how far each token has mixed into another by the end of the encoder.
+"""Attention rollout (arXiv 2005.00928): how much each token contributes to another by the end of the encoder.
 
-Every layer's attention is taken half, the other half stays where it is (the residual), and the layers are multiplied.
+Each layer counts half attention and half identity (the residual connection), and the layers are multiplied.
 """
 
 from typing import Literal, cast, get_args
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ConfigError, suggest
-from vitrail.explanations.attention import attention_walk
+from vitrail.explanations.attention import iter_attention
 from vitrail.explanations.tokens import POOL, Query, default_query, patch_grid, read_query, spread
 from vitrail.models.vit import ViT
 
@@ -17,9 +17,9 @@ Fuse = Literal["mean", "max", "min"]
 
 
 def rollout(model: ViT, pixels: Tensor, *, fuse: Fuse = "mean", discard: float = 0.0) -> Tensor:
-    """Return (B, T, T): row i says what token i is made of at the end, and sums to 1.
+    """Return (B, T, T): row i is the contribution of every token to token i at the end, and sums to 1.
 
-    `fuse` says how heads become one; `discard` is the share of a layer's smallest weights that is taken for noise.
+    `fuse` combines the heads; `discard` is the fraction of each layer's smallest weights to drop as noise.
     """
     return _roll(model, pixels, fuse, discard)[0]
 
@@ -28,36 +28,36 @@ def rollout(model: ViT, pixels: Tensor, *, fuse: Fuse = "mean", discard: float =
 def rollout_maps(
     model: ViT, pixels: Tensor, query: Query | None = None, *, fuse: Fuse = "mean", discard: float = 0.0
 ) -> Tensor:
-    """Return what the token asked about is made of, (B, rows, columns); without `query`, what the head reads.
+    """Return the contribution of every patch to the query token, (B, rows, columns); by default to what the head reads.
 
-    The pool `map` is one layer more, without a residual.
+    The pool `map` counts as one more layer, without a residual.
     """
     config = model.config
-    asked = query if query is not None else default_query(config)
-    row = None if asked == POOL and config.pool == "map" else read_query(asked, config).to(pixels.device)
-    product, tokens = _roll(model, pixels, fuse, discard)
+    chosen = query if query is not None else default_query(config)
+    row = None if chosen == POOL and config.pool == "map" else read_query(chosen, config).to(pixels.device)
+    rolled, tokens = _roll(model, pixels, fuse, discard)
     pooling = model.classify(tokens)[1] if row is None else None
     if pooling is not None:
-        looks = discard_smallest(fuse_heads(pooling[:, :, None], fuse), discard)[:, 0]
-        row = spread(looks / looks.sum(dim=-1, keepdim=True), config)
-    rows = cast("Tensor", row).expand(len(product), -1)
-    return patch_grid((rows[:, None] @ product)[:, 0], config)
+        weights = discard_smallest(fuse_heads(pooling[:, :, None], fuse), discard)[:, 0]
+        row = spread(weights / weights.sum(dim=-1, keepdim=True), config)
+    rows = cast("Tensor", row).expand(len(rolled), -1)
+    return patch_grid((rows[:, None] @ rolled)[:, 0], config)
 
 
 def _roll(model: ViT, pixels: Tensor, fuse: Fuse, discard: float) -> tuple[Tensor, Tensor]:
-    """Multiply the layers, and return also the tokens that leave the last."""
+    """Multiply the layers; return the matrix and the output tokens of the last layer."""
     check_settings(fuse, discard)
     config = model.config
-    product = torch.eye(config.tokens, device=pixels.device).expand(len(pixels), -1, -1)
+    rolled = torch.eye(config.tokens, device=pixels.device).expand(len(pixels), -1, -1)
     tokens = pixels
-    for tokens, weights in attention_walk(model, pixels):  # noqa: B007 - the last ones are returned
-        product = with_residual(discard_smallest(fuse_heads(weights, fuse), discard)) @ product
-        del weights  # the next layer's take its place
-    return product, tokens
+    for tokens, weights in iter_attention(model, pixels):  # noqa: B007 - the last tokens are returned
+        rolled = with_residual(discard_smallest(fuse_heads(weights, fuse), discard)) @ rolled
+        del weights  # make room for the next layer's
+    return rolled, tokens
 
 
 def fuse_heads(weights: Tensor, fuse: Fuse) -> Tensor:
-    """Make one matrix (B, Q, T) of the heads' (B, heads, Q, T)."""
+    """Combine the heads of (B, heads, Q, T) into (B, Q, T)."""
     match fuse:
         case "mean":
             return weights.mean(dim=1)
@@ -68,9 +68,9 @@ def fuse_heads(weights: Tensor, fuse: Fuse) -> Tensor:
     raise _unknown(fuse)
 
 
-def discard_smallest(matrix: Tensor, share: float) -> Tensor:
-    """Set the smallest `share` of each image's (B, Q, T) weights to 0."""
-    count = int(share * matrix[0].numel())
+def discard_smallest(matrix: Tensor, fraction: float) -> Tensor:
+    """Set the smallest `fraction` of each image's (B, Q, T) weights to 0."""
+    count = int(fraction * matrix[0].numel())
     if not count:
         return matrix
     flat = matrix.flatten(1)
@@ -79,18 +79,18 @@ def discard_smallest(matrix: Tensor, share: float) -> Tensor:
 
 
 def with_residual(matrix: Tensor) -> Tensor:
-    """Leave every token half of itself; rows, which fusing and discarding may have changed, sum to 1 again."""
+    """Average with the identity, and renormalise the rows, which fusing and discarding may have changed."""
     mixed = 0.5 * matrix + 0.5 * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     return mixed / mixed.sum(dim=-1, keepdim=True)
 
 
 def check_settings(fuse: str, discard: float) -> None:
-    """Refuse what means nothing."""
+    """Raise for invalid options."""
     if fuse not in get_args(Fuse):
         raise _unknown(fuse)
     if not isinstance(discard, int | float) or not 0 <= discard < 1:
-        raise ConfigError(f"discard is {discard!r}; it is the share of weights that is left out, from 0 to below 1")
+        raise ConfigError(f"discard is {discard!r}; it is the fraction of weights to drop, at least 0 and below 1")
 
 
 def _unknown(fuse: str) -> ConfigError:
-    return ConfigError(f"heads are not fused by {fuse!r}{suggest(fuse, get_args(Fuse)) or '; use mean, max or min'}")
+    return ConfigError(f"unknown fuse {fuse!r}{suggest(fuse, get_args(Fuse)) or '; choose mean, max or min'}")

@@ -1,7 +1,7 @@
-"""Which token asks: the class token, a patch, a register, the mean of the patches, or the query of the pool `map`.
+"""Query tokens: the class token, a patch, a register, the mean of the patches, or the query of the pool `map`.
 
-A question is a row of weights over the tokens, (T,), that sums to 1: a single 1 for a single token. So every map is
-that row times a matrix whose row i says where token i looks.
+A query is a row of weights over the tokens, (T,), that sums to 1: one-hot for a single token. So every map is that row
+times a matrix whose row i is the attention of token i.
 """
 
 import re
@@ -14,7 +14,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 
 Query = str | tuple[int, int]
-"""class, distillation, register:N, mean, pool, or a patch as "row,column", also as a pair of numbers."""
+"""class, distillation, register:N, mean, pool, or a patch as "row,column" or a pair of ints."""
 POOL = "pool"
 _PATCH = re.compile(r"\(?\s*(-?\d{1,7})\s*,\s*(-?\d{1,7})\s*\)?")
 
@@ -27,29 +27,29 @@ def default_query(config: ViTConfig) -> str:
 
 
 def read_query(query: Query, config: ViTConfig) -> Tensor:
-    """Return a question's row of weights over the tokens, (T,); `pool`, whose row the image decides, is refused."""
+    """Return a query's row of weights over the tokens, (T,); raises for `pool`, whose row depends on the image."""
     if query == "mean":
         return pooled_tokens(config)
     return torch.zeros(config.tokens).index_fill(0, torch.tensor(read_token(query, config)), 1)
 
 
 def read_token(query: Query, config: ViTConfig) -> int:
-    """Return the place of the one token that is meant."""
+    """Return the index of a single token."""
     layout = config.layout
     pair = isinstance(query, tuple | list) and len(query) == 2
-    asked = f"{query[0]},{query[1]}" if pair else str(query).strip().lower()
-    kind, _, number = asked.partition(":")
-    if asked in ("class", "distillation"):
-        place = layout.class_token if asked == "class" else layout.distillation_token
+    name = f"{query[0]},{query[1]}" if pair else str(query).strip().lower()
+    kind, _, number = name.partition(":")
+    if name in ("class", "distillation"):
+        place = layout.class_token if name == "class" else layout.distillation_token
         if place is None:
-            raise InputError(f"this model has no {asked} token; {_possible(config)}")
+            raise InputError(f"this model has no {name} token; {_possible(config)}")
         return place
     if kind == "register":
         if not number.isascii() or not number.isdigit() or int(number) >= config.registers:
             have = f"registers register:0 to register:{config.registers - 1}" if config.registers else "no registers"
-            raise InputError(f"there is no token {asked!r}: this model has {have}; {_possible(config)}")
+            raise InputError(f"there is no token {name!r}: this model has {have}; {_possible(config)}")
         return int(layout.registers.start) + int(number)
-    if patch := _PATCH.fullmatch(asked):
+    if patch := _PATCH.fullmatch(name):
         row, column = int(patch[1]), int(patch[2])
         rows, columns = config.grid
         if not (0 <= row < rows and 0 <= column < columns):
@@ -58,33 +58,33 @@ def read_token(query: Query, config: ViTConfig) -> int:
                 f"to {columns - 1}"
             )
         return int(layout.patches.start) + row * columns + column
-    raise InputError(f"there is no token {asked!r} to ask; {_possible(config)}")
+    raise InputError(f"there is no token {name!r}; {_possible(config)}")
 
 
 def pooled_tokens(config: ViTConfig) -> Tensor:
-    """Return equal weights for the tokens that pooling looks at, and 0 for the others, (T,)."""
+    """Return equal weights for the pooled tokens, and 0 for the others, (T,)."""
     row = torch.zeros(config.tokens)
     row[_pooled_over(config)] = 1
     return row / row.sum()
 
 
 def spread(pooling: Tensor, config: ViTConfig) -> Tensor:
-    """Give the pool's weights (…, pooled tokens) their places among all tokens, (…, T)."""
+    """Scatter the pool's weights (…, pooled tokens) over all tokens, (…, T)."""
     row = pooling.new_zeros(*pooling.shape[:-1], config.tokens)
     row[..., _pooled_over(config)] = pooling
     return row
 
 
 def patch_grid(rows: Tensor, config: ViTConfig) -> Tensor:
-    """Leave out all but the patches of (…, T), and lay them out on their grid, (…, rows, columns)."""
+    """Select the patches of (…, T), and reshape them to their grid, (…, rows, columns)."""
     patches = rows[..., config.layout.patches]
     return patches.reshape(*patches.shape[:-1], *config.grid)
 
 
 def check_ready(model: ViT) -> None:
-    """Refuse a model that would answer by chance."""
+    """Raise if the model is in training mode."""
     if model.training:
-        raise InputError("the model is in training mode, where dropout changes its answers; call model.eval() first")
+        raise InputError("the model is in training mode, where dropout makes outputs random; call model.eval() first")
 
 
 def _pooled_over(config: ViTConfig) -> slice:
@@ -92,7 +92,7 @@ def _pooled_over(config: ViTConfig) -> slice:
 
 
 def _possible(config: ViTConfig) -> str:
-    """Say what may be asked."""
+    """List the valid queries."""
     rows, columns = config.grid
     words = [
         *(["class"] if config.class_token != "none" else []),
@@ -102,4 +102,4 @@ def _possible(config: ViTConfig) -> str:
         *([POOL] if config.pool == "map" else []),
         f"a patch 'row,column' from 0,0 to {rows - 1},{columns - 1}",
     ]
-    return "ask " + ", ".join(words[:-1]) + f" or {words[-1]}"
+    return "choose " + ", ".join(words[:-1]) + f" or {words[-1]}"

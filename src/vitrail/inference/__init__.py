@@ -1,1 +1,1 @@
-"""A trained model at work: predictions, features, probes."""
+"""Using a trained model: predictions, features, probes."""

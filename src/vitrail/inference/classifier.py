@@ -1,4 +1,4 @@
-"""`Classifier`: a bundle made ready to say what is in images."""
+"""`Classifier`: a bundle ready to predict."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,47 +28,47 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a model says of one image: the likeliest classes, the likeliest first."""
+class Prediction:
+    """A model's prediction for one image: the most likely classes, in order of probability."""
 
     names: tuple[str, ...] = ()
-    """The numbers of the classes, as text, where the bundle has no names."""
+    """Class names; class indices as text if the bundle has no names."""
     probabilities: tuple[float, ...] = ()
     error: str | None = None
-    """Why there is no answer, where the image could not be read and errors are kept."""
+    """Why there is no prediction, if the image could not be read and `errors="keep"`."""
 
     @property
     def name(self) -> str:
-        """The likeliest class."""
+        """The most likely class."""
         self._check()
         return self.names[0]
 
     @property
     def probability(self) -> float:
-        """How likely it is, from 0 to 1."""
+        """Its probability, from 0 to 1."""
         self._check()
         return self.probabilities[0]
 
     def _check(self) -> None:
         if self.error is not None:
-            raise DataError(f"there is no answer: {self.error}")
+            raise DataError(f"there is no prediction: {self.error}")
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
-        """Give every class with its probability."""
+        """Iterate over (class, probability)."""
         return zip(self.names, self.probabilities, strict=True)
 
     def __repr__(self) -> str:
         if self.error is not None:
-            return f"Answer(error: {self.error})"
-        return "Answer(" + ", ".join(f"{name} {percent(likely)}%" for name, likely in self) + ")"
+            return f"Prediction(error: {self.error})"
+        return "Prediction(" + ", ".join(f"{name} {percent(probability)}%" for name, probability in self) + ")"
 
 
 class Classifier:
-    """A model that says what is in images: `Classifier("runs/pets/best")("cat.jpg")`.
+    """Classify images: `Classifier("runs/pets/best")("cat.jpg")`.
 
-    `bundle` is one that is open, or whatever `vitrail.load` opens; its model goes to the device. `engine` says what
-    computes, or is an open engine; `precision` says in which numbers: float32 gives what the library gives that the
-    weights come from.
+    `bundle` is a loaded bundle or anything that `vitrail.load` opens; its model is moved to the device. `engine` is the
+    name of an engine or an open one. With `precision="float32"` the outputs match those of the library that the weights
+    come from.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Classifier:
         device: str = "auto",
     ) -> None:
         place = choose_device(device)
-        autocast(place, precision)  # refuses a wrong one before anything is read
+        autocast(place, precision)  # raises for an invalid precision before anything is read
         opened = ready_bundle(bundle)
         outputs = check_head(opened)
         self.preprocess: Preprocess = opened.preprocess
@@ -94,63 +94,64 @@ class Classifier:
         opened.announce()
 
     @overload
-    def predict(  # type: ignore[overload-overlap]  # a text is a path, not several letters
+    def predict(  # type: ignore[overload-overlap]  # a str is a path, not a sequence
         self, images: ImageInput, *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> Answer: ...
+    ) -> Prediction: ...
 
     @overload
     def predict(
         self, images: Iterable[ImageInput], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> list[Answer]: ...
+    ) -> list[Prediction]: ...
 
     def predict(
         self, images: ImageInput | Iterable[ImageInput], *, top: int = 5, errors: Errors = "raise", batch: int = BATCH
-    ) -> Answer | list[Answer]:
-        """Return the answer for one image, or the list of answers for many.
+    ) -> Prediction | list[Prediction]:
+        """Return the prediction for one image, or a list of predictions for several.
 
-        `top` is how many classes an answer has, if there are so many. What cannot be read raises an error that says
-        which image it is; with `errors="keep"` the error is in its answer.
+        `top` is the largest number of classes in a prediction. An unreadable image raises an error that names it; with
+        `errors="keep"` the error is stored in its prediction.
         """
         check_counts(top, batch)
         if errors not in get_args(Errors):
             raise ConfigError(f"errors is {errors!r}; choose 'raise' or 'keep'")
         if is_one(images):
-            return self._answer([images], [name_of(images, None)], top, errors, map)[0]
+            return self._predict([images], [name_of(images, None)], top, errors, map)[0]
         if not isinstance(images, Iterable):
             raise no_image(images)
-        answers: list[Answer] = []
-        given = iter(images)
+        predictions: list[Prediction] = []
+        remaining = iter(images)
         with ThreadPoolExecutor(default_workers()) as pool:
-            while some := list(islice(given, batch)):
-                names = [name_of(image, len(answers) + number) for number, image in enumerate(some)]
-                answers += self._answer(some, names, top, errors, pool.map)
-        return answers
+            while some := list(islice(remaining, batch)):
+                names = [name_of(image, len(predictions) + number) for number, image in enumerate(some)]
+                predictions += self._predict(some, names, top, errors, pool.map)
+        return predictions
 
     __call__ = predict
 
-    def answers(self, pixels: Tensor, top: int, name: Callable[[int], str] = "image {}".format) -> list[Answer]:
-        """Return the answers for pixels (B, C, H, W) as `fitted` makes them; `name` is for messages."""
+    def predict_pixels(
+        self, pixels: Tensor, top: int, name: Callable[[int], str] = "image {}".format
+    ) -> list[Prediction]:
+        """Return the predictions for pixels (B, C, H, W) as returned by `fitted`; `name` is for messages."""
         if not len(pixels):
             return []
         logits = self.engine(pixels)
         wrong = ~logits.isfinite().all(dim=1)
         if wrong.any():
-            help = "its weights are damaged" if self.engine.precision == "float32" else "use float32"
-            raise Diverged(f"the model's answer to {name(int(wrong.int().argmax()))} is not a finite number; {help}")
-        likely = logits.softmax(dim=1).topk(min(top, len(self.names)), dim=1)
-        found = zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
+            help = "the weights are corrupt" if self.engine.precision == "float32" else "use float32"
+            raise Diverged(f"the logits for {name(int(wrong.int().argmax()))} are not finite; {help}")
+        best = logits.softmax(dim=1).topk(min(top, len(self.names)), dim=1)
         return [
-            Answer(tuple(self.names[index] for index in indices), tuple(float(f"{p:.6g}") for p in values))
-            for values, indices in found
+            Prediction(tuple(self.names[index] for index in indices), tuple(float(f"{p:.6g}") for p in values))
+            for values, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
 
-    def _answer(
+    def _predict(
         self, images: Sequence[object], names: Sequence[str], top: int, errors: Errors, run: Callable[..., Any]
-    ) -> list[Answer]:
-        # What is given twice is read once: Pillow's images must not be decoded by two threads at a time.
+    ) -> list[Prediction]:
+        # Read an image that is passed twice only once: two threads must not decode the same Pillow image.
         different = {id(image): image for image in images}
-        made_of = dict(zip(different, run(self._ready, different.values()), strict=True))
-        ready: list[Pixels | VitrailError] = [made_of[id(image)] for image in images]
+        loaded = dict(zip(different, run(self._load, different.values()), strict=True))
+        ready: list[Pixels | VitrailError] = [loaded[id(image)] for image in images]
         good: list[Pixels] = []
         readable: list[str] = []
         for name, made in zip(names, ready, strict=True):
@@ -160,10 +161,10 @@ class Classifier:
             elif errors == "raise":
                 raise type(made)(f"{name}: {made}")
         pixels = torch.from_numpy(np.stack(good)).permute(0, 3, 1, 2) if good else torch.empty(0)
-        found = iter(self.answers(pixels, top, readable.__getitem__))
-        return [Answer(error=str(made)) if isinstance(made, VitrailError) else next(found) for made in ready]
+        predictions = iter(self.predict_pixels(pixels, top, readable.__getitem__))
+        return [Prediction(error=str(made)) if isinstance(made, VitrailError) else next(predictions) for made in ready]
 
-    def _ready(self, image: object) -> Pixels | VitrailError:
+    def _load(self, image: object) -> Pixels | VitrailError:
         try:
             return fitted(item_of(image, self.preprocess.channels), self.preprocess)
         except VitrailError as error:
@@ -171,24 +172,24 @@ class Classifier:
 
 
 def check_counts(top: int, batch: int) -> None:
-    """Refuse numbers that mean nothing."""
+    """Raise unless `top` and `batch` are positive."""
     for what, number in (("top", top), ("batch", batch)):
         if number < 1:
             raise ConfigError(f"{what} is {number}; it should be 1 or more")
 
 
 def check_head(bundle: Bundle) -> int:
-    """See to it that a model can tell classes apart, and return how many."""
+    """Raise unless a model has a classification head; return its number of classes."""
     outputs = bundle.model.config.classes
     if not outputs:
-        raise CheckpointError("the model has no head, so it knows no classes; train one on it first")
-    if refusal := per_token(bundle.model.config):
-        raise CheckpointError(refusal)
+        raise CheckpointError("the model has no classification head; train one first")
+    if error := per_token(bundle.model.config):
+        raise CheckpointError(error)
     return outputs
 
 
-def check_precision(wanted: str) -> Precision:
-    """Refuse what is no precision; "auto", which is settled later, is float32 until then."""
-    if wanted not in (*get_args(Precision), "auto"):
-        raise ConfigError(f"no precision is called {wanted!r}; choose float32, bf16, fp16 or auto")
-    return "float32" if wanted == "auto" else wanted  # type: ignore[return-value]
+def check_precision(precision: str) -> Precision:
+    """Validate a precision; "auto" is resolved later and counts as float32 here."""
+    if precision not in (*get_args(Precision), "auto"):
+        raise ConfigError(f"unknown precision {precision!r}; choose float32, bf16, fp16 or auto")
+    return "float32" if precision == "auto" else precision  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""An output of predict that is whole: does it have the rows that it would have now?"""
+"""Check that a finished output of predict has the rows that the images would give now."""
 
 import os
 from collections.abc import Iterator
@@ -15,39 +15,39 @@ from vitrail.inference.writing import Format, Sink, parquet_path, read_record, w
 
 
 def count_finished(target: Path, format: Format, items: Iterator[Item]) -> Sink:
-    """Count the rows of a finished output, which must be those of the images as they are listed now.
+    """Count the rows of a finished output, which must match the images as listed now.
 
-    What they were computed with is not known any more.
+    The model and settings of a finished output are not recorded, so they are not compared.
     """
     counted = Sink()
     for row, item in zip_longest(_rows(target, format), items):
-        there = None if row is None else row[1]
-        wanted = None if item is None else parquet_path(item.name) if format == "parquet" else item.name
-        if there != wanted or (row is not None and row[0] != counted.done + 1):
+        written = None if row is None else row[1]
+        expected = None if item is None else parquet_path(item.name) if format == "parquet" else item.name
+        if written != expected or (row is not None and row[0] != counted.done + 1):
             raise DataError(
-                f"row {counted.done + 1:,} of {shown(os.fspath(target))}, which is finished, is {_said(there)}, and "
-                f"now {_said(wanted)} would be there: the images have changed; make it again with --overwrite"
+                f"{shown(os.fspath(target))} is finished, but its row {counted.done + 1:,} is {_name(written)} and "
+                f"would now be {_name(expected)}: the images have changed; recreate it with --overwrite"
             )
         if row is not None:
             counted.count(row[1], row[2])
     return counted
 
 
-def _said(path: bytes | None) -> str:
+def _name(path: bytes | None) -> str:
     return "nothing" if path is None else shown(path)
 
 
 def _rows(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | None]]:
-    """Give number, path and error of every row."""
+    """Yield number, path and error of every row."""
     try:
         yield from _of_parquet(target) if format == "parquet" else _of_lines(target, format)
     except (ValueError, LookupError, TypeError):
         raise DataError(
-            f"{shown(os.fspath(target))} exists already and has no rows of predict; choose another name, or replace it "
-            f"with --overwrite"
+            f"{shown(os.fspath(target))} already exists and was not written by predict; choose another name, or "
+            f"replace it with --overwrite"
         ) from None
     except OSError as fault:
-        reason = " ".join(reason_of(fault).split())[:200]  # pyarrow's reasons have several lines
+        reason = " ".join(reason_of(fault).split())[:200]  # pyarrow's messages have several lines
         raise DataError(f"{shown(os.fspath(target))} cannot be read: {reason}") from None
 
 
@@ -62,12 +62,12 @@ def _of_lines(target: Path, format: Format) -> Iterator[tuple[int, bytes, str | 
             yield read_record(record, format)
             end = after
         if end < os.fstat(file.fileno()).st_size:
-            raise ValueError("the last line is not whole")
+            raise ValueError("the last line is incomplete")
 
 
 def _of_parquet(target: Path) -> Iterator[tuple[int, bytes, str | None]]:
     arrow: Any = import_pyarrow(os.fspath(target))
-    with arrow.parquet.ParquetFile(target) as file:  # what is wrong with it is a ValueError or an OSError
+    with arrow.parquet.ParquetFile(target) as file:  # raises ValueError or OSError for an invalid file
         if not {"number", "path", "error"} <= set(file.schema_arrow.names):
             raise ValueError(target)
         for batch in file.iter_batches(columns=["number", "path", "error"]):

@@ -1,4 +1,4 @@
-"""`embed`: the features of many images, written to a file."""
+"""`embed`: write the features of many images to a file."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from vitrail.data.sources.source import Source
 from vitrail.errors import CheckpointError
 from vitrail.inference.feature_files import (
     DType,
-    Rows,
+    FeatureRows,
     as_written,
     check_dtype,
     check_suffix,
@@ -26,27 +26,27 @@ from vitrail.inference.feature_files import (
     sidecar,
 )
 from vitrail.inference.features import (
-    AS_A_RULE,
-    Computing,
+    DEFAULT_COMPUTE,
+    ComputeOptions,
     FeatureBatch,
+    FeatureKind,
     FeatureRequest,
-    Kind,
     feature_batches,
     nothing_to_read,
 )
 from vitrail.runtime import Precision
 
 
-class Embedded(NamedTuple):
-    """Features that were written."""
+class EmbedResult(NamedTuple):
+    """What `embed` wrote."""
 
     output: Path
     names: Path | None
-    """The file with the names and labels; None where they are in the output itself."""
+    """The file with names and labels; None if they are in the output itself."""
     shape: tuple[int, ...]
-    """Of all features together: images first."""
+    """Shape of all features: (images, …)."""
     bad: tuple[BadImage, ...]
-    """The images that could not be read, and have no row."""
+    """Images that could not be read; they have no row."""
 
 
 def embed(
@@ -54,7 +54,7 @@ def embed(
     data: str | Path,
     output: str | Path,
     *,
-    tokens: Kind = "pooled",
+    tokens: FeatureKind = "pooled",
     layer: int | None = None,
     normalise: bool = False,
     raw: bool = False,
@@ -66,26 +66,26 @@ def embed(
     precision: Precision = "float32",
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Embedded:
-    """Write the features of images to a .parquet, .npy or .safetensors file, a row for each, in their order.
+) -> EmbedResult:
+    """Write the features of images to a .parquet, .npy or .safetensors file, one row per image, in order.
 
-    `tokens` says which: "pooled" is what the head sees, "class", "patches" and "registers" are tokens. With `layer`
-    (0-based, negative from the end) the model is treated as if it ended there: its final norm follows, unless `raw`
-    tokens are asked for. `normalise` scales every vector to length 1. An image that cannot be read has no row, and is
-    listed in what is returned. Memory does not grow with the number of images.
+    `tokens` selects the features: "pooled" is the input of the head; "class", "patches" and "registers" are tokens.
+    With `layer` (0-based, negative from the end) the model is treated as if it ended there: its final norm follows,
+    unless `raw` is set. `normalise` scales every vector to length 1. An unreadable image has no row and is listed in
+    the result. Memory does not grow with the number of images.
     """
     target = check_output(output, overwrite=overwrite)
     bundle = ready_bundle(bundle)
     chosen = choose_images(data, split, record=recorded_split(bundle.origin))
     request, how = (
         FeatureRequest(tokens, layer, normalise, raw),
-        Computing(device, precision, batch, workers, on_progress),
+        ComputeOptions(device, precision, batch, workers, on_progress),
     )
     return embed_source(bundle, chosen.source, target, request, how, dtype=dtype, overwrite=overwrite)
 
 
 def _is_there(folder: Path) -> bool:
-    """Say whether something is there, also where we may not look."""
+    """Return whether a path exists, also where we lack permission to look."""
     try:
         return folder.exists()
     except PermissionError:
@@ -93,14 +93,14 @@ def _is_there(folder: Path) -> bool:
 
 
 def check_output(output: str | Path, *, overwrite: bool) -> Path:
-    """Refuse a file that cannot be written or should not be, before anything is computed."""
+    """Raise, before anything is computed, if a file cannot or should not be written."""
     target = Path(output)
     check_suffix(target)
     for file in (target, sidecar(target)) if has_sidecar(target) else (target,):
         check_target(file, overwrite=overwrite, folder=False)
     around = next(folder for folder in target.absolute().parents if _is_there(folder))
     if not os.access(around, os.W_OK):
-        raise CheckpointError(f"{target} cannot be written: you may not write to {around}; choose another folder")
+        raise CheckpointError(f"{target} cannot be written: no write permission for {around}; choose another folder")
     if not around.is_dir():
         raise CheckpointError(f"{target} cannot be written, because {around} is a file; choose another folder")
     return target
@@ -111,11 +111,11 @@ def embed_source(
     source: Source,
     output: Path,
     request: FeatureRequest,
-    how: Computing = AS_A_RULE,
+    how: ComputeOptions = DEFAULT_COMPUTE,
     *,
     dtype: DType = "float32",
     overwrite: bool = False,
-) -> Embedded:
+) -> EmbedResult:
     """Write the features of a source's images."""
     check_dtype(dtype)
     config = bundle.model.config
@@ -126,11 +126,17 @@ def embed_source(
     batches = feature_batches(bundle, source, request, how)
     bundle.announce()
     with ExitStack() as files:
-        # In this order, so that what the disk refuses is said of the output.
-        beside = None if names is None else files.enter_context(atomic_file(names, overwrite=overwrite))
+        # In this order, so that a disk error names the output.
+        sidecar_path = None if names is None else files.enter_context(atomic_file(names, overwrite=overwrite))
         temporary = files.enter_context(atomic_file(output, overwrite=overwrite))
         file = open_rows(
-            temporary, beside, output.suffix.lower(), len(source), shape, dtype, _facts(request, config.depth, source)
+            temporary,
+            sidecar_path,
+            output.suffix.lower(),
+            len(source),
+            shape,
+            dtype,
+            _facts(request, config.depth, source),
         )
         try:
             for some in batches:
@@ -145,18 +151,18 @@ def embed_source(
         except BaseException:  # also Ctrl-C
             file.abandon()
             raise
-    return Embedded(output, names, (written, *shape), tuple(bad))
+    return EmbedResult(output, names, (written, *shape), tuple(bad))
 
 
-def _rows(some: FeatureBatch, source: Source, dtype: DType) -> Rows:
+def _rows(some: FeatureBatch, source: Source, dtype: DType) -> FeatureRows:
     indices, labels = some.indices.tolist(), some.labels.tolist()
     names = [source.name(index) for index in indices]
     classes = [None if label < 0 else source.classes[label] for label in labels]
-    return Rows(as_written(some.features, dtype, names), indices, names, classes)
+    return FeatureRows(as_written(some.features, dtype, names), indices, names, classes)
 
 
 def _facts(request: FeatureRequest, depth: int, source: Source) -> str:
-    """Say in JSON what the features are, for files that have a place for it."""
+    """Describe the features in JSON, for file formats with metadata."""
     layer = (depth - 1 if request.layer is None else request.layer) % depth
     facts = {
         "tokens": request.tokens,

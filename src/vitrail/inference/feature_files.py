@@ -1,8 +1,8 @@
-"""Files of features, written row by row, so that memory does not grow with the number of images.
+"""Feature files, written row by row, so that memory does not grow with the number of images.
 
-.parquet       a row for each image: index, name, label, features
-.npy           one array (images, …); names and labels in a file beside it
-.safetensors   the same array as the tensor "features"; names and labels in a file beside it
+.parquet       one row per image: index, name, label, features
+.npy           one array (images, …); names and labels in a sidecar file
+.safetensors   the same array as the tensor "features"; names and labels in a sidecar file
 """
 
 import json
@@ -20,44 +20,44 @@ from vitrail.errors import ConfigError, InputError
 DType = Literal["float32", "float16"]
 SUFFIXES = (".parquet", ".npy", ".safetensors")
 ROW_GROUP = 16 * 2**20
-"""Bytes of features that go into Parquet at a time: what is gathered is what memory holds."""
+"""Bytes of features per Parquet row group, which is buffered in memory."""
 
 
-class Rows(NamedTuple):
-    """Some rows of the file."""
+class FeatureRows(NamedTuple):
+    """Rows of a feature file."""
 
     features: NDArray[np.floating[Any]]
-    """(B, …), of the kind of number that is written."""
+    """(B, …), in the dtype that is written."""
     indices: list[int]
     names: list[str]
     labels: list[str | None]
 
 
 class FeatureFile(Protocol):
-    """A file that rows are added to."""
+    """A file to append rows to."""
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add rows."""
 
     def close(self) -> None:
-        """Write what is still to be written; the file is then whole."""
+        """Flush and complete the file."""
 
     def abandon(self) -> None:
-        """Leave a file that will not be whole, whatever the disk says."""
+        """Close an incomplete file, ignoring errors."""
 
 
 def has_sidecar(path: Path) -> bool:
-    """Say whether names and labels go into a file of their own."""
+    """Return whether names and labels go into a sidecar file."""
     return path.suffix.lower() != ".parquet"
 
 
 def sidecar(path: Path) -> Path:
-    """Return the file with the names and labels: features.npy.jsonl, a line for each row."""
+    """Return the sidecar file: features.npy.jsonl, one line per row."""
     return path.with_name(path.name + ".jsonl")
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a file whose kind we do not know or cannot write."""
+    """Raise for a file type that is unknown or cannot be written."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"features cannot be written to {path}; give a file that ends with {', '.join(SUFFIXES)}")
     if path.suffix.lower() == ".parquet":
@@ -68,13 +68,13 @@ def check_suffix(path: Path) -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuse a kind of number that is not written."""
+    """Raise for an unsupported dtype."""
     if dtype not in get_args(DType):
         raise ConfigError(f"features are written as {' or '.join(get_args(DType))}, not as {dtype!r}")
 
 
 def as_written(features: NDArray[np.float32], dtype: DType, names: Sequence[str]) -> NDArray[np.floating[Any]]:
-    """Return features as they are written, if they can be."""
+    """Cast features to the dtype of the file; raise if they overflow."""
     with np.errstate(over="ignore"):
         written = features.astype("<f4" if dtype == "float32" else "<f2")
     wrong = ~np.isfinite(written).all(axis=tuple(range(1, written.ndim)))
@@ -88,24 +88,24 @@ def as_written(features: NDArray[np.float32], dtype: DType, names: Sequence[str]
 
 
 def open_rows(
-    path: Path, beside: Path | None, kind: str, images: int, shape: tuple[int, ...], dtype: DType, facts: str
+    path: Path, sidecar_path: Path | None, kind: str, images: int, shape: tuple[int, ...], dtype: DType, facts: str
 ) -> FeatureFile:
-    """Open a file of a kind (a suffix) for about so many rows of a shape. `facts` is JSON that it keeps if it can."""
-    if beside is None:
+    """Open a file of a type (a suffix) for about `images` rows of a shape; `facts` is metadata, stored if possible."""
+    if sidecar_path is None:
         return _Parquet(path, shape, dtype, facts)
     if kind == ".npy":
-        return _Npy(path, beside, images, shape, dtype)
-    return _Safetensors(path, beside, images, shape, dtype, {"format": "pt", "vitrail": facts})
+        return _Npy(path, sidecar_path, images, shape, dtype)
+    return _Safetensors(path, sidecar_path, images, shape, dtype, {"format": "pt", "vitrail": facts})
 
 
 class _Npy:
-    """One array. How many rows it has is known at the end, and then written into the header, which has room for it."""
+    """One array. The number of rows is known at the end and then written into the header, which is padded for it."""
 
-    def __init__(self, path: Path, beside: Path, images: int, shape: tuple[int, ...], dtype: DType) -> None:
+    def __init__(self, path: Path, sidecar_path: Path, images: int, shape: tuple[int, ...], dtype: DType) -> None:
         self._shape, self._dtype = shape, np.dtype("<f4" if dtype == "float32" else "<f2")
-        self._said, self._rows = images, 0
+        self._header_rows, self._rows = images, 0
         self._file = path.open("w+b")
-        self._names = beside.open("w", encoding="utf-8")
+        self._names = sidecar_path.open("w", encoding="utf-8")
         self._write_header(images)
 
     def _write_header(self, rows: int) -> None:
@@ -114,7 +114,7 @@ class _Npy:
         header = {"descr": kind, "fortran_order": False, "shape": (rows, *self._shape)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add rows."""
         self._file.write(np.ascontiguousarray(rows.features).data)
         for index, name, label in zip(rows.indices, rows.names, rows.labels, strict=True):
@@ -123,29 +123,29 @@ class _Npy:
         self._rows += len(rows.indices)
 
     def close(self) -> None:
-        """Say how many rows there are."""
-        if self._rows != self._said:
+        """Correct the number of rows in the header."""
+        if self._rows != self._header_rows:
             self._write_header(self._rows)
         self._file.close()
         self._names.close()
 
     def abandon(self) -> None:
-        """Leave it."""
+        """Close it, ignoring errors."""
         for file in (self._file, self._names):
             with suppress(OSError):
                 file.close()
 
 
 class _Safetensors:
-    """The format begins with the sizes of its tensors, so that the array goes to a file of its own first.
+    """The format starts with the sizes of its tensors, so the array goes to a temporary file first.
 
-    The library then writes it from there, mapped into memory and not read: for a while it is on the disk twice.
+    The library then writes it from there, memory-mapped: for a while it is on disk twice.
     """
 
     def __init__(
         self,
         path: Path,
-        beside: Path,
+        sidecar_path: Path,
         images: int,
         shape: tuple[int, ...],
         dtype: DType,
@@ -153,9 +153,9 @@ class _Safetensors:
     ) -> None:
         self._path, self._metadata = path, dict(metadata)
         self._array = path.with_name(path.name + ".npy")
-        self._rows = _Npy(self._array, beside, images, shape, dtype)
+        self._rows = _Npy(self._array, sidecar_path, images, shape, dtype)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add rows."""
         self._rows.add(rows)
 
@@ -168,7 +168,7 @@ class _Safetensors:
         os.unlink(self._array)
 
     def abandon(self) -> None:
-        """Leave it."""
+        """Close it, ignoring errors."""
         self._rows.abandon()
 
 
@@ -197,7 +197,7 @@ class _Parquet:
         self._waiting: list[Any] = []
         self._bytes = 0
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: FeatureRows) -> None:
         """Add rows."""
         import pyarrow as pa
 
@@ -224,6 +224,6 @@ class _Parquet:
         self._writer.close()
 
     def abandon(self) -> None:
-        """Leave it."""
+        """Close it, ignoring errors."""
         with suppress(OSError):
             self._writer.close()

@@ -1,4 +1,4 @@
-"""What a model makes of images before its head: pooled vectors or tokens, of any layer, batch by batch."""
+"""Features of images: pooled vectors or tokens, from any layer, batch by batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,37 +23,38 @@ from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
 from vitrail.runtime import Precision, autocast, choose_device
 
-Kind = Literal["pooled", "class", "patches", "registers"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+FeatureKind = Literal["pooled", "class", "patches", "registers"]
+FEATURE_KINDS: tuple[FeatureKind, ...] = get_args(FeatureKind)
 
 
 @dataclass(frozen=True)
 class FeatureRequest:
-    """Which features."""
+    """Which features to compute."""
 
-    tokens: Kind = "pooled"
-    """`pooled` is what the head sees; the others are tokens: that of the class, those of the patches, the registers."""
+    tokens: FeatureKind = "pooled"
+    """`pooled` is the input of the head; the others are tokens."""
     layer: int | None = None
-    """As if the model ended after this layer: its final norm follows, and its pooling. None: the last."""
+    """As if the model ended after this layer: its final norm and pooling follow. None: the last."""
     normalise: bool = False
     """Scale every vector to length 1."""
     raw: bool = False
     """Tokens as they leave the layer, without the final norm."""
 
     def check(self, config: ViTConfig) -> None:
-        """Refuse what a model does not have."""
-        if self.tokens not in KINDS:
+        """Raise if a model does not have these features."""
+        if self.tokens not in FEATURE_KINDS:
             raise ConfigError(
-                f"no features are called {self.tokens!r}; choose {', '.join(KINDS)}{suggest(self.tokens, KINDS)}"
+                f"unknown features {self.tokens!r}; choose {', '.join(FEATURE_KINDS)}"
+                f"{suggest(self.tokens, FEATURE_KINDS)}"
             )
         if self.layer is not None:
             read_layer(self.layer, config.depth)
         if self.raw and self.tokens == "pooled":
             raise ConfigError("raw features are tokens as they leave a layer; choose class, patches or registers too")
-        lacking = _lacking(config)
-        if self.tokens in lacking:
-            others = [kind for kind in KINDS if kind not in lacking]
-            raise ConfigError(f"this model {lacking[self.tokens]}; choose {' or '.join(others)}")
+        missing = _missing(config)
+        if self.tokens in missing:
+            others = [kind for kind in FEATURE_KINDS if kind not in missing]
+            raise ConfigError(f"this model {missing[self.tokens]}; choose {' or '.join(others)}")
 
     def shape(self, config: ViTConfig) -> tuple[int, ...]:
         """Return the shape of one image's features."""
@@ -65,25 +66,25 @@ class FeatureRequest:
         }[self.tokens]
 
     def ready(self, model: ViT, precision: Precision) -> ViT | FastModel:
-        """Return what computes these features soonest: in bf16 on a CUDA device the fast encoder, where it can."""
+        """Return the fastest model for these features: the fast encoder in bf16 on CUDA, where supported."""
         return (
             self.folded(model, EncoderPrecision())
             if precision == "bf16" and runs_fast(model)
             else cast_once(model, precision)
         )
 
-    def alike(self, config: ViTConfig) -> "FeatureRequest":
-        """Return these features as far as `ready` looks at them: what it makes for one serves all that are alike."""
+    def cache_key(self, config: ViTConfig) -> "FeatureRequest":
+        """Return the cache key of `ready`: requests with the same key can share its result."""
         layer = None if self.layer is None else read_layer(self.layer, config.depth)
         return replace(self, layer=None if layer == config.depth - 1 else layer, normalise=False, raw=False)
 
     def folded(self, model: ViT, numbers: EncoderPrecision) -> FastModel:
-        """Return the fast encoder of the layers that these features need, and of all tokens but where one is pooled."""
+        """Return the fast encoder of the layers that these features need; all tokens, unless they are pooled."""
         layers = None if self.layer is None else read_layer(self.layer, model.config.depth) + 1
         return FastModel(model, numbers, layers=layers, whole=self.tokens != "pooled")
 
     def take(self, model: ViT | FastModel, x: Tensor) -> Tensor:
-        """Return the features of images that are ready for the model, in float32."""
+        """Return the features of normalised images, in float32."""
         found = self._tokens(model, x).float()
         return F.normalize(found, dim=-1) if self.normalise else found
 
@@ -102,57 +103,57 @@ class FeatureRequest:
         return tokens[:, layout.registers if self.tokens == "registers" else layout.patches]
 
 
-def _lacking(config: ViTConfig) -> dict[Kind, str]:
+def _missing(config: ViTConfig) -> dict[FeatureKind, str]:
     """Return the features that a model does not have, and why."""
-    lacking: dict[Kind, str] = {}
+    missing: dict[FeatureKind, str] = {}
     if config.pool == "none":
-        lacking["pooled"] = "does not pool its tokens"
+        missing["pooled"] = "does not pool its tokens"
     if config.class_token == "none":
-        lacking["class"] = "has no class token"
+        missing["class"] = "has no class token"
     if not config.registers:
-        lacking["registers"] = "has no registers"
-    return lacking
+        missing["registers"] = "has no registers"
+    return missing
 
 
 @dataclass(frozen=True)
-class Computing:
-    """Where, in which numbers and how many at a time features are computed."""
+class ComputeOptions:
+    """Device, precision, batch size and workers."""
 
     device: str = "auto"
     precision: Precision = "float32"
     batch: int = 64
     workers: int | None = None
-    """Processes that decode; None: one for each core."""
+    """Decoding processes; None: one per core."""
     on_progress: Callable[[int, int], None] | None = None
-    """Told how many images are done, and of how many."""
+    """Called with the number of images done and the total."""
 
     def check(self) -> torch.device:
-        """Refuse what is not there, and return the device."""
+        """Raise for an unavailable device or precision; return the device."""
         place = choose_device(self.device)
         autocast(place, self.precision)
         return place
 
 
-AS_A_RULE = Computing()
+DEFAULT_COMPUTE = ComputeOptions()
 
 
 class FeatureBatch(NamedTuple):
-    """The features of some images, in the order of the source, without those that could not be read."""
+    """The features of a batch of images, in the order of the source, without unreadable ones."""
 
     features: NDArray[np.float32]
     """(B, …)."""
     labels: NDArray[np.int64]
-    """(B,), -1 where the class is not known."""
+    """(B,), -1 where the class is unknown."""
     indices: NDArray[np.int64]
-    """(B,), which images of the source these are."""
+    """(B,), indices into the source."""
     bad: tuple[BadImage, ...]
-    """The images that should have been here."""
+    """Images that could not be read."""
 
 
 def feature_batches(
-    bundle: Bundle, source: Source, request: FeatureRequest, how: Computing = AS_A_RULE
+    bundle: Bundle, source: Source, request: FeatureRequest, how: ComputeOptions = DEFAULT_COMPUTE
 ) -> Iterator[FeatureBatch]:
-    """Give the features of every image once, in order; the bundle's model goes to the device."""
+    """Yield the features of every image once, in order; the bundle's model is moved to the device."""
     request.check(bundle.model.config)
     place = how.check()
     model, done = request.ready(bundle.model.to(place), how.precision), 0
@@ -161,7 +162,7 @@ def feature_batches(
         for images in evaluation_batches(data, workers=how.workers, pin=place.type == "cuda"):
             features = np.zeros((0, *request.shape(model.config)), np.float32)
             if len(images.labels):
-                # Only here, since what the caller does between two batches is no business of ours.
+                # Only here, so that the caller's code between two batches runs in its own mode.
                 with torch.inference_mode(), autocast(place, how.precision):
                     found = request.take(model, bundle.preprocess.normalise(images.to(place).pixels))
                     check_finite(found.flatten(1), images.indices, source.name, how.precision)
@@ -173,7 +174,7 @@ def feature_batches(
 
 
 class Features(NamedTuple):
-    """The features of all images of a source that could be read, in memory."""
+    """The features of all readable images of a source, in memory."""
 
     features: NDArray[np.float32]
     """(N, …)."""
@@ -183,9 +184,9 @@ class Features(NamedTuple):
 
 
 def gather(
-    bundle: Bundle, source: Source, request: FeatureRequest | None = None, how: Computing = AS_A_RULE
+    bundle: Bundle, source: Source, request: FeatureRequest | None = None, how: ComputeOptions = DEFAULT_COMPUTE
 ) -> Features:
-    """Return the features of every image as one array; as a rule what the head sees."""
+    """Return the features of every image as one array; by default the input of the head."""
     request = FeatureRequest() if request is None else request
     request.check(bundle.model.config)
     shape = request.shape(bundle.model.config)
@@ -204,6 +205,6 @@ def gather(
 
 
 def nothing_to_read(bad: list[BadImage]) -> DataError:
-    """Return the error for images of which none can be read."""
+    """Return the error for a source without readable images."""
     why = f"none of the {len(bad):,} can be read; the first, {bad[0].name}: {bad[0].reason}" if bad else "none"
-    return DataError(f"there are no images to compute features of: {why}")
+    return DataError(f"there are no images to compute features for: {why}")

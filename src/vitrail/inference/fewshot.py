@@ -2,9 +2,9 @@
 
     minimise ‖X W − Y‖² + l2 ‖W‖²
 
-X holds features, standardised by the examples' own mean and standard deviation, with a last column of 100, so large
-that the bias is hardly regularised; Y is 1 for the class of an example and −1 for every other. The solution is closed,
-so nothing need be tuned or waited for.
+X holds features, standardised by the examples' mean and standard deviation, with a last column of 100, so large that
+the bias is hardly regularised; Y is 1 for the class of an example and −1 for every other. The solution is in closed
+form, so there is nothing to tune.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class LeastSquares(NamedTuple):
     """(D + 1, K), the last row for the constant."""
 
     def scores(self, features: Tensor) -> Tensor:
-        """Return the scores (N, K) of features (N, D); the largest is the answer."""
+        """Return the scores (N, K) of features (N, D); the prediction is the argmax."""
         return _with_constant((features.to(self.mean) - self.mean) / self.scale) @ self.weights
 
 
@@ -49,16 +49,16 @@ def fit_least_squares(features: Tensor, labels: Tensor, classes: int, *, l2: flo
 
 
 def draw_examples(labels: NDArray[np.int64], shots: int, seed: int) -> NDArray[np.int64]:
-    """Draw `shots` examples of every class, a pure function of labels and seed; fewer shots are some of the same."""
+    """Draw `shots` examples of every class, a pure function of labels and seed; fewer shots draw a subset."""
     return np.concatenate([order[:shots] for order in _orders(labels, seed)])
 
 
 def _orders(labels: NDArray[np.int64], seed: int) -> Iterator[NDArray[np.int64]]:
-    """Give the examples of each class in a random order."""
+    """Yield the examples of each class in random order."""
     numbers, starts = np.unique(np.sort(labels), return_index=True)
     by_class = np.split(np.argsort(labels, kind="stable"), starts[1:])
     for number, own in zip(numbers.tolist(), by_class, strict=True):
-        # Raw output and a stable sort: NumPy promises that neither changes from one version to the next.
+        # Raw output and a stable sort: NumPy guarantees that neither changes between versions.
         draws = np.random.Philox(key=np.array([seed % 2**64, number], np.uint64)).random_raw(len(own))
         yield own[np.argsort(draws, kind="stable")]
 

@@ -1,7 +1,6 @@
-"""Classification by the nearest neighbours, as DINO does it (arXiv 2104.14294).
+"""k-nearest-neighbour classification as in DINO (arXiv 2104.14294).
 
-The k examples whose features point most nearly the same way vote for their classes, each with the weight
-exp(cosine similarity / 0.07).
+The k examples with the highest cosine similarity vote for their classes, each with weight exp(similarity / 0.07).
 """
 
 import torch
@@ -18,9 +17,9 @@ AT_ONCE = 2**24
 def vote(
     examples: Tensor, labels: Tensor, features: Tensor, classes: int, *, k: int = 20, temperature: float = TEMPERATURE
 ) -> Tensor:
-    """Return the votes (N, K) for features (N, D); the largest is the answer, among equals the class that comes first.
+    """Return the votes (N, K) for features (N, D); the prediction is the argmax, on ties the first class.
 
-    Of examples that are equally near, those that come first are taken.
+    Among equally near examples, the first ones count.
     """
     check_k(k, len(examples))
     examples, features = F.normalize(examples, dim=1), F.normalize(features, dim=1)
@@ -35,15 +34,15 @@ def vote(
 
 
 def check_k(k: int, examples: int) -> None:
-    """Refuse more neighbours than there are."""
+    """Raise if there are fewer than k examples."""
     if not 1 <= k <= examples:
         raise ConfigError(f"k is {k:,}; it should be from 1 to {examples:,}, the number of examples")
 
 
 def _nearest(similar: Tensor, k: int) -> Tensor:
-    """Return the k columns with the largest numbers of each row; among equals the first: topk promises no order."""
+    """Return the k largest columns of each row, on ties the first; topk guarantees no order."""
     least = similar.topk(k, dim=1).values[:, -1:]
     above, equal = similar > least, similar == least
-    room = k - above.sum(dim=1, keepdim=True)
-    taken = above | (equal & (equal.cumsum(dim=1) <= room))
-    return taken.nonzero()[:, 1].view(len(similar), k)
+    ties = k - above.sum(dim=1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(dim=1) <= ties))
+    return chosen.nonzero()[:, 1].view(len(similar), k)

@@ -2,8 +2,8 @@
 
     minimise  mean over examples of cross-entropy(x W + b)  +  decay / 2 · ‖W‖²
 
-The problem is convex, so there is one answer for each `decay`: L-BFGS finds it in float64, and neither a learning rate
-nor a seed has a say in it, as both would with SGD. (scikit-learn's LogisticRegression has C = 1 / (decay · N).)
+The problem is convex, so each `decay` has one solution, which L-BFGS finds in float64. Unlike SGD, it depends neither
+on a learning rate nor on a seed. (In scikit-learn's LogisticRegression, C = 1 / (decay · N).)
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from vitrail.inference.fewshot import EPSILON
 
 DECAYS = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-"""Tried from the largest on, each from where the one before ended."""
+"""Tried in decreasing order, each warm-started from the previous solution."""
 ITERATIONS = 1000
 TOLERANCE = 1e-6
-"""The largest number in the gradient at which a fit is finished; the loss is then exact to about that much."""
+"""Convergence threshold for the largest gradient component; the loss is then accurate to about this."""
 AT_ONCE = 2**22
-"""Numbers computed at a time in float64: examples are kept in float32."""
+"""Values computed at a time in float64; examples are kept in float32."""
 
 
 class Linear(NamedTuple):
@@ -35,8 +35,8 @@ class Linear(NamedTuple):
 
     def scores(self, features: Tensor) -> Tensor:
         """Return the logits (N, K) of features (N, D)."""
-        splits = (_standard(some, self.mean, self.scale) @ self.weights for some in _splits(features, self.weights))
-        return torch.cat(list(splits))
+        logits = (_standard(some, self.mean, self.scale) @ self.weights for some in _chunks(features, self.weights))
+        return torch.cat(list(logits))
 
 
 def fit_linear(
@@ -48,7 +48,7 @@ def fit_linear(
     start: Linear | None = None,
     tolerance: float = TOLERANCE,
 ) -> Linear:
-    """Find the weights for one `decay`; `start` is a solution that is near, for the same features."""
+    """Fit the weights for one `decay`; `start` is a nearby solution for the same features."""
     mean, scale = _statistics(features) if start is None else (start.mean, start.scale)
     shape = (features.shape[1] + 1, classes)
     weights = torch.zeros(shape, dtype=torch.float64, device=features.device)
@@ -82,13 +82,13 @@ def choose_linear(
     decays: Sequence[float] = DECAYS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Linear:
-    """Fit with every decay; return the one most often right on the val split, among equals with the smaller loss."""
+    """Fit with every decay; return the best by validation accuracy, on ties by loss."""
     tried: list[tuple[float, float, Linear]] = []
     for done, decay in enumerate(sorted(decays, reverse=True), start=1):
         found = fit_linear(features, labels, classes, decay=decay, start=tried[-1][2] if tried else None)
         scores = found.scores(val_features)
-        right = float((scores.argmax(dim=1) == val_labels).double().mean())
-        tried.append((right, -float(F.cross_entropy(scores, val_labels)), found))
+        accuracy = float((scores.argmax(dim=1) == val_labels).double().mean())
+        tried.append((accuracy, -float(F.cross_entropy(scores, val_labels)), found))
         if on_progress is not None:
             on_progress(done, len(decays))
     return max(tried, key=lambda trial: trial[:2])[2]
@@ -97,11 +97,11 @@ def choose_linear(
 def _loss_and_gradient(
     features: Tensor, labels: Tensor, mean: Tensor, scale: Tensor, weights: Tensor, decay: float
 ) -> tuple[float, Tensor]:
-    """Return the loss and its gradient, which is written out so that no intermediate value is kept."""
+    """Return the loss and its gradient, derived by hand so that no intermediate tensors are kept."""
     free = weights.clone()
     free[-1] = 0  # the bias is not regularised
     gradient, loss, done = decay * free, decay / 2 * float(free.square().sum()), 0
-    for some in _splits(features, weights):
+    for some in _chunks(features, weights):
         x, own = _standard(some, mean, scale), labels[done : done + len(some)]
         logged = F.log_softmax(x @ weights, dim=1)
         loss -= float(logged.gather(1, own[:, None]).sum()) / len(features)
@@ -112,16 +112,16 @@ def _loss_and_gradient(
     return loss, gradient
 
 
-def _splits(features: Tensor, weights: Tensor) -> Iterable[Tensor]:
+def _chunks(features: Tensor, weights: Tensor) -> Iterable[Tensor]:
     rows = max(1, AT_ONCE // sum(weights.shape))
     return (features[start : start + rows] for start in range(0, len(features), rows))
 
 
 def _statistics(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of every feature, in float64."""
-    splits = features.split(max(1, AT_ONCE // features.shape[1]))
-    mean = torch.stack([some.double().sum(dim=0) for some in splits]).sum(dim=0) / len(features)
-    variance = torch.stack([(some.double() - mean).square().sum(dim=0) for some in splits]).sum(dim=0) / len(features)
+    chunks = features.split(max(1, AT_ONCE // features.shape[1]))
+    mean = torch.stack([some.double().sum(dim=0) for some in chunks]).sum(dim=0) / len(features)
+    variance = torch.stack([(some.double() - mean).square().sum(dim=0) for some in chunks]).sum(dim=0) / len(features)
     return mean, variance.sqrt() + EPSILON
 
 

@@ -1,7 +1,7 @@
-"""What is to be predicted: files, folders, patterns, manifests, tar shards and lists, one image after another.
+"""List the images to predict, lazily: files, folders, patterns, manifests, tar shards and lists of paths.
 
-Nothing here grows with the number of images. Where the data for training is listed as a whole, to be shuffled and
-divided, this is a stream: what cannot be read is an image with an error, and whoever lists an image twice gets two.
+Memory does not grow with the number of images. Unlike training data, which is listed as a whole to be shuffled and
+split, this is a stream: an unreadable image becomes an item with an error, and an image listed twice yields two.
 """
 
 import fnmatch
@@ -26,12 +26,12 @@ from vitrail.data.sources.shards import CLASSES_FILE, LABEL_SUFFIXES
 from vitrail.data.sources.source import SUFFIXES, reason_of
 from vitrail.data.sources.tar import members
 from vitrail.errors import DataError
-from vitrail.inference.skipped import Skipped
+from vitrail.inference.skipped import SkippedFiles
 from vitrail.io import open_regular
 
 STDIN = "-"
 AT_ONCE = 65_536
-"""How many names of a folder are held at a time."""
+"""Number of a folder's names held in memory at a time."""
 _SUFFIXES = frozenset(suffix.encode() for suffix in SUFFIXES)
 
 
@@ -40,27 +40,27 @@ def list_items(
     *,
     stdin: BufferedReader | None = None,
     null: bool = False,
-    skipped: Skipped | None = None,
+    skipped: SkippedFiles | None = None,
 ) -> Iterator[Item]:
-    """Give the images of every place, in a fixed order. A place that is not there is refused at once.
+    """Iterate over the images of every place, in a fixed order. A place that does not exist raises immediately.
 
-    A place is a file, a folder (with all that lie inside it), a pattern, a manifest, a tar shard, the word digits, or
-    "-": then `stdin` has a path on each line, or with `null` between NUL bytes. Files that lie among the images of a
-    folder, a pattern or a shard and are not read are counted in `skipped`, once the iterator has passed them.
+    A place is a file, a folder (searched recursively), a pattern, a manifest, a tar shard, the word digits, or "-":
+    then `stdin` has one path per line, or NUL-separated paths with `null`. Other files among the images of a folder,
+    a pattern or a shard are counted in `skipped` as the iterator passes them.
     """
-    skipped = Skipped() if skipped is None else skipped
+    skipped = SkippedFiles() if skipped is None else skipped
     for place in places:
         _check_place(place)
     return (item for place in places for item in _items(place, stdin, null, skipped))
 
 
 def read_stdin() -> BufferedReader | None:
-    """Return what `list_items` reads paths from, if it is open."""
+    """Return the stream that `list_items` reads paths from, if it is open."""
     return None if sys.stdin is None else cast("BufferedReader", sys.stdin.buffer)
 
 
 def is_plain_file(place: str) -> bool:
-    """Tell whether a place is one image, as far as its name tells."""
+    """Return whether a place is a single image, judging by its name."""
     return os.path.isfile(place) and not place.lower().endswith((".tar", *MANIFESTS))
 
 
@@ -74,15 +74,15 @@ def _check_place(place: str) -> None:
             raise DataError(f"{shown(place)} is compressed; unpack it and give the result")
     elif is_pattern(place):
         if not _is_range(place) and next(_matches(place), None) is None:
-            raise DataError(f"there is no image that {shown(place)} stands for; correct the pattern")
+            raise DataError(f"no image matches {shown(place)}; correct the pattern")
     elif place != "digits":
         raise DataError(
-            f"there is no {shown(place)}; give files, folders, patterns, manifests ({', '.join(MANIFESTS)}) or tar "
+            f"{shown(place)} does not exist; give files, folders, patterns, manifests ({', '.join(MANIFESTS)}) or tar "
             f"shards, or - to read paths from stdin"
         )
 
 
-def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skipped) -> Iterator[Item]:
+def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: SkippedFiles) -> Iterator[Item]:
     path = os.fsencode(place)
     if place == STDIN:
         yield from _listed(_lines(stdin, null)) if stdin is not None else ()
@@ -98,8 +98,8 @@ def _items(place: str, stdin: BufferedReader | None, null: bool, skipped: Skippe
         yield from (item for match in paths for item in _file(match, skipped))
 
 
-def _file(path: bytes, skipped: Skipped) -> Iterator[Item]:
-    """Give the images that a file holds, by what its name ends with; or the file itself."""
+def _file(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
+    """Yield the images in a file, by its suffix; or the file itself."""
     name = os.fsdecode(path).lower()
     if name.endswith(".tar"):
         yield from _tar(path, skipped)
@@ -112,12 +112,12 @@ def _file(path: bytes, skipped: Skipped) -> Iterator[Item]:
 # ── folders and patterns ──
 
 
-def _names(folder: bytes, wanted: Callable[["os.DirEntry[bytes]"], bool]) -> Iterator[bytes]:
-    """Give names of a folder in their order; of very many only some are held, and the others looked up again."""
+def _names(folder: bytes, keep: Callable[["os.DirEntry[bytes]"], bool]) -> Iterator[bytes]:
+    """Yield names of a folder in order; of very many, only some are held at a time and the folder is scanned again."""
     last = b""
     while True:
         with os.scandir(folder or b".") as entries:
-            found = heapq.nsmallest(AT_ONCE, (entry.name for entry in entries if entry.name > last and wanted(entry)))
+            found = heapq.nsmallest(AT_ONCE, (entry.name for entry in entries if entry.name > last and keep(entry)))
         yield from found
         if len(found) < AT_ONCE:
             return
@@ -134,15 +134,15 @@ def _is_folder(entry: "os.DirEntry[bytes]") -> bool:
 
 
 def _is_image_file(entry: "os.DirEntry[bytes]") -> bool:
-    return _is_image(entry.name) and not entry.is_dir()  # a link to nothing is an image with an error
+    return _is_image(entry.name) and not entry.is_dir()  # a dangling link is an image with an error
 
 
 def _is_other(entry: "os.DirEntry[bytes]") -> bool:
     return not (entry.name.startswith(b".") or _is_image(entry.name) or entry.is_dir())
 
 
-def _folder(root: bytes, skipped: Skipped) -> Iterator[Item]:
-    """Give the images of a folder; or, as for training, of its shards or Parquet files, where it has nothing else."""
+def _folder(root: bytes, skipped: SkippedFiles) -> Iterator[Item]:
+    """Yield the images of a folder; or, as in training, of its shards or Parquet files if it has nothing else."""
     try:
         with os.scandir(root) as entries:
             others = any(_is_folder(entry) or _is_image_file(entry) for entry in entries)
@@ -158,20 +158,20 @@ def _folder(root: bytes, skipped: Skipped) -> Iterator[Item]:
         _count_others(root, skipped, (*ends, b"/" + CLASSES_FILE.encode()))
 
 
-def _count_others(folder: bytes, skipped: Skipped, used: tuple[bytes, ...] = ()) -> None:
-    """Count the files of a folder that are not images and whose paths do not end as those that are `used`."""
+def _count_others(folder: bytes, skipped: SkippedFiles, used: tuple[bytes, ...] = ()) -> None:
+    """Count the files of a folder that are not images and do not end in one of the `used` suffixes."""
     for path in (os.path.join(folder, name) for name in _names(folder, _is_other)):
         if not path.lower().endswith(used):
             skipped.add(path, path)
 
 
-def _walk(folder: bytes, around: frozenset[tuple[int, int]], skipped: Skipped) -> Iterator[Item]:
-    """Go through a folder and those inside it; meeting one of those `around` it again is a loop."""
+def _walk(folder: bytes, around: frozenset[tuple[int, int]], skipped: SkippedFiles) -> Iterator[Item]:
+    """Walk a folder recursively; meeting one of its parents (`around`) again is a loop."""
     try:
         status = os.stat(folder)
         here = (status.st_dev, status.st_ino)
         if here in around:
-            yield Item(folder, error="a link to a folder that it lies in; remove the link")
+            yield Item(folder, error="a link to a folder that contains it; remove the link")
             return
         for name in _names(folder, _is_image_file):
             path = os.path.join(folder, name)
@@ -191,8 +191,8 @@ def _is_range(place: str) -> bool:
     return RANGE.search(place) is not None
 
 
-def _matches(pattern: str, skipped: Skipped | None = None) -> Iterator[bytes]:
-    """Give the images and tar shards that a pattern stands for, in order; `**` stands for folders at any depth."""
+def _matches(pattern: str, skipped: SkippedFiles | None = None) -> Iterator[bytes]:
+    """Yield the images and tar shards that match a pattern, in order; `**` matches folders at any depth."""
     parts = os.fsencode(pattern).split(b"/")
     if parts[-1] == b"**":
         parts.append(b"*")
@@ -213,7 +213,7 @@ def _match(folder: bytes, parts: list[bytes]) -> Iterator[bytes]:
     if first == b"**":
         yield from _match(folder, rest)
         inner = _match_names(folder, lambda entry: not entry.name.startswith(b".") and entry.is_dir())
-        # A link to a folder is not followed: it may lead back.
+        # Links to folders are not followed: they may form a loop.
         yield from (path for name in inner for path in _below(os.path.join(folder, name), parts))
     elif glob.has_magic(first):
         hidden = first.startswith(b".")
@@ -233,18 +233,18 @@ def _below(folder: bytes, parts: list[bytes]) -> Iterator[bytes]:
     return iter(()) if os.path.islink(folder) else _match(folder, parts)
 
 
-def _match_names(folder: bytes, wanted: Callable[["os.DirEntry[bytes]"], bool]) -> Iterator[bytes]:
+def _match_names(folder: bytes, keep: Callable[["os.DirEntry[bytes]"], bool]) -> Iterator[bytes]:
     try:
-        yield from _names(folder, wanted)
-    except OSError:  # as in a shell, a pattern stands for what can be seen
+        yield from _names(folder, keep)
+    except OSError:  # as in a shell, a pattern matches what is visible
         return
 
 
 # ── files that list or hold images ──
 
 
-def _tar(path: bytes, skipped: Skipped) -> Iterator[Item]:
-    """Give the files in a tar that end as images do; those that end as labels do are not counted as skipped."""
+def _tar(path: bytes, skipped: SkippedFiles) -> Iterator[Item]:
+    """Yield the files in a tar with an image suffix; label files are not counted as skipped."""
     try:
         with open_regular(path) as file:
             for member in members(os.fsdecode(path), file.fileno()):
@@ -265,7 +265,7 @@ def _tar(path: bytes, skipped: Skipped) -> Iterator[Item]:
 
 
 def _manifest(path: bytes) -> Iterator[Item]:
-    """Give the images of a manifest's rows; paths are relative to its folder, and labels are passed over."""
+    """Yield the images of a manifest's rows; paths are relative to its folder, and labels are ignored."""
     place = os.fsdecode(path)
     unit = "row" if place.lower().endswith(".parquet") else "line"
     with read_in_words(place):
@@ -295,16 +295,16 @@ def _row_item(row: ManifestRow, manifest: bytes, unit: str) -> Item:
 
 
 def _lines(stream: BufferedReader, null: bool) -> Iterator[bytes]:
-    """Give the paths of a list."""
+    """Yield the paths of a list."""
     rest = b""
     while piece := stream.read1(AT_ONCE):
         if not null and b"\0" in piece:
-            raise DataError("there are NUL bytes in the list of paths; if they stand between the paths, add -0")
+            raise DataError("the list of paths contains NUL bytes; if they separate the paths, add -0")
         *whole, rest = (rest + piece).split(b"\0" if null else b"\n")
         yield from whole if null else (line.removesuffix(b"\r") for line in whole)
     yield rest if null else rest.removesuffix(b"\r")
 
 
 def _listed(paths: Iterable[bytes]) -> Iterator[Item]:
-    """Give an image for each path, whatever is there: a list has as many rows as it has paths."""
+    """Yield an item per path, readable or not: a list has as many rows as paths."""
     return (Item(path, path, error=A_URL if is_url(path) else None) for path in paths if path)

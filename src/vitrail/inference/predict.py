@@ -1,10 +1,9 @@
-"""Predicting any number of images: they are decoded in parallel with computing, and rows come in input order.
+"""Predict any number of images: decoding runs in parallel with the model, and rows keep the input order.
 
-Where the engine has lanes of one core each, each lane decodes what it computes: no core waits for another, and there
-are no processes to start. Otherwise worker processes decode, those of `torch.utils.data.DataLoader`, as everywhere
-here: pixels come back in shared memory and not through a pipe, a worker that dies is noticed, and what is asked of them
-is bounded, two batches for each. What is to be decoded is read from the list as it goes, so that memory does not grow
-with the list.
+If the engine uses one thread per core, each thread decodes what it computes: no core waits for another, and no
+processes are started. Otherwise the worker processes of `torch.utils.data.DataLoader` decode: pixels are returned in
+shared memory instead of a pipe, a worker that dies is noticed, and prefetching is bounded to two batches per worker.
+The list of images is consumed lazily, so memory does not grow with its length.
 """
 
 import sys
@@ -25,7 +24,7 @@ from vitrail.acceleration.cpu_threads import LARGEST, CpuThreads
 from vitrail.acceleration.engine import Engine, TorchEngine, open_engine
 from vitrail.checkpoints.bundle import Bundle
 from vitrail.checkpoints.load import ready_bundle
-from vitrail.data.batches import default_workers, empty_pixels, made_ahead
+from vitrail.data.batches import default_workers, empty_pixels, prefetch
 from vitrail.data.inputs import Item, fitted
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.index_files import shown
@@ -33,8 +32,8 @@ from vitrail.data.sources.source import SUFFIXES
 from vitrail.errors import ConfigError, DataError, VitrailError
 from vitrail.inference.classifier import (
     BATCH,
-    Answer,
     Classifier,
+    Prediction,
     check_counts,
     check_head,
     check_precision,
@@ -42,32 +41,32 @@ from vitrail.inference.classifier import (
 from vitrail.inference.completed import count_finished
 from vitrail.inference.jobs import Job, Output, check_target, digest_model, digest_places, earlier_job, is_finished
 from vitrail.inference.listing import is_plain_file, list_items, read_stdin
-from vitrail.inference.skipped import Skipped
-from vitrail.inference.writing import Format, Row, Sink, TerminalWriter, choose_format
+from vitrail.inference.skipped import SkippedFiles
+from vitrail.inference.writing import Format, PredictionRow, Sink, TerminalWriter, choose_format
 from vitrail.runtime import Precision, choose_device
 
 SAMPLE = 64
-"""How many images are looked at where the precision is to be settled."""
+"""Number of images that "auto" precision is chosen on."""
 
 
 class Decoded(NamedTuple):
-    """A batch as it comes from a worker."""
+    """A decoded batch, as returned by a worker."""
 
     pixels: Tensor
-    """(B, C, H, W), uint8, of the images that could be read."""
+    """(B, C, H, W), uint8, of the readable images."""
     names: tuple[bytes, ...]
     errors: tuple[str | None, ...]
-    """Of every image; None for those whose pixels are there."""
+    """One per image; None for readable images."""
 
 
 @dataclass(frozen=True)
 class Decoding(Dataset[Any]):
-    """What a worker does: images in, pixels out."""
+    """A worker's job: images in, pixels out."""
 
     preprocess: Preprocess
 
     def __getitem__(self, items: Sequence[Item]) -> Decoded:
-        """Decode some images."""
+        """Decode images."""
         pixels = empty_pixels(len(items), self.preprocess)
         errors: list[str | None] = []
         good = 0
@@ -83,20 +82,20 @@ class Decoding(Dataset[Any]):
 
 
 class Summary(NamedTuple):
-    """How a job went."""
+    """Summary of a job."""
 
     images: int
     """Rows in the output."""
     bad: int
-    """Those with an error."""
+    """Rows with an error."""
     earlier: int
-    """Rows that were there already."""
+    """Rows of an earlier, resumed job."""
     seconds: float
-    """What the others took, the opening of the model not counted."""
+    """Time for the other rows, without loading the model."""
     precision: str
-    """In which numbers it was computed; where that was to be settled, with the reason."""
-    skipped: Skipped
-    """The files among the images that were not read, because their names do not end as an image's."""
+    """The precision used; with the reason if it was "auto"."""
+    skipped: SkippedFiles
+    """Files among the images that were skipped because they have no image suffix."""
 
 
 def predict_items(
@@ -107,43 +106,43 @@ def predict_items(
     batch: int = BATCH,
     workers: int | None = None,
     first: int = 1,
-) -> Iterator[list[Row]]:
-    """Give the rows of images, in their order, a batch at a time; they are numbered from `first` on."""
+) -> Iterator[list[PredictionRow]]:
+    """Yield the rows of images, in order, batch by batch, numbered from `first`."""
     check_counts(top, batch)
     cpu_threads = classifier.engine.cpu_threads if isinstance(classifier.engine, TorchEngine) else None
     if workers is None and cpu_threads is not None and cpu_threads.one_core_each:
-        made = _in_lanes(classifier, cpu_threads, items, top, batch)
+        made = _in_threads(classifier, cpu_threads, items, top, batch)
     else:
-        made = _by_workers(classifier, items, top, batch, workers)
+        made = _in_workers(classifier, items, top, batch, workers)
     for rows in made:
         yield [row._replace(number=number) for number, row in enumerate(rows, start=first)]
         first += len(rows)
 
 
-def _in_lanes(
+def _in_threads(
     classifier: Classifier, cpu_threads: CpuThreads, items: Iterator[Item], top: int, batch: int
-) -> Iterator[list[Row]]:
+) -> Iterator[list[PredictionRow]]:
     decoding = Decoding(classifier.preprocess)
 
-    def work(some: list[Item]) -> list[Row]:
+    def work(some: list[Item]) -> list[PredictionRow]:
         return _rows(classifier, decoding[some], top)
 
-    parts = cpu_threads.each(work, _batches(items, min(batch, LARGEST)))
-    with closing(parts):  # so that nothing goes on being computed for somebody who left
-        rows = chain.from_iterable(parts)
+    results = cpu_threads.each(work, _batches(items, min(batch, LARGEST)))
+    with closing(results):  # stop computing when the caller stops iterating
+        rows = chain.from_iterable(results)
         while some := list(islice(rows, batch)):
             yield some
 
 
-def _by_workers(
+def _in_workers(
     classifier: Classifier, items: Iterator[Item], top: int, batch: int, workers: int | None
-) -> Iterator[list[Row]]:
+) -> Iterator[list[PredictionRow]]:
     batches = _batches(items, batch)
-    begun = list(islice(batches, 1))
-    if workers is None:  # starting processes for a few images takes longer than decoding them
-        workers = default_workers() if begun and len(begun[0]) == batch else 0
+    first = list(islice(batches, 1))
+    if workers is None:  # for a few images, starting processes takes longer than decoding
+        workers = default_workers() if first and len(first[0]) == batch else 0
     pin = classifier.device.type == "cuda" and workers > 0
-    for decoded in made_ahead(Decoding(classifier.preprocess), chain(begun, batches), workers=workers, pin=pin):
+    for decoded in prefetch(Decoding(classifier.preprocess), chain(first, batches), workers=workers, pin=pin):
         yield _rows(classifier, decoded, top)
 
 
@@ -152,13 +151,13 @@ def _batches(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
         yield some
 
 
-def _rows(classifier: Classifier, decoded: Decoded, top: int) -> list[Row]:
+def _rows(classifier: Classifier, decoded: Decoded, top: int) -> list[PredictionRow]:
     readable = [name for name, error in zip(decoded.names, decoded.errors, strict=True) if error is None]
-    answers = iter(classifier.answers(decoded.pixels, top, lambda index: shown(readable[index])))
+    predictions = iter(classifier.predict_pixels(decoded.pixels, top, lambda index: shown(readable[index])))
     rows = []
     for name, error in zip(decoded.names, decoded.errors, strict=True):
-        answer = next(answers) if error is None else Answer(error=error)
-        rows.append(Row(0, name, answer.error, answer.names, answer.probabilities))
+        prediction = next(predictions) if error is None else Prediction(error=error)
+        rows.append(PredictionRow(0, name, prediction.error, prediction.names, prediction.probabilities))
     return rows
 
 
@@ -179,35 +178,35 @@ def predict_files(
     overwrite: bool = False,
     on_progress: Callable[[int, int | None], None] | None = None,
 ) -> Summary:
-    """Predict what lies at some places and write a row for each image, to a file or to stdout.
+    """Predict the images at the given places and write one row per image, to a file or to stdout.
 
-    What cannot be read is a row with an error; where that is all there is, a `DataError` says so at the end.
-    `on_progress` is told how many rows there are, and of how many where that is known. With `resume`, a job that was
-    finished stays as it is; the summary then has no rows but earlier ones.
+    An unreadable image becomes a row with an error; if all images are unreadable, `DataError` is raised at the end.
+    `on_progress` is called with the number of rows, and the total if known. With `resume`, a finished job stays as it
+    is; its summary then has only earlier rows.
     """
     check_counts(top, batch)
     places = [places] if isinstance(places, str) else places
     output = None if output is None else Path(output)
-    chosen = choose_format(format, output, watched=sys.stdout.isatty())
+    chosen = choose_format(format, output, interactive=sys.stdout.isatty())
     _check_output(output, chosen, places, resume, overwrite)
     check_precision(precision)
     choose_device(device)
-    skipped = Skipped()
-    items = _some(list_items(places, stdin=read_stdin(), null=null, skipped=skipped), skipped)
+    skipped = SkippedFiles()
+    items = _check_any(list_items(places, stdin=read_stdin(), null=null, skipped=skipped), skipped)
     if output is not None and resume and is_finished(output):
-        found = count_finished(output, chosen, items)
-        _check_readable(found)
-        return Summary(found.done, found.bad, found.done, 0.0, precision, skipped)
+        finished = count_finished(output, chosen, items)
+        _check_readable(finished)
+        return Summary(finished.done, finished.bad, finished.done, 0.0, precision, skipped)
     opened = ready_bundle(bundle)
     top = min(top, check_head(opened))
     before = earlier_job(output) if output is not None and resume else None
-    settled: Precision | Engine
+    resolved: Precision | Engine
     why = None
     if before is not None and before.precision == precision:
-        settled = computed = before.computed
+        resolved = computed = before.computed
     else:
-        settled, items, why = _settled(precision, opened, engine, choose_device(device), items)
-        computed = settled if isinstance(settled, str) else settled.precision
+        resolved, items, why = _resolve_precision(precision, opened, engine, choose_device(device), items)
+        computed = resolved if isinstance(resolved, str) else resolved.precision
     if output is None:
         sink: Sink = TerminalWriter(chosen, top)
     else:
@@ -215,7 +214,7 @@ def predict_files(
         sink = Output(
             output, Job(images, model, top, engine, precision, chosen, computed), resume=resume, overwrite=overwrite
         )
-    ready = engine if isinstance(settled, str) else settled
+    ready = engine if isinstance(resolved, str) else resolved
     classifier = Classifier(opened, engine=ready, precision=computed, device=device)
     total = len(places) if all(map(is_plain_file, places)) else None
     with sink:
@@ -234,11 +233,11 @@ def _check_output(output: Path | None, format: Format, places: Sequence[str], re
     if output is not None:
         check_target(output, format, places, resume=resume, overwrite=overwrite)
     elif resume or overwrite:
-        raise ConfigError("--resume and --overwrite are about a file; give one with --output")
+        raise ConfigError("--resume and --overwrite need a file; give one with --output")
 
 
 def _check_readable(sink: Sink) -> None:
-    """See to it that not every image was bad: then something else is wrong."""
+    """Raise if every image was unreadable: then something else is wrong."""
     if sink.first_bad is None or sink.bad < sink.done:
         return
     path, error = sink.first_bad
@@ -247,19 +246,19 @@ def _check_readable(sink: Sink) -> None:
     raise DataError(f"none of the {sink.done:,} images can be read; the first, {shown(path)}: {error}")
 
 
-def _some(items: Iterator[Item], skipped: Skipped) -> Iterator[Item]:
-    """See to it that there is an image at all."""
+def _check_any(items: Iterator[Item], skipped: SkippedFiles) -> Iterator[Item]:
+    """Raise if there are no images."""
     first = next(items, None)
     if first is None:
         endings = ", ".join(sorted(SUFFIXES))
-        raise DataError("; ".join([f"no images were found; an image's name ends in {endings}", *skipped.said()]))
+        raise DataError("; ".join([f"no images found; image files end in {endings}", *skipped.messages()]))
     return chain([first], items)
 
 
-def _settled(
+def _resolve_precision(
     precision: str, bundle: Bundle, kind: str, device: torch.device, items: Iterator[Item]
 ) -> tuple[Precision | Engine, Iterator[Item], str | None]:
-    """Settle the precision on the first images, which are given back with the others; say why."""
+    """Choose the precision on the first images; return it, all images, and the reason."""
     if precision != "auto":
         return check_precision(precision), items, None
     first = list(islice(items, SAMPLE))

@@ -1,4 +1,4 @@
-"""`probe`: what a model's features are worth, by three protocols that leave the model as it is."""
+"""`probe`: evaluate a model's frozen features by three protocols."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ from vitrail.data.sources.selection import recorded_split
 from vitrail.data.sources.source import Source
 from vitrail.data.sources.splits import Splits, split_indices
 from vitrail.errors import ConfigError, DataError, suggest
-from vitrail.inference.features import AS_A_RULE, Computing, FeatureRequest, Features, gather
+from vitrail.inference.features import DEFAULT_COMPUTE, ComputeOptions, FeatureRequest, Features, gather
 from vitrail.inference.fewshot import draw_examples, fit_least_squares
 from vitrail.inference.knn import check_k, vote
 from vitrail.inference.linear import choose_linear
-from vitrail.inference.probe_result import METHODS, Method, Probed, Row
+from vitrail.inference.probe_result import METHODS, Method, ProbeResult, ProbeRow
 from vitrail.runtime import Precision, choose_device
 
 SHOTS = (1, 5, 10, 25)
@@ -31,39 +31,39 @@ NEIGHBOURS = (20,)
 
 @dataclass(frozen=True)
 class ProbePlan:
-    """What is measured. Shots and neighbours that are None are the usual ones, as far as there are examples enough."""
+    """What to evaluate. None for shots and neighbours means the defaults, as far as there are enough examples."""
 
     only: tuple[Method, ...] = METHODS
     shots: tuple[int, ...] | None = None
     seeds: int = 3
     k: tuple[int, ...] | None = None
     split: Literal["test", "val"] = "test"
-    """The split that accuracy is measured on."""
+    """The split to evaluate on."""
 
     def __post_init__(self) -> None:
         for method in self.only:
             if method not in METHODS:
-                known = ", ".join(METHODS)
-                raise ConfigError(f"no probe is called {method!r}; choose {known}{suggest(method, METHODS)}")
+                methods = ", ".join(METHODS)
+                raise ConfigError(f"unknown probe {method!r}; choose {methods}{suggest(method, METHODS)}")
         for name, numbers in (("only", self.only), ("shots", self.shots), ("k", self.k)):
             if numbers is not None and not numbers:
-                raise ConfigError(f"{name} is empty; leave it out for the usual ones")
+                raise ConfigError(f"{name} is empty; omit it for the defaults")
         for name, number in [("shots", n) for n in self.shots or ()] + [("k", n) for n in self.k or ()]:
             if number < 1:
                 raise ConfigError(f"{name} is {number}; it should be 1 or more")
         if self.seeds < 1:
             raise ConfigError(f"seeds is {self.seeds}; it should be 1 or more")
         if self.split not in ("test", "val"):
-            raise ConfigError(f"a probe is measured on the test or the validation split, not on {self.split!r}")
+            raise ConfigError(f"a probe is evaluated on the test or validation split, not on {self.split!r}")
 
 
 class Collected(NamedTuple):
-    """The features of the splits that a plan needs."""
+    """Features of the splits that a plan needs."""
 
     train: Features
     val: Features | None
-    """Images that choose a setting, where the data has some beside those that are measured."""
-    measured: Features
+    """The validation split that selects the regularisation, if it is not the split evaluated on."""
+    evaluated: Features
     classes: tuple[str, ...]
     split_origin: str
 
@@ -82,28 +82,28 @@ def probe(
     workers: int | None = None,
     device: str = "auto",
     precision: Precision = "float32",
-) -> Probed:
-    """Measure a model's frozen features: few-shot least squares, nearest neighbours, and a linear probe.
+) -> ProbeResult:
+    """Evaluate a model's frozen features: few-shot least squares, nearest neighbours, and a linear probe.
 
-    The training split gives the examples, the validation split chooses the linear probe's regularisation, accuracy is
-    measured on the test split. Features are what the head sees, or would see if the model ended after `layer`.
+    The training split provides the examples, the validation split selects the linear probe's regularisation, the test
+    split gives the accuracy. Features are the input of the head, or what it would be if the model ended after `layer`.
     """
     plan = ProbePlan(tuple(only), _tuple(shots), seeds, _tuple(k), split)
     bundle = ready_bundle(bundle)
     splits = open_splits(data, plan, recorded_split(bundle.origin))
-    collected = collect(bundle, splits, plan, Computing(device, precision, batch, workers), layer=layer)
-    return measure(collected, plan, device=device)
+    collected = collect(bundle, splits, plan, ComputeOptions(device, precision, batch, workers), layer=layer)
+    return evaluate_features(collected, plan, device=device)
 
 
 def open_splits(
     data: str | Path, plan: ProbePlan, record: Mapping[str, Any] | None = None, *, on_progress: Progress | None = None
 ) -> Splits:
-    """Open data in its splits: as the model's own run had them, if `record` is of this data, else as training would."""
+    """Open data in its splits: those of the model's own run if `record` fits this data, else as training would."""
     splits = _open(data, record, on_progress)
     if (splits.test if plan.split == "test" else splits.val) is None:
-        other = "; measure on its validation split with --split val (split='val')" if splits.val is not None else ""
-        raise DataError(f"{shown(str(data))} has no {plan.split} split for accuracy to be measured on{other}")
-    _settle_shots(plan, splits.train.labels, splits.train.classes)
+        other = "; evaluate on its validation split with --split val (split='val')" if splits.val is not None else ""
+        raise DataError(f"{shown(str(data))} has no {plan.split} split to evaluate on{other}")
+    _resolve_shots(plan, splits.train.labels, splits.train.classes)
     if "knn" in plan.only and plan.k is not None:
         check_k(max(plan.k), len(splits.train))
     return splits
@@ -113,7 +113,7 @@ def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progr
     if record is not None:
         try:
             splits = open_data(data, record=record, on_progress=on_progress)
-        except DataError:  # not the images that were split then; what cannot be opened at all fails again
+        except DataError:  # other images than those of the record; data that cannot be opened at all fails again below
             pass
         else:
             return splits._replace(record={**splits.record, "method": "recorded"})
@@ -121,53 +121,53 @@ def _open(data: str | Path, record: Mapping[str, Any] | None, on_progress: Progr
 
 
 def collect(
-    bundle: Bundle, splits: Splits, plan: ProbePlan, how: Computing = AS_A_RULE, *, layer: int | None = None
+    bundle: Bundle, splits: Splits, plan: ProbePlan, how: ComputeOptions = DEFAULT_COMPUTE, *, layer: int | None = None
 ) -> Collected:
     """Compute the features of every image that a plan needs, once."""
-    measured, val = (splits.test, splits.val) if plan.split == "test" else (splits.val, None)
-    if measured is None:
+    evaluated, val = (splits.test, splits.val) if plan.split == "test" else (splits.val, None)
+    if evaluated is None:
         raise DataError(f"there is no {plan.split} split")
-    sources = [splits.train, measured, *([val] if val is not None and "linear" in plan.only else [])]
+    sources = [splits.train, evaluated, *([val] if val is not None and "linear" in plan.only else [])]
     total, done = sum(map(len, sources)), 0
     FeatureRequest(layer=layer).check(bundle.model.config)
     bundle.announce()
 
     def features(source: Source) -> Features:
         nonlocal done
-        before, told = done, how.on_progress
+        before, report = done, how.on_progress
         done += len(source)
-        over_all = None if told is None else lambda here, _: told(before + here, total)
-        return gather(bundle, source, FeatureRequest(layer=layer), replace(how, on_progress=over_all))
+        overall = None if report is None else lambda here, _: report(before + here, total)
+        return gather(bundle, source, FeatureRequest(layer=layer), replace(how, on_progress=overall))
 
     found = [features(source) for source in sources]
     val_features = found[2] if len(found) > 2 else None
     return Collected(found[0], val_features, found[1], splits.train.classes, str(splits.record["method"]))
 
 
-def measure(
+def evaluate_features(
     collected: Collected,
     plan: ProbePlan,
     *,
     device: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
-) -> Probed:
-    """Measure features that have been computed."""
+) -> ProbeResult:
+    """Evaluate collected features."""
     place = choose_device(device)
-    at_hand = _Tensors(collected, torch.device("cpu") if place.type == "mps" else place)  # which has no float64
+    tensors = _Tensors(collected, torch.device("cpu") if place.type == "mps" else place)  # MPS has no float64
     notes: list[str] = []
-    rows: list[Row] = []
+    rows: list[ProbeRow] = []
     if "fewshot" in plan.only:
-        shots, left_out = _settle_shots(plan, collected.train.labels, collected.classes)
-        notes += left_out
-        rows += [_few_shot(at_hand, number, plan.seeds) for number in shots]
+        shots, skipped = _resolve_shots(plan, collected.train.labels, collected.classes)
+        notes += skipped
+        rows += [_few_shot(tensors, number, plan.seeds) for number in shots]
     if "knn" in plan.only:
-        rows += [_nearest(at_hand, number) for number in _settle_k(plan, len(collected.train.labels), notes)]
+        rows += [_nearest(tensors, number) for number in _resolve_k(plan, len(collected.train.labels), notes)]
     if "linear" in plan.only:
-        rows.append(_linear(at_hand, on_progress))
-    bad = [*collected.train.bad, *(collected.val.bad if collected.val else ()), *collected.measured.bad]
-    return Probed(
+        rows.append(_linear(tensors, on_progress))
+    bad = [*collected.train.bad, *(collected.val.bad if collected.val else ()), *collected.evaluated.bad]
+    return ProbeResult(
         rows=tuple(rows),
-        images=len(collected.measured.labels),
+        images=len(collected.evaluated.labels),
         split=plan.split,
         examples=len(collected.train.labels),
         classes=collected.classes,
@@ -178,12 +178,12 @@ def measure(
 
 
 class _Tensors:
-    """Collected features, as tensors where they are computed with."""
+    """Collected features as tensors on the device."""
 
     def __init__(self, collected: Collected, device: torch.device) -> None:
         self.classes = len(collected.classes)
         self.train_labels = collected.train.labels
-        train, test = collected.train, collected.measured
+        train, test = collected.train, collected.evaluated
         self.x, self.y = (torch.from_numpy(array).to(device) for array in (train.features, train.labels))
         self.test_x, self.test_y = (torch.from_numpy(array).to(device) for array in (test.features, test.labels))
         self.names = collected.classes
@@ -191,11 +191,11 @@ class _Tensors:
         self.device = device
 
     def accuracy(self, scores: Tensor) -> float:
-        """Return how often the largest score is that of the right class."""
+        """Return the top-1 accuracy of scores."""
         return float((scores.argmax(dim=1) == self.test_y).double().mean())
 
-    def chosen_on(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what a setting is fitted on and what it is chosen on; without a val split, a tenth of the examples."""
+    def fit_and_validation(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the data to fit on and to validate on; without a validation split, a tenth of the examples."""
         if self.val is not None:
             x, y = (torch.from_numpy(array).to(self.device) for array in (self.val.features, self.val.labels))
             return self.x, self.y, x, y
@@ -203,48 +203,48 @@ class _Tensors:
         return self.x[fit], self.y[fit], self.x[choose], self.y[choose]
 
 
-def _few_shot(at_hand: _Tensors, shots: int, seeds: int) -> Row:
+def _few_shot(tensors: _Tensors, shots: int, seeds: int) -> ProbeRow:
     accuracies = []
     for seed in range(seeds):
-        drawn = draw_examples(at_hand.train_labels, shots, seed)
-        fitted = fit_least_squares(at_hand.x[drawn], at_hand.y[drawn], at_hand.classes)
-        accuracies.append(at_hand.accuracy(fitted.scores(at_hand.test_x)))
-    return Row("fewshot", shots, tuple(accuracies))
+        drawn = draw_examples(tensors.train_labels, shots, seed)
+        fitted = fit_least_squares(tensors.x[drawn], tensors.y[drawn], tensors.classes)
+        accuracies.append(tensors.accuracy(fitted.scores(tensors.test_x)))
+    return ProbeRow("fewshot", shots, tuple(accuracies))
 
 
-def _nearest(at_hand: _Tensors, k: int) -> Row:
-    votes = vote(at_hand.x, at_hand.y, at_hand.test_x, at_hand.classes, k=k)
-    return Row("knn", k, (at_hand.accuracy(votes),))
+def _nearest(tensors: _Tensors, k: int) -> ProbeRow:
+    votes = vote(tensors.x, tensors.y, tensors.test_x, tensors.classes, k=k)
+    return ProbeRow("knn", k, (tensors.accuracy(votes),))
 
 
-def _linear(at_hand: _Tensors, on_progress: Callable[[int, int], None] | None) -> Row:
-    found = choose_linear(*at_hand.chosen_on(), at_hand.classes, on_progress=on_progress)
-    return Row("linear", found.decay, (at_hand.accuracy(found.scores(at_hand.test_x)),))
+def _linear(tensors: _Tensors, on_progress: Callable[[int, int], None] | None) -> ProbeRow:
+    found = choose_linear(*tensors.fit_and_validation(), tensors.classes, on_progress=on_progress)
+    return ProbeRow("linear", found.decay, (tensors.accuracy(found.scores(tensors.test_x)),))
 
 
-def _settle_shots(
+def _resolve_shots(
     plan: ProbePlan, labels: NDArray[np.int64], classes: tuple[str, ...]
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the shots for which every class has examples enough, and notes on those for which one has not."""
+    """Return the shots for which every class has enough examples, and notes on the others."""
     if "fewshot" not in plan.only:
         return (), []
-    counts = np.bincount(labels, minlength=len(classes)).tolist()  # a class may be there of which nothing could be read
+    counts = np.bincount(labels, minlength=len(classes)).tolist()  # all images of a class may be unreadable
     least = min(counts)
-    poor = [name for name, count in zip(classes, counts, strict=True) if count == least]
-    others = f" (and {len(poor) - 1:,} more)" if len(poor) > 1 else ""
-    found = f"class {poor[0]!r}{others} has only {least:,}"
+    smallest = [name for name, count in zip(classes, counts, strict=True) if count == least]
+    others = f" (and {len(smallest) - 1:,} more)" if len(smallest) > 1 else ""
+    found = f"class {smallest[0]!r}{others} has only {least:,}"
     if plan.shots is None:
-        notes = [f"{shots} shots are left out: {found} train images" for shots in SHOTS if shots > least]
+        notes = [f"{shots} shots are skipped: {found} training images" for shots in SHOTS if shots > least]
         return tuple(shots for shots in SHOTS if shots <= least), notes
     if (most := max(plan.shots)) > least:
-        raise DataError(f"{most} shots need {most} train images of every class, but {found}; ask for fewer shots")
+        raise DataError(f"{most} shots need {most} training images of every class, but {found}; use fewer shots")
     return plan.shots, []
 
 
-def _settle_k(plan: ProbePlan, examples: int, notes: list[str]) -> tuple[int, ...]:
-    """Return the numbers of neighbours; those that were asked for were checked before."""
+def _resolve_k(plan: ProbePlan, examples: int, notes: list[str]) -> tuple[int, ...]:
+    """Return the numbers of neighbours; requested ones were checked before."""
     if plan.k is None and NEIGHBOURS[0] > examples:
-        notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because there are no more train images")
+        notes.append(f"k is {examples} instead of {NEIGHBOURS[0]}, because there are no more training images")
         return (examples,)
     return NEIGHBOURS if plan.k is None else plan.k
 

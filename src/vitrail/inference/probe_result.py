@@ -1,4 +1,4 @@
-"""What came of a probe: a row for each protocol and setting."""
+"""The result of a probe: one row per protocol and setting."""
 
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -11,18 +11,18 @@ Method = Literal["fewshot", "knn", "linear"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 
-class Row(NamedTuple):
+class ProbeRow(NamedTuple):
     """One protocol with one setting."""
 
     method: Method
     setting: float
-    """The shots, the k, or the decay that was chosen."""
+    """The shots, k, or the selected decay."""
     accuracies: tuple[float, ...]
-    """One for each seed; a single one where nothing is drawn."""
+    """One per seed; a single one if nothing is drawn."""
 
     @property
     def mean(self) -> float:
-        """The average over the seeds."""
+        """The mean over the seeds."""
         return fmean(self.accuracies)
 
     @property
@@ -32,30 +32,30 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What features are worth. Accuracies go from 0 to 1."""
+class ProbeResult:
+    """The accuracy of frozen features, from 0 to 1."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ProbeRow, ...]
     images: int
-    """How many images accuracy was measured on."""
+    """Number of images evaluated on."""
     split: str
     examples: int
-    """How many train images there were to draw from."""
+    """Number of training images to draw from."""
     classes: tuple[str, ...]
     split_origin: str
-    """Who divided the data: "recorded" (the model's own run), "given" (the data), or "stratified" (drawn here)."""
+    """Origin of the splits: "recorded" (the model's own run), "given" (the data), or "stratified" (drawn here)."""
     notes: tuple[str, ...]
-    """What was left out, and why."""
+    """What was skipped, and why."""
     bad: tuple[BadImage, ...]
 
-    def interval(self, row: Row) -> Interval | None:
-        """Return the 95% interval of an accuracy that no draw has a split in; None where the spread says more."""
+    def interval(self, row: ProbeRow) -> Interval | None:
+        """Return the 95% interval of an accuracy without random draws; None where the spread says more."""
         if row.spread is not None or row.method == "fewshot":
             return None
         return wilson_interval(round(row.mean * self.images), self.images)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON can hold it."""
+        """Return everything as JSON-compatible values."""
         names = {"fewshot": "shots", "knn": "k", "linear": "decay"}
         rows = [
             {

@@ -1,6 +1,6 @@
-"""Files among the images that a command does not read, because their names do not end as an image's: counted and named.
+"""Files without an image suffix that a command skips: counted, and the first ones named.
 
-A folder may have any number of them, so that only the first are named, and only the first looked into.
+A folder may have any number of them, so only the first are named, and only the first are sniffed.
 """
 
 import os
@@ -10,25 +10,25 @@ from vitrail.data.file_types import ENDINGS, HEAD, sniff_file
 from vitrail.data.sources.index_files import shown
 
 NAMED = 5
-LOOKED_INTO = 1000
+SNIFFED = 1000
 
 
 @dataclass
-class Skipped:
-    """What was skipped so far."""
+class SkippedFiles:
+    """The files skipped so far."""
 
     count: int = 0
     images: int = 0
     """How many of them are images by content."""
     named: list[str] = field(default_factory=list)
-    """The first that are not images, by content, either."""
+    """The first that are not images by content either."""
     misnamed: list[str] = field(default_factory=list)
-    """The first images, each with its kind and the name it should have."""
+    """The first images, each with its type and the name it should have."""
 
     def add(self, name: bytes, path: bytes, start: int = 0, size: int = HEAD) -> None:
-        """Count a file that is called `name` and lies at `path`, or in it from `start` on."""
+        """Count a file called `name` at `path`, or inside it from `start` on."""
         self.count += 1
-        kind = sniff_file(path, start, size) if self.count <= LOOKED_INTO else None
+        kind = sniff_file(path, start, size) if self.count <= SNIFFED else None
         if kind is None:
             self.named += [shown(name)] if len(self.named) < NAMED else []
             return
@@ -37,18 +37,17 @@ class Skipped:
             stem = shown(os.path.splitext(os.path.basename(name))[0])
             self.misnamed.append(f"{shown(name)}: a {kind}; rename it to {stem}.{ENDINGS[kind]}")
 
-    def said(self) -> list[str]:
-        """Say what was skipped, a sentence for each kind; nothing where nothing was."""
+    def messages(self) -> list[str]:
+        """Describe what was skipped, one message per kind."""
         lines = []
         others = self.count - self.images
         if self.images:
             what = "1 file is an image" if self.images == 1 else f"{self.images:,} files are images"
             listed = _listed(self.misnamed, self.images, "; ")
-            lines.append(f"{what} by content but not by name, and skipped ({listed})")
+            lines.append(f"{what} by content but not by name; skipped ({listed})")
         if others:
             what = "1 file was" if others == 1 else f"{others:,} files were"
-            names = "its name does" if others == 1 else "their names do"
-            lines.append(f"{what} skipped, because {names} not end as an image's ({_listed(self.named, others, ', ')})")
+            lines.append(f"{what} skipped: no image suffix ({_listed(self.named, others, ', ')})")
         return lines
 
 

@@ -1,13 +1,13 @@
-"""Predictions as text: a table for people, JSONL and CSV as they come, and Parquet made of JSONL at the end.
+"""Predictions as rows: a table for the terminal, JSONL and CSV as they come, and Parquet written from JSONL at the end.
 
     number         counted from 1
-    path           as it was given; a file in a tar has the tar's path before its own
-    error          why there is no answer, or nothing
-    classes        the likeliest classes, the likeliest first
-    probabilities  how likely they are
+    path           as passed in; for a file in a tar, the tar's path and the path inside
+    error          why there is no prediction, or empty
+    classes        the most likely classes, in order of probability
+    probabilities  their probabilities
 
-A path may have any bytes. In JSON a byte that is no UTF-8 is written `\\udcXX`, which Python turns into a text that
-`open` takes; in CSV it is the byte itself; in Parquet, whose text cannot hold it, the four characters `\\xXX`.
+A path may contain any bytes. In JSON a byte that is not UTF-8 is written `\\udcXX`, which Python decodes to a str that
+`open` accepts; in CSV it is the byte itself; in Parquet, whose strings cannot hold it, the four characters `\\xXX`.
 """
 
 import csv
@@ -36,11 +36,11 @@ SUFFIXES: dict[str, Format] = {
 }
 ROW_GROUP = 65_536
 LONGEST = 60
-"""Characters that a column of the table is made wide for."""
+"""Maximum width of a table column."""
 
 
-class Row(NamedTuple):
-    """What is said of one image."""
+class PredictionRow(NamedTuple):
+    """The prediction for one image."""
 
     number: int
     path: bytes
@@ -50,40 +50,40 @@ class Row(NamedTuple):
 
 
 class Writer(Protocol):
-    """Turns rows into bytes."""
+    """Encodes rows as bytes."""
 
     def header(self) -> bytes:
-        """Return what stands before the first row."""
+        """Return what precedes the first row."""
 
-    def encode(self, rows: Iterable[Row]) -> bytes:
-        """Return rows as they are written."""
+    def encode(self, rows: Iterable[PredictionRow]) -> bytes:
+        """Return encoded rows."""
 
 
-def choose_format(asked: str | None, output: Path | None, *, watched: bool) -> Format:
-    """Return the format that was asked for, or that the name of the output ends with.
+def choose_format(requested: str | None, output: Path | None, *, interactive: bool) -> Format:
+    """Return the requested format, or that of the output's suffix.
 
-    Without a file it is a table where a person is `watched` by, and JSONL where a program reads.
+    Without a file it is a table on an `interactive` terminal, and JSONL otherwise.
     """
-    if asked is not None:
-        if asked not in get_args(Format):
+    if requested is not None:
+        if requested not in get_args(Format):
             raise ConfigError(
-                f"no format is called {asked!r}{suggest(asked, get_args(Format))}; there are table, jsonl, csv, parquet"
+                f"unknown format {requested!r}{suggest(requested, get_args(Format))}; "
+                "choose table, jsonl, csv or parquet"
             )
-        if asked == "parquet" and output is None:
-            raise ConfigError("Parquet is written to a file; give one with --output")
-        return asked  # type: ignore[return-value]
+        if requested == "parquet" and output is None:
+            raise ConfigError("Parquet needs a file; give one with --output")
+        return requested  # type: ignore[return-value]
     if output is None:
-        return "table" if watched else "jsonl"
+        return "table" if interactive else "jsonl"
     if output.suffix.lower() not in SUFFIXES:
         raise ConfigError(
-            f"the name {shown(os.fspath(output))} does not say what to write; let it end in .jsonl, .csv or .parquet, "
-            f"or give --format"
+            f"{shown(os.fspath(output))} has no known suffix; use .jsonl, .csv or .parquet, or give --format"
         )
     return SUFFIXES[output.suffix.lower()]
 
 
 def open_writer(format: Format, top: int) -> Writer:
-    """Return the writer of a format for so many classes; rows for Parquet are kept as JSONL until the end."""
+    """Return the writer of a format for `top` classes; rows for Parquet are kept as JSONL until the end."""
     match format:
         case "csv":
             return Csv(top)
@@ -97,88 +97,88 @@ class Jsonl:
     """A JSON object on every line."""
 
     def header(self) -> bytes:
-        """Return nothing."""
+        """Return nothing: JSONL has no header."""
         return b""
 
-    def encode(self, rows: Iterable[Row]) -> bytes:
-        """Return a line for each row."""
-        # A byte that is no UTF-8 is half a surrogate pair in a text of Python's; written as JSON writes those.
+    def encode(self, rows: Iterable[PredictionRow]) -> bytes:
+        """Return one line per row."""
+        # Python decodes a byte that is not UTF-8 to a lone surrogate, which is written as a JSON escape.
         lines = (json.dumps(row._replace(path=os.fsdecode(row.path))._asdict(), ensure_ascii=False) for row in rows)  # type: ignore[arg-type]
         return "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace")
 
 
 class Csv:
-    """Comma-separated values, with two columns for each of the likeliest classes."""
+    """Comma-separated values, with two columns for each of the top classes."""
 
     def __init__(self, top: int) -> None:
         self.top = top
         self._lines: list[str] = []
-        # The standard's line ends make the writer quote both characters; the lines themselves end as Unix's do.
+        # With \\r\\n as line end the writer quotes both characters; the lines themselves end in \\n.
         self._writer = csv.writer(self, lineterminator="\r\n")
 
     def write(self, line: str) -> None:
-        """Take a line from the writer."""
+        """Receive a line from the CSV writer."""
         self._lines.append(line.removesuffix("\r\n") + "\n")
 
     def header(self) -> bytes:
-        """Return the names of the columns."""
+        """Return the column names."""
         places = range(1, self.top + 1)
         columns = [column for place in places for column in (f"class_{place}", f"probability_{place}")]
         self._writer.writerow(["number", "path", "error", *columns])
-        return self._taken()
+        return self._flush()
 
-    def encode(self, rows: Iterable[Row]) -> bytes:
-        """Return a line for each row, or several where a path has line breaks."""
+    def encode(self, rows: Iterable[PredictionRow]) -> bytes:
+        """Return one line per row, or several if a path has line breaks."""
         for row in rows:
             pairs = [cell for pair in zip(row.classes, row.probabilities, strict=True) for cell in pair]
             empty = [""] * (2 * self.top - len(pairs))
             self._writer.writerow([row.number, os.fsdecode(row.path), row.error or "", *pairs, *empty])
-        return self._taken()
+        return self._flush()
 
-    def _taken(self) -> bytes:
+    def _flush(self) -> bytes:
         text = "".join(self._lines)
         self._lines.clear()
         return text.encode("utf-8", "surrogateescape")
 
 
 class Table:
-    """A line for each image, for people; the first rows say how wide the columns are."""
+    """One line per image, for people; the first rows determine the column widths."""
 
     def __init__(self) -> None:
         self._widths: list[int] = []
 
     def header(self) -> bytes:
-        """Return nothing: the columns' widths are not known yet."""
+        """Return nothing: the column widths are not known yet."""
         return b""
 
-    def encode(self, rows: Iterable[Row]) -> bytes:
-        """Return a line for each row, and before the first the names of the columns."""
+    def encode(self, rows: Iterable[PredictionRow]) -> bytes:
+        """Return one line per row, preceded by the column names the first time."""
         lines = [_cells(row) for row in rows]
         if not lines:
             return b""
         if not self._widths:
-            lines.insert(0, ("image", "class", "sure", "then"))
+            lines.insert(0, ("image", "class", "confidence", "then"))
             self._widths = [min(LONGEST, max(len(line[column]) for line in lines)) for column in range(3)]
         wide = self._widths
         text = "".join(f"{a:<{wide[0]}}  {b:<{wide[1]}}  {c:>{wide[2]}}  {d}".rstrip() + "\n" for a, b, c, d in lines)
         return text.encode("utf-8", "replace")
 
 
-def _cells(row: Row) -> tuple[str, str, str, str]:
+def _cells(row: PredictionRow) -> tuple[str, str, str, str]:
     if row.error is not None:
         return shown(row.path), "–", "–", printable(row.error, line=True)
-    shares = [f"{percent(p)}%" for p in row.probabilities]
-    names = [printable(name, line=True) for name in row.classes]  # also in a file: this one is for people to look at
-    others = ", ".join(f"{name} {share}" for name, share in zip(names[1:], shares[1:], strict=True))
-    return shown(row.path), names[0], shares[0], others
+    percentages = [f"{percent(p)}%" for p in row.probabilities]
+    names = [printable(name, line=True) for name in row.classes]  # also in a file: a table is for people
+    others = ", ".join(f"{name} {value}" for name, value in zip(names[1:], percentages[1:], strict=True))
+    return shown(row.path), names[0], percentages[0], others
 
 
 class Sink:
-    """Where rows go; it counts them. Used in a `with`, for as long as it is open."""
+    """A destination for rows that counts them; a context manager."""
 
     def __init__(self) -> None:
         self.done = self.bad = 0
-        """Rows, and those of them with an error."""
+        """Number of rows, and of rows with an error."""
         self.first_bad: tuple[bytes, str] | None = None
 
     def __enter__(self) -> Self:
@@ -188,16 +188,16 @@ class Sink:
         return
 
     def skip_done(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Return the images that have no row yet."""
+        """Return the images without a row."""
         return items
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """Take rows."""
+    def write(self, rows: Sequence[PredictionRow]) -> None:
+        """Write rows."""
         for row in rows:
             self.count(row.path, row.error)
 
     def finish(self) -> None:
-        """Do what is to be done after the last row."""
+        """Called after the last row."""
 
     def count(self, path: bytes, error: str | None) -> None:
         """Count a row."""
@@ -218,27 +218,27 @@ class TerminalWriter(Sink):
         self._put(self.writer.header())
         return self
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """Write rows at once: whoever reads them may be waiting."""
+    def write(self, rows: Sequence[PredictionRow]) -> None:
+        """Write and flush rows: the reader may be waiting."""
         self._put(self.writer.encode(rows))
         super().write(rows)
 
     def _put(self, text: bytes) -> None:
-        if sys.stdout.isatty():  # what goes into a file or to a program stays as it is
+        if sys.stdout.isatty():  # files and pipes get the raw text
             text = printable(text.decode("utf-8", "surrogateescape")).encode("utf-8", "replace")
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
 
 
-# ── reading back what was written ──
+# ── reading rows back ──
 
 
 def whole_records(file: BinaryIO, format: Format) -> Iterator[tuple[bytes, int]]:
-    """Give the records of a file from its start, each with where it ends; one that was cut off is left out."""
+    """Yield the complete records of a file, each with its end offset."""
     record, end = b"", 0
     for line in file:
         record += line
-        # Within quotes a line break belongs to a path; quotes are always written in pairs.
+        # A line break within quotes belongs to a path; quotes always come in pairs.
         if not line.endswith(b"\n") or (format == "csv" and record.count(b'"') % 2):
             continue
         end += len(record)
@@ -247,7 +247,7 @@ def whole_records(file: BinaryIO, format: Format) -> Iterator[tuple[bytes, int]]
 
 
 def read_record(record: bytes, format: Format) -> tuple[int, bytes, str | None]:
-    """Return number, path and error of a row; ValueError where it is none."""
+    """Return number, path and error of a row; raise ValueError if it is not one."""
     if format == "csv":
         fields = next(csv.reader(io.StringIO(record.decode("utf-8", "surrogateescape"), newline="")), [])
         if len(fields) < 3:
@@ -260,12 +260,12 @@ def read_record(record: bytes, format: Format) -> tuple[int, bytes, str | None]:
 
 
 def parquet_path(path: bytes) -> bytes:
-    """Return a path as Parquet has it: in UTF-8, with other bytes written out."""
+    """Return a path as Parquet stores it: UTF-8, with other bytes escaped."""
     return path.decode("utf-8", "backslashreplace").encode()
 
 
 def write_parquet(lines: Iterable[bytes], target: Path) -> None:
-    """Make a Parquet file of JSON lines, a row group at a time."""
+    """Write a Parquet file from JSON lines, one row group at a time."""
     arrow: Any = import_pyarrow(os.fspath(target))
     schema = arrow.schema(
         [

@@ -21,7 +21,7 @@ from vitrail.data.sources.source import Pixels
 from vitrail.errors import ConfigError, Diverged, InputError
 from vitrail.explanations.attention import attention_rows
 from vitrail.explanations.explain import as_image, read_class
-from vitrail.explanations.relevance import answering_token
+from vitrail.explanations.relevance import explained_token
 from vitrail.explanations.request import ExplanationRequest, explain_pixels
 from vitrail.inference.features import FeatureRequest
 from vitrail.models.checks import read_layer
@@ -153,7 +153,7 @@ class Explain:
             return None, 0.0
         vit = model.bundle.model
         logits = vit(pixels)[0]
-        logits = logits[answering_token(vit.config, self.request.query)] if vit.config.pool == "none" else logits
+        logits = logits[explained_token(vit.config, self.request.query)] if vit.config.pool == "none" else logits
         target = int(logits.argmax()) if self.target is None else read_class(self.target, model.bundle)
         return target, float(logits.softmax(dim=0)[target])
 

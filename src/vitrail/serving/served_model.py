@@ -117,7 +117,7 @@ def _ready_for(model: ViT, precision: Precision) -> Callable[[FeatureRequest], V
         return request.ready(model, precision)
 
     if precision == "bf16" and runs_fast(model):
-        return lambda request: ready(request.alike(model.config))
+        return lambda request: ready(request.cache_key(model.config))
     return lambda _: ready(FeatureRequest())  # the model itself serves every request
 
 

@@ -15,7 +15,7 @@ from vitrail.checkpoints.writing import recover
 from vitrail.data.batches import Batch, Training, training_batches
 from vitrail.data.resident import Resident
 from vitrail.data.sources.splits import Splits
-from vitrail.data.stream import Share, Stream
+from vitrail.data.stream import RankSlice, Stream
 from vitrail.errors import ConfigError, Diverged
 from vitrail.evaluation import Evaluation as Measured
 from vitrail.evaluation import evaluate_predictions
@@ -140,8 +140,8 @@ class _Run:
                 f"a batch of {plan.batch} cannot be cut into {parts} equal parts{pairs} (ranks × "
                 f"gradient_accumulation); use a batch that is a multiple of {2 * parts if plan.mixing.on else parts}"
             )
-        share = Share(self.ranks.processes.rank, self.ranks.processes.size)
-        return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, share, data.bad_files)
+        rank_slice = RankSlice(self.ranks.processes.rank, self.ranks.processes.size)
+        return Training(train, stream, plan.preprocess, plan.augmentation, plan.mixing, rank_slice, data.bad_files)
 
     def _stepper(self) -> Stepper:
         plan, context = self.plan, self.context

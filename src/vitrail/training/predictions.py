@@ -7,9 +7,9 @@ import numpy as np
 from torch import nn
 
 from vitrail.data.batches import Batch, Evaluation, evaluation_batches
-from vitrail.data.resident import Kept
+from vitrail.data.resident import ResidentEvaluation
 from vitrail.data.sources.source import Source
-from vitrail.data.stream import Share
+from vitrail.data.stream import RankSlice
 from vitrail.errors import DataError
 from vitrail.evaluation import Predictions, predict_all
 from vitrail.training.defaults import TrainingPlan
@@ -23,7 +23,7 @@ class Predictor:
 
     plan: TrainingPlan
     context: RunContext
-    kept: tuple[Source, Kept] | None
+    kept: tuple[Source, ResidentEvaluation] | None
     """The split that stays on the device, where images live there."""
 
     def __call__(self, model: nn.Module, source: Source) -> Predictions:
@@ -57,7 +57,11 @@ class Predictor:
 def predictor(plan: TrainingPlan, context: RunContext, often: Source) -> Predictor:
     """Return what predicts splits; the one that is asked about `often` stays on the device, where images live there."""
     on_device = plan.recipe.data.on_device
-    kept = (often, Kept(share_of(often, plan, context), context.device, context.workers)) if on_device else None
+    kept = (
+        (often, ResidentEvaluation(share_of(often, plan, context), context.device, context.workers))
+        if on_device
+        else None
+    )
     return Predictor(plan, context, kept)
 
 
@@ -65,5 +69,5 @@ def share_of(source: Source, plan: TrainingPlan, context: RunContext) -> Evaluat
     """Return the share of a split that is this process's to evaluate."""
     processes = context.ranks.processes
     images = plan.batch // (processes.size * plan.recipe.gradient_accumulation)
-    share = Share(processes.rank, processes.size)
-    return Evaluation(source, plan.preprocess, evaluation_batch(images), share, bad_files="skip")
+    rank_slice = RankSlice(processes.rank, processes.size)
+    return Evaluation(source, plan.preprocess, evaluation_batch(images), rank_slice, bad_files="skip")

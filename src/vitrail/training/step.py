@@ -147,14 +147,14 @@ class Stepper(NamedTuple):
     def pixels(self, part: Batch) -> Tensor:
         """Return images as the model gets them: normalised, and mixed."""
         pixels = self.preprocess.normalise(part.pixels)
-        return mix_pixels(pixels, part.share, part.box) if self.mixed else pixels
+        return mix_pixels(pixels, part.lam, part.box) if self.mixed else pixels
 
     def _forward(self, forward: nn.Module, part: Batch) -> tuple[Tensor, Tensor]:
         objective = self.recipe.objective
         pixels = self.pixels(part)
         with autocast(self.device, self.precision):
             logits: Tensor = forward(pixels)
-        targets = objectives.targets(part.labels, logits.shape[-1], objective, part.share if self.mixed else None)
+        targets = objectives.targets(part.labels, logits.shape[-1], objective, part.lam if self.mixed else None)
         loss = objectives.loss(logits, targets, objective, self.weights)
         return loss, (logits.argmax(dim=-1) == targets.argmax(dim=-1)).sum()
 

@@ -21,7 +21,7 @@ from vitrail.acceleration.engine import prepare
 from vitrail.acceleration.fused_training import FusedTraining
 from vitrail.data.sources.source import Arrays
 from vitrail.evaluation import evaluate_bundle
-from vitrail.inference.features import Computing, FeatureRequest, gather
+from vitrail.inference.features import ComputeOptions, FeatureRequest, gather
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,8 +160,8 @@ def test_evaluation() -> None:
 )
 @pytest.mark.parametrize("pool", ["cls", "mean"])
 def test_features(wanted: FeatureRequest, pool: str) -> None:
-    exact = gather(named(pool=pool), noise(), wanted, Computing("cuda", workers=0)).features
-    found = gather(named(pool=pool), noise(), wanted, Computing("cuda", precision="bf16", workers=0)).features
+    exact = gather(named(pool=pool), noise(), wanted, ComputeOptions("cuda", workers=0)).features
+    found = gather(named(pool=pool), noise(), wanted, ComputeOptions("cuda", precision="bf16", workers=0)).features
     assert found.shape == exact.shape
     assert error(torch.from_numpy(found), torch.from_numpy(exact).double()) < 0.03
 

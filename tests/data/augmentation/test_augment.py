@@ -1,4 +1,4 @@
-"""Augmentation as a whole: what is drawn, and what is made of it."""
+"""Augmentation: `plan` and `apply`."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ NOTHING = AugmentationPlan(8, 8, None, "nothing", "bilinear", False, False, None
 
 
 def photograph(height: int, width: int, mode: str = "RGB") -> Image.Image:
-    """Make an image of smooth patches, so that half of it resembles the whole."""
+    """Make an image of smooth patches, so that a half-size version resembles it."""
     rng = np.random.default_rng(height * 1000 + width)
     rough = Image.fromarray(rng.integers(0, 256, (height // 40 + 2, width // 40 + 2, 3), dtype=np.uint8))
     return rough.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
@@ -58,7 +58,7 @@ def plans(augmentation: Augmentation, height: int = 300, width: int = 400, size:
     return [plan(augmentation, height, width, (size, size), draws(0, position)) for position in range(COUNT)]
 
 
-# What is drawn
+# plan
 
 
 def test_a_plan_is_a_function_of_seed_and_position() -> None:
@@ -74,14 +74,14 @@ def test_a_plan_does_not_depend_on_the_hash_seed() -> None:
         "from vitrail.data.augmentation.augment import preset, plan; from vitrail.data.augmentation.draws import draws;"
         "print([plan(preset('augreg_strong2'), 300, 400, (64, 64), draws(1, p)) for p in range(20)])"
     )
-    # This process has a hash seed of its own.
+    # This process has its own hash seed.
     other = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True)
     expected = [plan(preset("augreg_strong2"), 300, 400, (64, 64), draws(1, p)) for p in range(20)]
     assert other.stdout.decode().strip() == str(expected)
 
 
 def test_known_plans() -> None:
-    """Recorded: a change here changes every training run, so it has to be meant."""
+    """Golden values: a change here changes every training run, so it must be deliberate."""
     first, second = (plan(preset("plain_baseline"), 375, 500, (224, 224), draws(0, position)) for position in (0, 1))
     assert (first.box, first.flip) == (Box(97, 291, 131, 174), False)
     assert first.operations == (Operation("solarize", (0,)), Operation("translate_x", (100,)))
@@ -91,7 +91,7 @@ def test_known_plans() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("flip", "flip"), ("flip_vertical", "flip_vertical")])
 @pytest.mark.parametrize("chance", [0.0, 0.2, 0.5, 1.0])
-def test_flips_happen_as_often_as_asked(field: str, value: str, chance: float) -> None:
+def test_flip_probability(field: str, value: str, chance: float) -> None:
     happened = sum(getattr(drawn, value) for drawn in plans(Augmentation(crop="none").replace(**{field: chance})))
     if chance in (0.0, 1.0):
         assert happened == chance * COUNT
@@ -100,14 +100,14 @@ def test_flips_happen_as_often_as_asked(field: str, value: str, chance: float) -
 
 
 @pytest.mark.parametrize("name", ["grey", "blur"])
-def test_grey_and_blur_happen_as_often_as_asked(name: str) -> None:
+def test_grey_and_blur_probability(name: str) -> None:
     drawn = [d.operations for d in plans(Augmentation(crop="none").replace(**{name: 0.3}))]
     assert stats.binomtest(sum(map(len, drawn)), COUNT, 0.3).pvalue > CHANCE
     assert {operation.name for operations in drawn for operation in operations} == {name}
 
 
-def test_erasing_has_even_area_and_log_ratio() -> None:
-    """As defined, before what does not fit is drawn again: only areas of which every ratio fits are counted."""
+def test_erasing_has_uniform_area_and_log_ratio() -> None:
+    """As defined, before redrawing what does not fit: only areas for which every ratio fits are counted."""
     drawn = plans(Augmentation(crop="none", erasing=0.75), size=2000)
     boxes = np.array([d.erased for d in drawn if d.erased is not None])
     assert stats.binomtest(len(boxes), COUNT, 0.75).pvalue > CHANCE
@@ -116,7 +116,7 @@ def test_erasing_has_even_area_and_log_ratio() -> None:
     assert area.max() <= 0.331
     assert ratio.min() >= 0.299
     assert ratio.max() <= 3.301
-    # A box of the area a is at most √(3.3 a) long, so up to 0.3 all fit.
+    # A box of area a is at most √(3.3 a) long, so up to 0.3 all fit.
     small = area < 0.3
     assert stats.kstest(area[small], stats.uniform(0.02, 0.28).cdf).pvalue > CHANCE
     low, high = np.log(0.3), np.log(3.3)
@@ -124,8 +124,8 @@ def test_erasing_has_even_area_and_log_ratio() -> None:
     assert stats.kstest(boxes[:, 0] / (2000 - boxes[:, 2]), "uniform").pvalue > CHANCE
 
 
-def test_jitter_is_torchvisions() -> None:
-    """The factors are even over the range, the order is even over all orders."""
+def test_jitter_matches_torchvision() -> None:
+    """The factors are uniform over their range, the order is uniform over all orders."""
     jitter = Jitter(brightness=0.4, contrast=1.5, saturation=0.2, hue=0.1)
     drawn = [d.operations for d in plans(Augmentation(crop="none", jitter=jitter))]
     limits = {"brightness": (0.6, 1.4), "contrast": (0.0, 2.5), "saturation": (0.8, 1.2), "hue": (-0.1, 0.1)}
@@ -139,7 +139,7 @@ def test_jitter_is_torchvisions() -> None:
     assert stats.chisquare(counts).pvalue > CHANCE
 
 
-def test_three_augment_does_one_of_three() -> None:
+def test_three_augment_draws_one_of_three() -> None:
     drawn = [d.operations for d in plans(preset("three_augment"))]
     names, counts = np.unique([operations[0].name for operations in drawn], return_counts=True)
     assert list(names) == ["blur", "grey", "solarize"]
@@ -154,7 +154,7 @@ def test_rotation_and_affine_stay_within_their_limits() -> None:
     turned = [d.warp for d in plans(Augmentation(crop="none", rotation=20.0), size=64)]
     degrees = np.degrees([np.arctan2(-warp[3], warp[0]) for warp in turned if warp is not None])
     assert stats.kstest(degrees, stats.uniform(-20, 40).cdf).pvalue > CHANCE
-    # Whole pixels, each side alone: (down, right) are shares of (height, width).
+    # Whole pixels, each side separately: (down, right) are fractions of (height, width).
     moved = [d.warp for d in plans(Augmentation(crop="none", affine=Affine(translate=(0.125, 0.25))), size=64)]
     assert {warp[2] for warp in moved if warp is not None} == {float(x) for x in range(-16, 17)}
     assert {warp[5] for warp in moved if warp is not None} == {float(y) for y in range(-8, 9)}
@@ -163,12 +163,12 @@ def test_rotation_and_affine_stay_within_their_limits() -> None:
     assert stats.kstest(scales, stats.uniform(0.5, 1.5).cdf).pvalue > CHANCE
 
 
-# What is made of it
+# apply
 
 
 @pytest.mark.parametrize("form", ["image", "array"])
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_crop_and_flip_are_torchvisions(mode: str, form: str) -> None:
+def test_crop_and_flip_match_torchvision(mode: str, form: str) -> None:
     functional = import_peer("torchvision.transforms.functional")
     image = photograph(120, 160, mode)
     given_image = image if form == "image" else np.asarray(image)
@@ -185,8 +185,8 @@ def test_crop_and_flip_are_torchvisions(mode: str, form: str) -> None:
     assert 0 < flips < 20
 
 
-def test_operations_are_done_in_order() -> None:
-    """What `apply` does is what the parts do, one after the other."""
+def test_operations_are_applied_in_order() -> None:
+    """`apply` is the composition of its steps."""
     image = photograph(120, 160)
     drawn = plan(Augmentation(), 120, 160, (48, 64), draws(0, 3))
     half = NOTHING._replace(operations=(Operation("posterize", (2,)),))
@@ -216,8 +216,8 @@ def test_erased_pixels_are_grey_or_noise(channels: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [2, 4, 7])
-def test_many_channels_move_together_and_keep_their_values(channels: int) -> None:
-    """Each channel goes the way that a grey image goes; nothing is done to colours."""
+def test_many_channels_are_transformed_together(channels: int) -> None:
+    """Each channel is transformed like a grey image; colour operations are skipped."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (60, 80, channels), dtype=np.uint8)
     for position in range(10):
@@ -266,7 +266,7 @@ SIDES = st.integers(1, 600)
     st.sampled_from([1, 3, 5]),
     st.sampled_from([1, 2, 8]),
 )
-def test_anything_gives_a_image_of_the_size(
+def test_any_augmentation_gives_the_requested_size(
     augmentation: Augmentation, shape: tuple[int, int], size: tuple[int, int], position: int, channels: int, scale: int
 ) -> None:
     height, width = shape
@@ -281,7 +281,7 @@ def test_anything_gives_a_image_of_the_size(
     if drawn.erased is not None:
         assert drawn.erased.bottom <= size[0]
         assert drawn.erased.right <= size[1]
-    # As libjpeg rounds the size of an image that it decodes smaller.
+    # As libjpeg rounds the size at a reduced scale.
     decoded = np.full((-(-height // scale), -(-width // scale), channels), 100, np.uint8)
     found = apply(drawn, decoded, size)
     assert found.shape == (*size, channels)
@@ -297,18 +297,18 @@ def test_anything_gives_a_image_of_the_size(
     st.sampled_from([(400, 600), (401, 333), (600, 250)]),
     st.sampled_from([2, 4]),
 )
-def test_a_smaller_version_gives_nearly_the_same(position: int, crop: str, shape: tuple[int, int], scale: int) -> None:
+def test_a_reduced_image_gives_similar_pixels(position: int, crop: str, shape: tuple[int, int], scale: int) -> None:
     image = photograph(*shape)
     content = simplejpeg.encode_jpeg(np.asarray(image), quality=95, colorsubsampling="444")
     smaller = open_image(content).pixels(3, scale=1 / scale)
     drawn = plan(Augmentation(crop=crop, crop_area=(0.2, 1.0), rotation=5.0), *shape, (64, 64), draws(0, position))
     whole, part = (apply(drawn, p, (64, 64)).astype(int) for p in (image, smaller))
     assert abs(whole - part).mean() < 3
-    # Never far away from the same place: nothing is shifted or mirrored.
+    # Close everywhere: nothing is shifted or mirrored.
     assert np.quantile(abs(whole - part), 0.99) < 20
 
 
-def test_without_a_crop_the_image_comes_resized() -> None:
+def test_without_a_crop_the_image_must_be_resized() -> None:
     drawn = plan(Augmentation(crop="none", flip=1.0), 300, 400, (48, 64), draws(0, 0))
     assert drawn.box is None
     pixels = np.asarray(photograph(48, 64))
@@ -318,8 +318,8 @@ def test_without_a_crop_the_image_comes_resized() -> None:
 
 
 @pytest.mark.parametrize("image", [np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), np.zeros(4, np.uint8)])
-def test_arrays_that_are_no_images(image: np.ndarray) -> None:
-    with pytest.raises(InputError, match="give uint8 and"):
+def test_arrays_that_are_not_images(image: np.ndarray) -> None:
+    with pytest.raises(InputError, match="use uint8 and"):
         apply(NOTHING, image, (4, 4))
 
 
@@ -330,14 +330,14 @@ def test_modes_that_are_not_colour_or_grey() -> None:
         plan(Augmentation(), 0, 4, (4, 4), draws(0, 0))
 
 
-# The settings
+# settings
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"crop": "inceptoin"}, "did you mean 'inception'"),
-        ({"crop_area": (0.5, 0.1)}, r"crop_area is \(0\.5, 0\.1\); the smaller number comes first"),
+        ({"crop_area": (0.5, 0.1)}, r"crop_area is \(0\.5, 0\.1\); put the smaller number first"),
         ({"crop_area": (0.5, 1.5)}, "at most the whole image"),
         ({"crop_area": (0.0, 0.5)}, "greater than 0"),
         ({"crop_ratio": (2.0, 1.0)}, "crop_ratio is"),
@@ -345,7 +345,7 @@ def test_modes_that_are_not_colour_or_grey() -> None:
         ({"flip": 1.5}, "flip is 1.5: input should be less than or equal to 1"),
         ({"flip": float("nan")}, "flip is nan"),
         ({"fill": 256}, "fill"),
-        ({"randaugment": RandAugment(), "three_augment": True}, "choose one of them"),
+        ({"randaugment": RandAugment(), "three_augment": True}, "choose one"),
         ({"jitter": {"hue": 0.6}}, "hue is 0.6"),
         ({"colour_jitter": 0.4}, "Augmentation has no option 'colour_jitter'"),
     ],
@@ -355,9 +355,9 @@ def test_bad_settings(fields: dict[str, Any], words: str) -> None:
         Augmentation(**fields)
 
 
-def test_settings_travel() -> None:
+def test_settings_round_trip() -> None:
     assert Augmentation.from_json(EVERYTHING.to_json()) == EVERYTHING
-    # TOML gives lists.
+    # TOML has lists.
     assert Augmentation(crop_area=[0.1, 1.0]).crop_area == (0.1, 1.0)
 
 
@@ -372,6 +372,6 @@ def test_presets() -> None:
     assert plan(preset("light"), 9, 9, (8, 8), draws(0, 0)).fill == 0
     pixels = np.asarray(photograph(16, 16))
     assert np.array_equal(apply(plan(preset("none"), 16, 16, (16, 16), draws(0, 0)), pixels, (16, 16)), pixels)
-    with pytest.raises(ConfigError, match="no augmentation 'ligth' among none, light"):
+    with pytest.raises(ConfigError, match="unknown augmentation 'ligth'; choose one of none, light"):
         preset("ligth")
     assert all(Augmentation.from_json(value.to_json()) == value for value in PRESETS.values())

@@ -1,4 +1,4 @@
-"""Operations on pixels beside torchvision's: the same image and the same number, equal pixels."""
+"""Image operations equal torchvision's, pixel by pixel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +89,7 @@ def test_every_operation_does_something(name: str) -> None:
     ],
     ids=str,
 )
-def test_affine_matrices_are_torchvisions(numbers: dict[str, Any], mode: str) -> None:
+def test_affine_matrices_match_torchvision(numbers: dict[str, Any], mode: str) -> None:
     image = photograph(40, 56, mode)
     found = colours.affine(image, colours.affine_matrix(40, 56, **numbers), fill=77)
     expected = F.affine(
@@ -101,7 +101,7 @@ def test_affine_matrices_are_torchvisions(numbers: dict[str, Any], mode: str) ->
         BILINEAR,
         fill=77,
     )
-    # The same matrix but for the last bit of its numbers.
+    # The same matrix, up to the last bit.
     difference = abs(np.asarray(found).astype(int) - np.asarray(expected).astype(int))
     assert difference.max() <= 1
     assert (difference > 0).mean() < 0.01
@@ -109,7 +109,7 @@ def test_affine_matrices_are_torchvisions(numbers: dict[str, Any], mode: str) ->
 
 @pytest.mark.parametrize("radius", [0.5, 1.0, 2.0])
 def test_blur_is_nearly_a_gaussian(radius: float) -> None:
-    """Pillow stacks three box filters; away from the edges, where the two mirror differently, that is very close."""
+    """Pillow stacks three box filters, which is very close except at the edges."""
     image = photograph(60, 70)
     found = np.asarray(colours.blur(image, radius)).astype(int)
     expected = np.asarray(F.gaussian_blur(image, [21, 21], [radius, radius])).astype(int)
@@ -144,14 +144,14 @@ def test_cutout(row: int, column: int, reach: int, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("factor", [0.1, 1.9, 2.8])
-def test_contrast_around_a_given_grey(factor: float, mode: str) -> None:
+def test_contrast_around_a_fixed_level(factor: float, mode: str) -> None:
     image = photograph(20, 30, mode)
     exact = 196 + np.float32(factor) * (pixels(image) - 196).astype(np.float32)
     expected = np.clip(exact, 0, 255).astype(np.uint8)
     assert np.array_equal(pixels(colours.contrast(image, factor, 196)), expected)
 
 
-def test_grey_images_have_no_colours_to_change() -> None:
+def test_colour_operations_leave_grey_images_unchanged() -> None:
     image = photograph(20, 30, "L")
     for changed in (colours.saturation(image, 0.1), colours.hue(image, 0.3), colours.grey(image)):
         assert changed is image
@@ -161,7 +161,7 @@ def test_shear_keeps_the_first_row_and_column() -> None:
     image = photograph(40, 40)
     sheared = pixels(colours.shear(image, 0.3, 0.0))
     assert np.array_equal(sheared[0], pixels(image)[0])
-    # The row at y + 1/2 = 20.5 takes its pixels 0.3 × 20.5 = 6.15 to the right.
+    # The row at y + 1/2 = 20.5 reads its pixels 0.3 × 20.5 = 6.15 to the right.
     assert np.array_equal(sheared[20, :34], pixels(image)[20, 6:])
     assert np.all(sheared[20, 34:] == 0)
     turned = pixels(colours.shear(image.transpose(Image.Transpose.TRANSPOSE), 0.0, 0.3))

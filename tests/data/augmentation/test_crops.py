@@ -1,4 +1,4 @@
-"""Where images are cut: the distributions of the definitions, and of the peers."""
+"""Crops: distributions as defined, and as in torchvision and TensorFlow."""
 
 import math
 from collections.abc import Callable
@@ -34,26 +34,26 @@ def drawn(crop: Callable[..., Box], height: int, width: int, *options: object) -
 
 
 def same(found: np.ndarray, expected: np.ndarray) -> bool:
-    """Tell whether both samples may well come from one distribution, column by column."""
+    """Return whether both samples may come from one distribution, column by column."""
     return all(stats.ks_2samp(a, b, method="asymp").pvalue > CHANCE for a, b in zip(found.T, expected.T, strict=True))
 
 
-def test_inception_crop_has_even_area_and_log_ratio() -> None:
-    """Areas up to a quarter always fit into a large square, so nothing is drawn twice and rounding hardly counts."""
+def test_inception_crop_has_uniform_area_and_log_ratio() -> None:
+    """Areas up to a quarter always fit into a large square, so nothing is redrawn and rounding hardly matters."""
     boxes = drawn(inception_crop, 8000, 8000, (0.08, 0.25), (3 / 4, 4 / 3))
     area = boxes[:, 2] * boxes[:, 3] / 8000**2
     ratio = np.log(boxes[:, 3] / boxes[:, 2])
     assert stats.kstest(area, stats.uniform(0.08, 0.17).cdf).pvalue > CHANCE
     assert stats.kstest(ratio, stats.uniform(math.log(3 / 4), 2 * math.log(4 / 3)).cdf).pvalue > CHANCE
     assert abs(np.corrcoef(area, ratio)[0, 1]) < 0.05
-    # The place is even over what the box leaves free.
+    # The position is uniform over the free range.
     assert stats.kstest(boxes[:, 0] / (8000 - boxes[:, 2]), "uniform").pvalue > CHANCE
     assert stats.kstest(boxes[:, 1] / (8000 - boxes[:, 3]), "uniform").pvalue > CHANCE
 
 
 @pytest.mark.parametrize("size", [(375, 500), (64, 64), (900, 300), (7, 5), (40, 400)], ids=str)
 @pytest.mark.parametrize(("area", "ratio"), [((0.08, 1.0), (3 / 4, 4 / 3)), ((0.3, 0.9), (1.0, 2.0))], ids=str)
-def test_inception_crop_is_torchvisions(
+def test_inception_crop_matches_torchvision(
     size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float]
 ) -> None:
     peer = import_peer("torchvision.transforms").RandomResizedCrop
@@ -71,8 +71,8 @@ def test_inception_crop_is_torchvisions(
     ],
 )
 def test_inception_crop_falls_back_to_the_centre(size: tuple[int, int], box: Box) -> None:
-    """Where no draw can fit, torchvision's box and ours are fixed."""
-    # Beyond the whole image nothing fits, ever.
+    """If no draw can fit, torchvision's box and ours are fixed."""
+    # Nothing larger than the whole image ever fits.
     area = (1.5, 2.0)
     assert inception_crop(*size, draws(0, 0), area) == box
     peer = import_peer("torchvision.transforms").RandomResizedCrop
@@ -82,7 +82,7 @@ def test_inception_crop_falls_back_to_the_centre(size: tuple[int, int], box: Box
 def naive_tf_crop(
     height: int, width: int, rng: np.random.Generator, area: tuple[float, float], ratio: tuple[float, float]
 ) -> Box:
-    """Follow the words of TensorFlow's definition by trying every height, in its own single precision."""
+    """Implement TensorFlow's definition literally, by trying every height, in its single precision."""
     single = np.float32
     for _ in range(100):
         r = single(rng.uniform(*ratio))
@@ -105,14 +105,14 @@ def naive_tf_crop(
 
 @pytest.mark.parametrize("size", [(75, 100), (64, 64), (60, 40), (7, 5)], ids=str)
 @pytest.mark.parametrize("area", [(0.05, 1.0), (0.5, 1.0)], ids=str)
-def test_tf_crop_is_tensorflows(size: tuple[int, int], area: tuple[float, float]) -> None:
+def test_tf_crop_matches_tensorflow(size: tuple[int, int], area: tuple[float, float]) -> None:
     rng = np.random.default_rng(1)
     expected = np.array([naive_tf_crop(*size, rng, area, (0.75, 1.33)) for _ in range(COUNT // 2)])
     found = drawn(inception_crop_tf, *size, area, (0.75, 1.33))
     assert same(found, expected)
 
 
-def test_tf_crop_has_even_ratio_and_height() -> None:
+def test_tf_crop_has_uniform_ratio_and_height() -> None:
     side = 8000
     boxes = drawn(inception_crop_tf, side, side, (0.05, 0.5), (0.75, 1.33))
     area, ratio = boxes[:, 2] * boxes[:, 3] / side**2, boxes[:, 3] / boxes[:, 2]
@@ -121,12 +121,12 @@ def test_tf_crop_has_even_ratio_and_height() -> None:
     assert stats.kstest(ratio, stats.uniform(0.75, 0.58).cdf).pvalue > CHANCE
     lowest, highest = side * np.sqrt(0.05 / ratio), side * np.sqrt(0.5 / ratio)
     assert stats.kstest((boxes[:, 2] - lowest) / (highest - lowest), "uniform").pvalue > CHANCE
-    # Unlike torchvision's, its area is not even: small crops are more frequent.
+    # Unlike torchvision's, its area is not uniform: small crops are more frequent.
     assert np.median(area) < 0.25
 
 
-def test_tf_crop_mends_what_rounding_broke() -> None:
-    """Squares of 20 to 45 pixels: of the heights 4 to 7, all as likely, 4 becomes 5 and 7 becomes 6."""
+def test_tf_crop_corrects_rounding() -> None:
+    """Squares of 20 to 45 pixels: of the equally likely heights 4 to 7, 4 becomes 5 and 7 becomes 6."""
     heights = drawn(inception_crop_tf, 10, 10, (0.2, 0.45), (1.0, 1.0))[:, 2]
     assert set(heights) == {5, 6}
     assert stats.binomtest(int((heights == 5).sum()), COUNT).pvalue > CHANCE
@@ -143,7 +143,7 @@ RATIOS = st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)).map(lambda pair: tupl
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(SIDES, SIDES, AREAS, RATIOS, st.integers(0, 2**62))
-def test_inception_boxes_lie_inside(
+def test_inception_boxes_are_inside_the_image(
     height: int, width: int, area: tuple[float, float], ratio: tuple[float, float], position: int
 ) -> None:
     for crop in (inception_crop, inception_crop_tf):
@@ -159,14 +159,14 @@ def test_inception_boxes_lie_inside(
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(SIDES, SIDES, st.tuples(SIDES, SIDES), st.integers(0, 8), st.integers(0, 2**62))
-def test_other_boxes_leave_the_image_by_the_padding_only(
+def test_other_boxes_exceed_the_image_by_at_most_the_padding(
     height: int, width: int, size: tuple[int, int], padding: int, position: int
 ) -> None:
     padded = padded_crop(height, width, draws(0, position), padding)
     assert (padded.height, padded.width) == (height, width)
     assert max(abs(padded.top), abs(padded.left)) <= padding
     simple = simple_crop(height, width, draws(0, position), size, padding)
-    # One pixel of what is made, in pixels of the image.
+    # One output pixel, in pixels of the image.
     row, column = simple.height / size[0], simple.width / size[1]
     close = 1e-6
     assert simple.top >= -padding * row - close
@@ -175,7 +175,7 @@ def test_other_boxes_leave_the_image_by_the_padding_only(
     assert simple.right <= width + padding * column + close
 
 
-def test_padded_crops_move_evenly() -> None:
+def test_padded_crops_shift_uniformly() -> None:
     boxes = drawn(padded_crop, 32, 32, 4)
     for column in (0, 1):
         values, counts = np.unique(boxes[:, column], return_counts=True)
@@ -190,8 +190,8 @@ def photograph(height: int, width: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("size", [(100, 150), (150, 100), (37, 90), (64, 64)], ids=str)
-def test_simple_crop_is_resizing_then_padding_then_cutting(size: tuple[int, int]) -> None:
-    """Every crop of 3-Augment's, found by name: resize the short side, reflect 4 pixels, cut."""
+def test_simple_crop_is_resize_pad_crop(size: tuple[int, int]) -> None:
+    """Every crop of 3-Augment: resize the short side, reflect 4 pixels, crop."""
     transforms = import_peer("torchvision.transforms")
     functional = import_peer("torchvision.transforms.functional")
     image, made = photograph(*size), 48
@@ -203,11 +203,11 @@ def test_simple_crop_is_resizing_then_padding_then_cutting(size: tuple[int, int]
         top, left = round(box.top / row) + 4, round(box.left / column) + 4
         assert 0 <= top <= larger.shape[0] - made
         found = np.asarray(cut(image, box, (made, made), Image.Resampling.BICUBIC, "mirror")).astype(int)
-        # The filter's weights are rounded for each place of the box: at most one step of 255.
+        # The filter's weights are rounded for each position of the box: at most one step of 255.
         assert abs(found - larger[top : top + made, left : left + made]).max() <= 1
 
 
-def test_padded_crop_is_padding_then_cutting() -> None:
+def test_padded_crop_is_pad_then_crop() -> None:
     functional = import_peer("torchvision.transforms.functional")
     image = photograph(32, 40)
     larger = functional.pad(image, 4, fill=7)
@@ -220,7 +220,7 @@ def test_padded_crop_is_padding_then_cutting() -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_a_box_wholly_outside_is_filled(mode: str) -> None:
+def test_a_box_entirely_outside_is_filled(mode: str) -> None:
     image = photograph(4, 4).convert(mode)
     for form in (image, np.asarray(image)):
         found = cut(form, Box(-9, 0, 4, 4), (6, 5), BILINEAR, "fill", fill=9)
@@ -229,7 +229,7 @@ def test_a_box_wholly_outside_is_filled(mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"])
-def test_cutting_is_torchvisions_resized_crop(name: str) -> None:
+def test_cut_matches_torchvisions_resized_crop(name: str) -> None:
     functional = import_peer("torchvision.transforms.functional")
     mode = import_peer("torchvision.transforms").InterpolationMode(name)
     image = photograph(120, 160)
@@ -241,6 +241,6 @@ def test_cutting_is_torchvisions_resized_crop(name: str) -> None:
             assert np.array_equal(np.asarray(found), np.asarray(expected))
 
 
-def test_the_centre() -> None:
+def test_centre() -> None:
     assert centre(10, 7, 4, 4) == Box(3, 1, 4, 4)
     assert centre(4, 4, 4, 4) == Box(0, 0, 4, 4)

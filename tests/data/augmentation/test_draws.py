@@ -1,4 +1,4 @@
-"""The random numbers of a position: always the same, and nobody else's."""
+"""The random numbers of a position: always the same, and independent of all others."""
 
 import os
 import subprocess
@@ -10,22 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitrail.data.augmentation.draws import LAST_POSITION, LAST_SEED, below, between, draws
+from vitrail.data.augmentation.draws import _AUGMENTATION, LAST_POSITION, LAST_SEED, below, between, draws
 from vitrail.errors import InputError
 
 # Fixed seeds, a hundred or so such tests: a sound sample fails one of them with a probability of about a tenth, once.
 CHANCE = 0.001
-# Philox is integer arithmetic: these numbers are the same on every processor.
+# Philox is integer arithmetic: these numbers are the same on every CPU.
 KNOWN = {
-    (0, 0, "image"): (18_398_473_809_109_078_885, 2_979_651_883_497_314_615),
-    (0, 1, "image"): (8_762_852_250_763_100_532, 585_092_396_059_269_990),
-    (1, 0, "image"): (2_557_303_023_138_943_212, 12_306_382_420_242_391_525),
+    (0, 0, _AUGMENTATION): (18_398_473_809_109_078_885, 2_979_651_883_497_314_615),
+    (0, 1, _AUGMENTATION): (8_762_852_250_763_100_532, 585_092_396_059_269_990),
+    (1, 0, _AUGMENTATION): (2_557_303_023_138_943_212, 12_306_382_420_242_391_525),
     (0, 0, "mixing"): (11_180_202_682_633_680_642, 1_443_405_598_972_368_407),
-    (LAST_SEED, LAST_POSITION, "image"): (538_856_883_629_443_019, 12_791_201_271_545_909_185),
+    (LAST_SEED, LAST_POSITION, _AUGMENTATION): (538_856_883_629_443_019, 12_791_201_271_545_909_185),
 }
 
 
-def raw(seed: int, position: int, purpose: str = "image", count: int = 2) -> tuple[int, ...]:
+def raw(seed: int, position: int, purpose: str = _AUGMENTATION, count: int = 2) -> tuple[int, ...]:
     return tuple(int(number) for number in draws(seed, position, purpose).bit_generator.random_raw(count))
 
 
@@ -45,7 +45,7 @@ def test_the_key_is_seed_and_position(seed: int, position: int, purpose: str) ->
     assert np.array_equal(generator.random(8), plain.random(8))
 
 
-def test_what_was_drawn_before_does_not_matter() -> None:
+def test_earlier_draws_do_not_matter() -> None:
     expected = draws(5, 7).random(4)
     other = draws(5, 6)
     other.random(1000)
@@ -54,12 +54,12 @@ def test_what_was_drawn_before_does_not_matter() -> None:
     assert np.array_equal(draws(5, 7).random(4), expected)
 
 
-def test_neighbours_share_nothing() -> None:
+def test_positions_do_not_overlap() -> None:
     numbers = {raw(seed, position, purpose, 1) for seed in range(10) for position in range(100) for purpose in "abc"}
     assert len(numbers) == 3000
 
 
-def test_the_first_numbers_of_many_positions_are_even() -> None:
+def test_first_draws_are_uniform_over_positions() -> None:
     firsts = np.array([draws(3, position).random(8) for position in range(20_000)])
     for column in firsts.T:
         assert stats.kstest(column, "uniform").pvalue > CHANCE
@@ -77,12 +77,12 @@ def test_the_hash_seed_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(("seed", "position"), [(-1, 0), (LAST_SEED + 1, 0), (0, -1), (0, LAST_POSITION + 1)])
-def test_places_that_do_not_exist(seed: int, position: int) -> None:
+def test_out_of_range(seed: int, position: int) -> None:
     with pytest.raises(InputError, match=f"seed {seed} and position {position}"):
         draws(seed, position)
 
 
-def test_even_draws() -> None:
+def test_draws_are_uniform() -> None:
     generator = draws(0, 0, "test")
     whole = np.bincount([below(generator, 7) for _ in range(20_000)], minlength=7)
     assert len(whole) == 7
@@ -91,7 +91,7 @@ def test_even_draws() -> None:
     assert stats.kstest(numbers, stats.uniform(-2, 7).cdf).pvalue > CHANCE
 
 
-def test_the_largest_draw_stays_below() -> None:
+def test_below_excludes_the_end() -> None:
     class Largest:
         def random(self) -> float:
             return float(np.nextafter(1.0, 0.0))

@@ -1,4 +1,4 @@
-"""RandAugment beside torchvision's, and big_vision's operations by their definition."""
+"""RandAugment compared to torchvision's, and big_vision's operations by their definition."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ from vitrail.errors import ConfigError
 
 autoaugment = import_peer("torchvision.transforms.autoaugment")
 NEAREST = import_peer("torchvision.transforms").InterpolationMode.NEAREST
-# Our names of torchvision's operations, in its order.
+# Our names for torchvision's operations, in its order.
 PEER = dict(zip(USUAL, autoaugment.RandAugment()._augmentation_space(BINS, (9, 9)), strict=True))
 SIZES = [(224, 224), (32, 32), (331, 331), (96, 224), (7, 1), (384, 512)]
 COUNT = 8_000
@@ -29,7 +29,7 @@ def photograph(height: int, width: int, mode: str = "RGB") -> Image.Image:
     return rough.resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
-def test_the_names_belong_together() -> None:
+def test_names_correspond() -> None:
     assert list(PEER.values()) == [
         "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast",
         "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize",
@@ -38,14 +38,14 @@ def test_the_names_belong_together() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_magnitudes_are_torchvisions(size: tuple[int, int]) -> None:
+def test_magnitudes_match_torchvision(size: tuple[int, int]) -> None:
     space = autoaugment.RandAugment()._augmentation_space(BINS, size)
     for ours, theirs in PEER.items():
         magnitudes, signed = space[theirs]
         assert signed == (ours in randaugment.SIGNED_USUALLY)
         expected = magnitudes.tolist() if magnitudes.ndim else [0.0] * BINS
         found = [randaugment.usual_magnitude(ours, step, size) for step in range(BINS)]
-        # Single precision, whose last bit depends on how the processor multiplies and adds.
+        # Single precision, whose last bit depends on the CPU's fused multiply-add.
         assert found == pytest.approx(expected, rel=2e-7, abs=1e-6)
         if "translate" in ours:
             assert list(map(int, found)) == list(map(int, expected))
@@ -54,8 +54,8 @@ def test_magnitudes_are_torchvisions(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("size", [(48, 64), (31, 17), (1, 1)], ids=str)
 @pytest.mark.parametrize("name", USUAL)
-def test_operations_are_torchvisions(name: str, size: tuple[int, int], mode: str) -> None:
-    """Both signs of every operation that has them, weak to strong, give torchvision's pixels."""
+def test_operations_match_torchvision(name: str, size: tuple[int, int], mode: str) -> None:
+    """Every operation, with both signs and from weak to strong, gives torchvision's pixels."""
     image = photograph(*size, mode)
     space = autoaugment.RandAugment()._augmentation_space(BINS, size)
     for step in (0, 1, 9, 15, 22, 30):
@@ -76,8 +76,8 @@ def operation_of(name: str, settings: RandAugment, size: tuple[int, int], positi
     return choose(name, settings.magnitude, size, draws(0, position))
 
 
-def test_strongest_operations_both_ways_differ() -> None:
-    """The test above compares sets, so a sign that is never drawn would show as a missing image."""
+def test_strongest_operations_differ_by_sign() -> None:
+    """The test above compares sets, so a sign that is never drawn would be a missing image."""
     image = photograph(48, 64)
     for name in randaugment.SIGNED_USUALLY:
         drawn = {operation_of(name, RandAugment(magnitude=30), (48, 64), position) for position in range(8)}
@@ -85,7 +85,7 @@ def test_strongest_operations_both_ways_differ() -> None:
 
 
 @pytest.mark.parametrize("operations", ["usual", "big_vision"])
-def test_operations_are_drawn_evenly(operations: str) -> None:
+def test_operations_are_drawn_uniformly(operations: str) -> None:
     settings = RandAugment(layers=2, magnitude=9, operations=operations)
     names = USUAL if operations == "usual" else BIG_VISION
     signed = randaugment.SIGNED_USUALLY if operations == "usual" else randaugment.SIGNED_BY_BIG_VISION
@@ -106,7 +106,7 @@ def test_operations_are_drawn_evenly(operations: str) -> None:
 
 
 BIG_VISION_AT = {
-    # magnitude: the number of each operation, without its sign
+    # magnitude: the parameter of each operation, without its sign
     0: {"rotate": 0, "posterize": 1, "solarize": 0, "saturation": 0.1, "shear_x": 0, "translate_x": 0,
         "cutout": 0, "solarize_add": 0},
     10: {"rotate": 30, "posterize": 4, "solarize": 0, "saturation": 1.9, "shear_x": 0.3, "translate_x": 100,
@@ -133,12 +133,12 @@ def test_big_vision_magnitudes(magnitude: int) -> None:
                 assert values == ()
             else:
                 assert abs(values[2 if name == "cutout" else 0]) == pytest.approx(expected)
-    # Its "mean" is the number of pixels / 256, as in the code that all their results come from.
+    # Its "mean" is the number of pixels / 256, as in the code of all published results.
     assert operation_of("contrast", settings, (224, 224), 0).values[1] == 196
     assert operation_of("contrast", settings, (512, 512), 0).values[1] == 255
 
 
-def test_cutouts_are_everywhere() -> None:
+def test_cutout_positions() -> None:
     settings = RandAugment(magnitude=10, operations="big_vision")
     places = np.array([operation_of("cutout", settings, (64, 100), p).values[:2] for p in range(COUNT)])
     for column, side in ((0, 64), (1, 100)):
@@ -159,12 +159,12 @@ def test_every_operation_keeps_mode_and_size(magnitude: int, mode: str) -> None:
                 assert (found.mode, found.size) == (mode, image.size)
 
 
-def test_solarizing_above_white_is_nothing() -> None:
+def test_solarize_above_white_is_the_identity() -> None:
     image = photograph(20, 20)
     assert randaugment.perform(Operation("solarize", (256,)), image).tobytes() == image.tobytes()
 
 
-def test_what_comes_in_is_filled() -> None:
+def test_pixels_from_outside_are_filled() -> None:
     image = Image.new("RGB", (60, 60), (255, 255, 255))
     for name in ("translate_x", "translate_y"):
         found = np.asarray(randaugment.perform(Operation(name, (20,)), image, fill=128))
@@ -172,13 +172,13 @@ def test_what_comes_in_is_filled() -> None:
         assert (found == 128).mean() == pytest.approx(1 / 3)
 
 
-def test_an_unknown_operation_is_a_bug() -> None:
-    with pytest.raises(ValueError, match="no operation"):
+def test_an_unknown_operation() -> None:
+    with pytest.raises(ValueError, match="unknown operation"):
         randaugment.perform(Operation("melt", (1,)), photograph(4, 4))
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ConfigError, match=r"magnitude is 9\.5; the usual operations have whole magnitudes"):
+    with pytest.raises(ConfigError, match=r"magnitude is 9\.5; the usual operations have integer magnitudes"):
         RandAugment(magnitude=9.5)
     with pytest.raises(ConfigError, match="magnitude is 31"):
         RandAugment(magnitude=31)

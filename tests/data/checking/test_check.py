@@ -1,4 +1,4 @@
-"""Each thing that can be wrong with data is made and found, and what was looked at once is not decoded again."""
+"""Every kind of problem is found, and images that were checked before are not decoded again."""
 
 import io
 import json
@@ -42,7 +42,7 @@ def save_image(path: Path, seed: int, width: int = 80, height: int = 60, mode: s
 
 
 def gigapixel_png() -> bytes:
-    """Return a PNG of a few bytes that claims to be 40,000 × 40,000 pixels."""
+    """Return a PNG of a few bytes that declares 40,000 × 40,000 pixels."""
 
     def piece(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -78,14 +78,14 @@ def only(report: Report, kind: str) -> Finding:
 def test_good_data_has_no_findings(root: Path) -> None:
     report = checked(root)
     assert report.findings == ()
-    assert report.summary == "12 images in 2 classes; nothing wrong was found"
+    assert report.summary == "12 images in 2 classes; no problems found"
     assert report.counts == {"train": {"cat": 3, "dog": 3}, "val": {"cat": 3, "dog": 3}}
     assert (report.formats, report.modes) == ({"JPEG": 12}, {"colour": 12})
     assert [tuple(span) for span in report.short_sides] == [(32, 64, 12)]
     assert report.bytes == sum(path.stat().st_size for path in root.rglob("*.jpg"))
 
 
-def test_unreadable_images_are_named_with_the_reason(root: Path) -> None:
+def test_unreadable_images_are_reported_with_the_reason(root: Path) -> None:
     cats = root / "train" / "cat"
     (cats / "text.jpg").write_text("no image")
     (cats / "empty.jpg").write_bytes(b"")
@@ -97,8 +97,8 @@ def test_unreadable_images_are_named_with_the_reason(root: Path) -> None:
     assert set(reasons) == {"text.jpg", "empty.jpg", "cut.jpg", "giga.png"}
     assert "it is not an image" in reasons["text.jpg"]
     assert reasons["empty.jpg"] == "the file is empty"
-    assert "a damaged JPEG" in reasons["cut.jpg"]
-    assert "more than 178,956,970 pixels, which is the limit" in reasons["giga.png"]
+    assert "a corrupt JPEG" in reasons["cut.jpg"]
+    assert "more than 178,956,970 pixels, the limit" in reasons["giga.png"]
     assert {(bad.image.split, bad.image.label) for bad in report.unreadable} == {("train", "cat")}
     assert report.findings[0].kind == "unreadable"
     assert report.findings[0].grave
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_opened(root: Path) -> None:
     assert (Path(bad.image.name).name, bad.reason) == ("1.jpg", "No such file or directory")
 
 
-def test_a_decoder_that_breaks_is_a_finding(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_decoder_is_a_finding(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(stored: object) -> None:
         raise ZeroDivisionError("division\nby zero")
 
@@ -123,13 +123,13 @@ def test_a_decoder_that_breaks_is_a_finding(root: Path, monkeypatch: pytest.Monk
     assert report.unreadable[0].reason == "the decoder failed with ZeroDivisionError: division by zero"
 
 
-def test_a_lack_of_memory_is_not_remembered_as_a_fault_of_the_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_not_cached(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
         patch.setattr(survey, "open_image", fail)
-        assert {bad.reason for bad in checked(root).unreadable} == {"there is too little memory to decode it"}
+        assert {bad.reason for bad in checked(root).unreadable} == {"not enough memory to decode it"}
     assert not checked(root).unreadable
 
 
@@ -152,7 +152,7 @@ def test_duplicates_by_kind(root: Path) -> None:
     assert "leak.jpg (val, cat)" in detail
 
 
-def test_many_copies_are_one_group_and_empty_files_none(root: Path) -> None:
+def test_many_copies_are_one_group_and_empty_files_are_not(root: Path) -> None:
     for number in range(4):
         shutil.copy(root / "train/cat/0.jpg", root / f"train/cat/copy{number}.jpg")
         (root / f"train/dog/empty{number}.jpg").write_bytes(b"")
@@ -183,7 +183,7 @@ def test_sizes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(checked(root, size=512), "tiny").count == 14
 
 
-def test_the_size_is_that_of_the_upright_image(root: Path) -> None:
+def test_size_after_exif_rotation(root: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.open(save_image(root / "train/cat/turned.jpg", 60, 300, 40))
@@ -205,19 +205,19 @@ def test_modes(root: Path) -> None:
     assert report.formats == {"JPEG": 14, "PNG": 2, "GIF": 1}
 
 
-def test_sixteen_bits_of_colour_are_told_by_the_header() -> None:
+def test_16_bit_colour_is_detected_from_the_header() -> None:
     header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBB", 13, b"IHDR", 1, 1, 16, 2, 0, 0, 0)
     content = header + struct.pack(">I", zlib.crc32(header[12:])) + struct.pack(">I4s", 9, b"IDAT") + b"x" * 9
-    assert survey.kind_of(content) == ("PNG", "16-bit", 3)
+    assert survey.stored_format(content) == ("PNG", "16-bit", 3)
 
 
-def test_images_of_any_number_of_channels_are_decoded() -> None:
+def test_images_with_any_number_of_channels() -> None:
     images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 5), np.uint8)
     report = check_data(Splits(Arrays(images, np.array([0, 0, 1, 1]), ("a", "b")), None, None, {}), size=64)
     assert (report.unreadable, report.modes) == ((), {"5 channels": 4})
 
 
-def test_classes_missing_from_a_part_and_unbalanced(root: Path) -> None:
+def test_missing_and_unbalanced_classes(root: Path) -> None:
     shutil.rmtree(root / "val" / "dog")
     for number in range(33):
         save_image(root / "train" / "cat" / f"more{number}.jpg", 100 + number)
@@ -226,7 +226,7 @@ def test_classes_missing_from_a_part_and_unbalanced(root: Path) -> None:
     report = check_data(Splits(open_folder(root / "train"), val, None, {}), size=64)
     missing, unbalanced = only(report, "missing"), only(report, "unbalanced")
     assert (missing.details, missing.text) == (("dog: none in val",), "1 class is missing from a split")
-    assert "class 'cat' has 12 times as many images to train on as class 'dog', 36 against 3" in unbalanced.text
+    assert "class 'cat' has 12 times as many training images as class 'dog', 36 to 3" in unbalanced.text
     assert "classes unbalanced 12:1" in report.summary
 
 
@@ -234,11 +234,11 @@ def test_images_of_a_single_colour(root: Path) -> None:
     for name, colour in (("black.jpg", (0, 0, 0)), ("red.png", (200, 10, 20)), ("grey.gif", (128, 128, 128))):
         Image.new("RGB", (70, 64), colour).save(root / "train/cat" / name)
     nearly = np.zeros((64, 70, 3), np.uint8)
-    nearly[40, 41] = 255  # a star in the night is something
+    nearly[40, 41] = 255  # a single bright pixel is content
     Image.fromarray(nearly).save(root / "train/cat/star.png")
-    for _ in range(2):  # the second time from what was kept
+    for _ in range(2):  # the second time from the cache
         finding = only(checked(root), "flat")
-        assert (finding.count, finding.text) == (3, "3 images show a single colour and nothing else")
+        assert (finding.count, finding.text) == (3, "3 images have only a single colour")
         assert sorted(Path(line.split(" (")[0]).name for line in finding.details) == [
             "black.jpg",
             "grey.gif",
@@ -261,15 +261,15 @@ def test_advice_names_the_option(root: Path) -> None:
     }
     for kind, option in options.items():
         assert option in only(report, kind).advice
-        read_recipe("scratch-small", [option.removeprefix("--set ")])  # and there is such an option
+        read_recipe("scratch-small", [option.removeprefix("--set ")])  # the option exists
 
 
-def test_what_is_skipped_is_named_and_images_among_it_are_told(root: Path) -> None:
+def test_skipped_files_are_listed_and_misnamed_images_reported(root: Path) -> None:
     cats = root / "train" / "cat"
     cats.joinpath("0.jpg").rename(cats / "upload.php")
     Image.new("RGB", (64, 64)).save(root / "train/dog/noending", "PNG")
     cats.joinpath("notes.txt").write_text("no image")
-    os.mkfifo(cats / "pipe")  # reading it would wait for ever
+    os.mkfifo(cats / "pipe")  # reading it would block forever
     save_image(root / "train" / "loose.jpg", 77)
     for report in (checked(root), quick_check(opened(root), size=64)):
         misnamed, skipped = only(report, "misnamed"), only(report, "skipped")
@@ -291,14 +291,14 @@ def test_a_quick_check_counts_what_it_does_not_look_into(root: Path) -> None:
     assert found.text.startswith("5 files were skipped")
 
 
-def test_what_is_skipped_in_shards_is_named(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_files_in_shards_are_listed(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.sources.index_files.YOUNG_NS", -(10**12))
     names = {}
     for label in ("cat", "dog"):
         for number in range(3):
             names[f"{label}{number}.jpg"] = (root / "train" / label / f"{number}.jpg").read_bytes()
             names[f"{label}{number}.txt"] = label.encode()
-    names["cat0.seg.png"] = b"\x89PNG of which class"  # it goes with an image, as a mask does
+    names["cat0.seg.png"] = b"\x89PNG of which class"  # it belongs to an image, like a mask
     names["in/photo.v2.jpg"] = names["cat1.jpg"]
     names["upload.php"] = names["cat2.jpg"]
     names["upload.txt"] = b"cat"
@@ -314,7 +314,7 @@ def test_what_is_skipped_in_shards_is_named(root: Path, tmp_path: Path, monkeypa
         splits = open_data(shard, val=0, test=0)
         for report in (check_data(splits, size=64), quick_check(splits, size=64)):
             assert only(report, "misnamed").details == (
-                f"{shard}/in/photo.v2.jpg: a JPEG; rename it to photo_v2.jpg (in a shard the suffix begins at the "
+                f"{shard}/in/photo.v2.jpg: a JPEG; rename it to photo_v2.jpg (in a shard the suffix starts at the "
                 "first dot)",
                 f"{shard}/upload.php: a JPEG; rename it to upload.jpg",
             )
@@ -324,7 +324,7 @@ def test_what_is_skipped_in_shards_is_named(root: Path, tmp_path: Path, monkeypa
             assert report.images == 6
 
 
-def test_advice_about_one_image_speaks_of_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_about_one_image_is_singular(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.checking.findings.HUGE_PIXELS", 50_000)
     Image.new("RGB", (70, 64)).save(root / "train/cat/black.jpg")
     (root / "train/cat/empty.jpg").write_bytes(b"")
@@ -340,21 +340,21 @@ def test_advice_about_one_image_speaks_of_one(root: Path, monkeypatch: pytest.Mo
     kinds = {"flat", "unreadable", "huge", "tiny", "long", "outside", "misnamed", "skipped", "conflicting"}
     assert kinds <= advice.keys()
     assert advice["flat"] == "remove it, or export it again"
-    assert advice["unreadable"].startswith("mend or remove it; training would put another in its place")
+    assert advice["unreadable"].startswith("fix or remove it; training would replace it by another image")
     for kind in kinds:
         assert not {"them", "their", "they", "ones", "others", "each"} & set(advice[kind].replace(",", "").split()), (
             kind
         )
 
 
-def test_faults_of_the_opening_are_findings(root: Path) -> None:
+def test_faults_of_open_data_are_findings(root: Path) -> None:
     report = check_data(opened(root), size=64, faults=["one link is broken", "a class is empty"])
     assert only(report, "faults").details == ("one link is broken", "a class is empty")
     assert (report.findings[0].kind, report.faults) == ("faults", ("one link is broken", "a class is empty"))
     assert json.loads(json.dumps(report.as_dict()))["faults"] == list(report.faults)
 
 
-def test_every_finding_says_what_to_do_and_the_report_is_json(root: Path) -> None:
+def test_findings_have_advice_and_the_report_is_json(root: Path) -> None:
     (root / "train/cat/empty.jpg").write_bytes(b"")
     shutil.copy(root / "train/cat/1.jpg", root / "val/dog/leak.jpg")
     save_image(root / "train/cat/tiny.jpg", 50, 40, 20, mode="L")
@@ -368,7 +368,7 @@ def test_every_finding_says_what_to_do_and_the_report_is_json(root: Path) -> Non
     assert found["short_sides"][0] == {"low": 0, "high": 32, "images": 1}
 
 
-def test_workers_find_the_same_in_the_same_order(root: Path) -> None:
+def test_workers_give_the_same_report(root: Path) -> None:
     for number in range(40):
         save_image(root / f"train/cat/more{number}.jpg", 200 + number)
     for number in range(0, 40, 7):
@@ -381,11 +381,11 @@ def test_workers_find_the_same_in_the_same_order(root: Path) -> None:
     assert seen == sorted(seen)
 
 
-def test_a_worker_that_is_killed_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         save_image(root / f"train/cat/more{number}.jpg", 200 + number)
-    monkeypatch.setattr(survey, "_look_at", lambda *_: os._exit(1))
-    with pytest.raises(DataError, match="lack of memory: use fewer workers"):
+    monkeypatch.setattr(survey, "_inspect_chunk", lambda *_: os._exit(1))
+    with pytest.raises(DataError, match="memory ran out; use fewer workers"):
         check_data(opened(root), workers=2, cache=False)
 
 
@@ -394,7 +394,7 @@ def test_a_worker_that_is_killed_is_an_error(root: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Collects the content of every image that is opened."""
+    """Collect the content of every image that is opened."""
     contents: list[bytes] = []
 
     def counted(stored: bytes) -> object:
@@ -422,7 +422,7 @@ def test_only_new_and_changed_images_are_decoded_again(root: Path, decoded: list
 
 @dataclass(frozen=True, eq=False)
 class Stamped:
-    """A folder whose stamps never change, as those of a file do not when a disk fails or a share is locked."""
+    """A folder whose stamps never change, as when a disk fails or a network share is locked."""
 
     whole: Folder
 
@@ -436,14 +436,14 @@ class Stamped:
         return 1, 1
 
 
-def test_what_became_unreadable_or_changed_is_seen_whatever_its_stamp_says(root: Path, decoded: list[bytes]) -> None:
+def test_unreadable_and_changed_files_are_noticed_despite_equal_stamps(root: Path, decoded: list[bytes]) -> None:
     splits = Splits(Stamped(open_folder(root / "train")), None, None, {})
     assert check_data(splits, size=64).findings == ()
     assert check_data(splits, size=64).findings == ()
     assert len(decoded) == 6
     gone, flipped = root / "train/cat/1.jpg", root / "train/dog/2.jpg"
     gone.unlink()
-    gone.mkdir()  # opening it fails as a locked file does, also for root
+    gone.mkdir()  # opening it fails like a locked file, also for root
     content = bytearray(flipped.read_bytes())
     content[2:4] = b"\0\0"
     flipped.write_bytes(content)
@@ -460,7 +460,7 @@ def test_a_moved_file_is_not_decoded_again(root: Path, decoded: list[bytes]) -> 
     assert len(decoded) == 12
 
 
-def test_an_interrupted_second_check_forgets_nothing(root: Path, decoded: list[bytes]) -> None:
+def test_an_interrupted_second_check_keeps_the_cache(root: Path, decoded: list[bytes]) -> None:
     checked(root)
 
     def interrupt(done: int, total: int) -> None:
@@ -472,7 +472,7 @@ def test_an_interrupted_second_check_forgets_nothing(root: Path, decoded: list[b
     assert len(decoded) == 12
 
 
-def test_a_damaged_cache_is_passed_over(root: Path, decoded: list[bytes], tmp_path: Path) -> None:
+def test_a_corrupt_cache_is_ignored(root: Path, decoded: list[bytes], tmp_path: Path) -> None:
     first = checked(root)
     files = list((tmp_path / "cache").rglob("*.npz"))
     assert files
@@ -484,12 +484,12 @@ def test_a_damaged_cache_is_passed_over(root: Path, decoded: list[bytes], tmp_pa
     assert len(decoded) == 4 * 12
 
 
-def test_a_cache_that_cannot_be_written_is_no_fault(root: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_ignored(root: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     assert checked(root).images == 12
 
 
-def test_what_was_done_before_an_interruption_is_kept(root: Path, decoded: list[bytes]) -> None:
+def test_an_interrupted_check_is_cached(root: Path, decoded: list[bytes]) -> None:
     for number in range(20):
         save_image(root / f"train/cat/more{number}.jpg", 200 + number)
 
@@ -503,7 +503,7 @@ def test_what_was_done_before_an_interruption_is_kept(root: Path, decoded: list[
     assert len(decoded) == 32
 
 
-def test_images_in_memory_are_not_remembered(decoded: list[bytes], tmp_path: Path) -> None:
+def test_images_in_memory_are_not_cached(decoded: list[bytes], tmp_path: Path) -> None:
     splits = split_source(digits())
     assert check_data(splits).looked_at == check_data(splits).looked_at == 1797
     assert len(decoded) == 2 * 1797
@@ -519,9 +519,9 @@ def test_the_quick_check_reads_headers_only(root: Path, monkeypatch: pytest.Monk
     (root / "train/cat/text.jpg").write_text("no image")
     save_image(root / "train/cat/tiny.jpg", 50, 40, 20)
     report = quick_check(opened(root), size=64)
-    assert [Path(bad.image.name).name for bad in report.unreadable] == ["text.jpg"]  # the cut one has a good header
+    assert [Path(bad.image.name).name for bad in report.unreadable] == ["text.jpg"]  # the other has a valid header
     assert (report.decoded, report.duplicates, report.looked_at, report.compared) == (False, (), 16, 16)
-    assert report.not_looked_for[0] == "damage behind the header of a file"
+    assert report.not_looked_for[0] == "corruption after the header of a file"
     assert only(report, "tiny").count == 1
     few = quick_check(opened(root), size=64, most=5)
     assert (few.looked_at, few.compared, few.images) == (5, 16, 16)
@@ -536,10 +536,10 @@ def test_the_quick_check_finds_duplicates_and_conflicting_labels(root: Path) -> 
     quick, whole = quick_check(opened(root), size=64, most=2), checked(root)
     assert sorted(quick.duplicates or ()) == sorted(whole.duplicates or ())
     assert [finding.kind for finding in quick.findings][:3] == ["conflicting", "across", "within"]
-    assert whole.not_looked_for == ("near-duplicates: the same image cut, resized or saved again",)
+    assert whole.not_looked_for == ("near-duplicates: the same image cropped, resized or re-encoded",)
 
 
-def test_what_was_not_looked_for_is_no_empty_list(root: Path) -> None:
+def test_unchecked_duplicates_are_not_an_empty_list(root: Path) -> None:
     report = quick_check(opened(root), size=64, seconds=0)
     assert (report.compared, report.duplicates) == (1, None)
     found = report.as_dict()

@@ -18,25 +18,25 @@ TOP = MARGIN + 2 * LINE + LINE
 
 
 def plain(classes: int, each: int, *shape: int) -> Arrays:
-    """Return images each of which is of one grey: ten times the number of its class."""
+    """Return images of a single grey: ten times the class index."""
     labels = np.repeat(np.arange(classes), each)
     images = np.broadcast_to(10 * labels.reshape(-1, *(1 for _ in shape)), (len(labels), *shape)).astype(np.uint8)
     return Arrays(images, labels, tuple(f"class {number}" for number in range(classes)))
 
 
-def test_every_class_has_its_row() -> None:
+def test_every_class_has_a_row() -> None:
     sheet = contact_sheet(plain(3, 9, 200, 100), title="plain")
     block = LINE + TILE + 3 * GAP
     for label in range(3):
         for column in range(IMAGES):
             centre = (MARGIN + column * (TILE + GAP) + TILE // 2, TOP + label * block + TILE // 2)
             assert sheet.getpixel(centre) == (10 * label,) * 3
-    # Beside a tall image its place shows, and beyond the last one the paper.
+    # The tile is visible next to a tall image, and the background after the last image.
     assert sheet.getpixel((MARGIN + 2, TOP + TILE // 2)) == (0xEE, 0xEB, 0xE4)
     assert sheet.getpixel((sheet.width - 2, TOP)) == (0xFB, 0xFA, 0xF7)
 
 
-def test_the_sheet_is_the_same_again_and_another_with_another_seed() -> None:
+def test_the_sheet_depends_only_on_the_seed() -> None:
     one, same, other = (contact_sheet(digits(), title="digits", seed=seed) for seed in (0, 0, 1))
     assert one.tobytes() == same.tobytes() != other.tobytes()
     assert one.width <= 2000
@@ -49,7 +49,7 @@ def test_many_classes(classes: int) -> None:
     assert sheet.height <= 2400
 
 
-def test_classes_that_are_not_shown_are_counted() -> None:
+def test_omitted_classes_are_counted() -> None:
     all_shown, one_not = (contact_sheet(plain(classes, 1, 8, 8), title="x") for classes in (24, 25))
     assert one_not.height == all_shown.height + LINE
     line = np.asarray(one_not)[-LINE - MARGIN // 2 :]
@@ -61,12 +61,12 @@ def test_images_of_any_shape(shape: tuple[int, ...]) -> None:
     assert contact_sheet(plain(2, 2, *shape), title="shapes").width <= 2000
 
 
-def test_names_in_letters_that_the_font_has() -> None:
+def test_names_in_characters_of_the_font() -> None:
     assert sheets.drawable("café crème, Straße") == "cafe creme, Stra?e"
     assert sheets.drawable("猫") == ""
 
 
-def test_unreadable_images_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_images_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     for label in ("broken", "mixed"):
         (tmp_path / "data" / label).mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_unreadable_images_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sheet.getpixel((MARGIN + TILE // 2, second + TILE // 2)) == (200, 0, 0)
 
 
-def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sheet = contact_sheet(plain(2, 2, 8, 8), title="plain")
     target = tmp_path / "sheet.png"
     save_sheet(sheet, target)

@@ -1,4 +1,4 @@
-"""What preparing an image takes, and what follows from it."""
+"""Throughput of image loading, and the bottleneck."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ def arrays(count: int, *shape: int) -> Arrays:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "cores", "workers", "by", "reached"),
+    ("images_per_second", "cores", "workers", "by", "reached"),
     [
         (50, 4, 1, "compute", 50),
         (100, 1, 1, "compute", 100),
@@ -32,8 +32,8 @@ def arrays(count: int, *shape: int) -> Arrays:
         (0.5, 1, 1, "compute", 0.5),
     ],
 )
-def test_the_bound(wanted: float, cores: int, workers: int, by: str, reached: float) -> None:
-    assert SPEED.bound(wanted, cores) == (wanted, workers, cores, by, reached)
+def test_the_bound(images_per_second: float, cores: int, workers: int, by: str, reached: float) -> None:
+    assert SPEED.bound(images_per_second, cores) == (images_per_second, workers, cores, by, reached)
 
 
 def test_the_slowest_step_is_the_bound() -> None:
@@ -43,7 +43,7 @@ def test_the_slowest_step_is_the_bound() -> None:
     assert available_cores() >= 1
 
 
-def test_steps_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     class SlowToRead(Arrays):
         def read(self, index: int) -> np.ndarray:
             time.sleep(0.02)
@@ -66,7 +66,7 @@ def test_steps_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.slowest == "reading"
 
 
-def test_files_are_decoded_smaller_for_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_decodes_at_a_reduced_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAIL_CACHE", str(tmp_path / "cache"))
     for number in range(4):
         (tmp_path / "data" / "a").mkdir(parents=True, exist_ok=True)
@@ -100,6 +100,6 @@ def test_the_sample_is_bounded_in_number_and_time() -> None:
     assert brief.images == 1
 
 
-def test_nothing_that_can_be_read() -> None:
+def test_no_readable_images() -> None:
     strange = Arrays(np.full((3, 8, 8), np.nan), np.zeros(3, int), ("a",))
     assert measure_speed(strange) is None

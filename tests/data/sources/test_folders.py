@@ -1,4 +1,4 @@
-"""Folders with a sub-folder for each class."""
+"""Folders with one sub-folder per class."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def write(root: Path, *names: str | bytes) -> Path:
-    """Write a file for each name, with the name as content."""
+    """Write one file per name, with the name as content."""
     for name in names:
         path = os.path.join(os.fsencode(root), os.fsencode(name))
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -38,7 +38,7 @@ def write(root: Path, *names: str | bytes) -> Path:
 
 
 def age(root: Path) -> None:
-    """Make all folders look as if their last change was a minute ago."""
+    """Set the modification time of all folders to a minute ago."""
     then = time.time() - 60
     for folder, _, _ in os.walk(root):
         os.utime(folder, (then, then))
@@ -49,7 +49,7 @@ def keys(source: Source) -> list[str]:
     return [source.key(number) for number in range(len(source))]
 
 
-def test_classes_are_the_folders_at_the_top(tmp_path: Path) -> None:
+def test_classes_are_the_top_level_folders(tmp_path: Path) -> None:
     write(tmp_path, "dog/b.JPG", "dog/a.png", "cat/deep/er/1.webp", "cat/2.npy", "Ärger/x.jpeg", "cat/deep/0.tif")
     source = open_folder(tmp_path)
     assert source.classes == ("cat", "dog", "Ärger")
@@ -71,22 +71,22 @@ def test_classes_are_the_folders_at_the_top(tmp_path: Path) -> None:
     assert len(checked) == 6
 
 
-def test_a_source_travels_to_another_process(tmp_path: Path) -> None:
+def test_a_source_can_be_pickled(tmp_path: Path) -> None:
     source = open_folder(write(tmp_path, "a/1.png", "b/2.png"))
     there = pickle.loads(pickle.dumps(source))
     assert [there.read(number) for number in range(2)] == [b"a/1.png", b"b/2.png"]
 
 
-def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
+def test_other_files_are_counted(tmp_path: Path) -> None:
     write(tmp_path, "a/1.png", "a/readme.txt", "a/jpg", "b/1.gif", "loose.jpg", "b/x.jpg.part")
     write(tmp_path, ".git/1.png", "a/.hidden.png", "a/.cache/2.png", "__MACOSX/a/._1.png", "b/__MACOSX/1.png")
-    os.mkfifo(tmp_path / "a" / "pipe.png")  # reading it would wait for ever
+    os.mkfifo(tmp_path / "a" / "pipe.png")  # reading it would block forever
     source = open_folder(tmp_path)
     assert (keys(source), source.ignored) == (["a/1.png", "b/1.gif"], 5)
     assert source.read(1) == b"b/1.gif"
 
 
-def test_names_of_any_bytes(tmp_path: Path) -> None:
+def test_names_with_any_bytes(tmp_path: Path) -> None:
     source = open_folder(write(tmp_path, b"a/caf\xe9.png", b"a/new\nline.png", b"b/d\xff/1.png"))
     assert keys(source) == ["a/caf\\xe9.png", "a/new\nline.png", "b/d\\xff/1.png"]
     assert source.name(0) == f"{tmp_path}/a/caf�.png"
@@ -99,7 +99,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
     write(tmp_path / "elsewhere", "deep/3.png", "4.png")
     (root / "c").symlink_to(tmp_path / "elsewhere")
     (root / "a" / "linked.png").symlink_to(tmp_path / "elsewhere" / "4.png")
-    (root / "b" / "again").symlink_to(tmp_path / "elsewhere" / "deep")  # the same folder twice is no loop
+    (root / "b" / "again").symlink_to(tmp_path / "elsewhere" / "deep")  # the same folder twice is not a loop
     source = open_folder(root)
     assert keys(source) == ["a/1.png", "a/linked.png", "b/2.png", "b/again/3.png", "c/4.png", "c/deep/3.png"]
     assert source.read(1) == b"4.png"
@@ -113,48 +113,48 @@ def refused(root: Path) -> str:
     return message.replace(str(root), "ROOT")
 
 
-def test_a_loop_of_links_is_named(tmp_path: Path) -> None:
+def test_a_link_loop_is_reported(tmp_path: Path) -> None:
     write(tmp_path, "a/1.png", "b/2.png")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
-    assert refused(tmp_path) == "ROOT/a/up is a link to a folder that it lies in; remove the link"
+    assert refused(tmp_path) == "ROOT/a/up is a link to a folder that contains it; remove the link"
     (tmp_path / "a" / "up").unlink()
     (tmp_path / "b" / "round").symlink_to(tmp_path / "b" / "round")
-    assert refused(tmp_path) == "ROOT/b/round is a link in a circle; correct or remove the link"
+    assert refused(tmp_path) == "ROOT/b/round is a circular link; correct or remove the link"
 
 
-def test_a_broken_link_is_named(tmp_path: Path) -> None:
+def test_a_broken_link_is_reported(tmp_path: Path) -> None:
     write(tmp_path, "a/1.png", "b/2.png")
     (tmp_path / "b" / "gone.png").symlink_to("nowhere.png")
     assert refused(tmp_path) == (
-        "ROOT/b/gone.png is a link to nowhere.png, which is not there; correct or remove the link"
+        "ROOT/b/gone.png is a link to nowhere.png, which does not exist; correct or remove the link"
     )
 
 
 def test_folders_without_images(tmp_path: Path) -> None:
-    assert refused(tmp_path) == "ROOT has no images; give a folder with a sub-folder of images for each class"
+    assert refused(tmp_path) == "ROOT has no images; use a folder with one sub-folder of images per class"
     write(tmp_path, "a/1.png", "b/notes.txt")
     assert refused(tmp_path) == (
-        "the class folder ROOT/b has no images (1 file, such as notes.txt, whose names do not end as an image's); "
+        "the class folder ROOT/b has no images (1 file, such as notes.txt, without an image suffix); "
         "add some, or remove the folder"
     )
     flat = write(tmp_path / "flat", "1.png", "2.png")
     assert refused(flat) == (
         "ROOT has 2 images but no class folders; "
-        "put the images of each class in a folder of its own, or give a manifest with their labels"
+        "put the images of each class in their own folder, or use a manifest with labels"
     )
 
 
-def test_one_opening_names_every_fault(tmp_path: Path) -> None:
+def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
     root = write(tmp_path / "data", "a/1.png", "a/deep/2.png", "b/3.png", "b/notes.txt", "loose.png")
     (root / "a" / "gone.png").symlink_to("nowhere.png")
     (root / "a" / "round").symlink_to(root / "a" / "round")
     (root / "a" / "deep" / "up").symlink_to(root / "a")
     (root / "c").mkdir()
     message = refused(root)
-    assert message.startswith("ROOT has 4 faults: (1) ROOT/a/gone.png is a link to nowhere.png, which is not there; ")
+    assert message.startswith("ROOT has 4 faults: (1) ROOT/a/gone.png is a link to nowhere.png, which does not exist; ")
     for text in (
-        "(2) ROOT/a/round is a link in a circle; correct or remove the link. ",
-        "(3) ROOT/a/deep/up is a link to a folder that it lies in; remove the link. ",
+        "(2) ROOT/a/round is a circular link; correct or remove the link. ",
+        "(3) ROOT/a/deep/up is a link to a folder that contains it; remove the link. ",
         "(4) the class folder ROOT/c has no images; add some, or remove the folder",
     ):
         assert text in message
@@ -169,7 +169,7 @@ def test_one_opening_names_every_fault(tmp_path: Path) -> None:
     assert again == faults, "a listing with faults is not taken from the index"
 
 
-def test_what_is_skipped_is_named(tmp_path: Path) -> None:
+def test_skipped_files_are_listed(tmp_path: Path) -> None:
     write(tmp_path, "a/1.png", "a/readme.txt", "b/deep/x.php", "b/1.gif", "loose.jpg", "list.csv")
     age(tmp_path)
     for _ in range(2):  # the second time from the index
@@ -185,7 +185,7 @@ def test_a_class_folder_that_is_not_utf8(tmp_path: Path) -> None:
     assert refused(tmp_path) == "the name of the class folder b'caf\\xe9' in ROOT is not UTF-8; rename it"
 
 
-def test_what_is_not_there_or_no_folder(tmp_path: Path) -> None:
+def test_missing_folder_and_not_a_folder(tmp_path: Path) -> None:
     assert refused(tmp_path / "nothing") == "ROOT cannot be read: No such file or directory"
     (tmp_path / "file").write_text("")
     assert refused(tmp_path / "file") == "ROOT cannot be read: Not a directory"
@@ -193,7 +193,7 @@ def test_what_is_not_there_or_no_folder(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that other users can get to, which those of pytest are not."""
+    """A folder that other users can access, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
         yield Path(place)
@@ -223,7 +223,7 @@ def test_without_permission(shared: Path) -> None:
     ], done.stderr
 
 
-def test_a_image_that_went_away(tmp_path: Path) -> None:
+def test_an_image_that_was_deleted(tmp_path: Path) -> None:
     source = open_folder(write(tmp_path, "a/1.png", "b/2.png"))
     (tmp_path / "a" / "1.png").unlink()
     for action in (source.read, source.stamp):
@@ -238,7 +238,7 @@ def test_images_without_labels(tmp_path: Path) -> None:
     assert (keys(mixed), mixed.labels.tolist()) == (["0.png", "b/1.png", "c/d/2.png"], [-1, 0, 1])
     assert mixed.classes == ("b", "c")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="has no images; give a folder with some"):
+    with pytest.raises(DataError, match="has no images; use a folder with images"):
         open_folder(tmp_path / "empty", unlabelled=True)
 
 
@@ -271,7 +271,7 @@ def test_the_index_is_used_until_a_folder_changes(tmp_path: Path, monkeypatch: p
     assert keys(open_folder(tmp_path)) == ["a/1.png", "b/other/3.png"]
 
 
-def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Path) -> None:
+def test_a_corrupt_index_is_rebuilt(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, "a/1.png", "b/2.png")
     age(tmp_path)
     open_folder(tmp_path)
@@ -282,7 +282,7 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, cache: Path) -> None:
     assert index.read_bytes() == good
 
 
-def test_progress_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "PROGRESS_EVERY", 2)
     write(tmp_path, "a/1.png", "a/2.png", "a/3.png", "b/1.png", "b/2.png")
     age(tmp_path)

@@ -1,4 +1,4 @@
-"""Names held compactly, and the index on disk."""
+"""Compact names, and the index on disk."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ PROPERTY = settings(derandomize=True, deadline=None, max_examples=100)
 
 @PROPERTY
 @given(st.lists(st.binary(max_size=30), max_size=40))
-def test_names_come_back_as_they_were(names: list[bytes]) -> None:
+def test_names_round_trip(names: list[bytes]) -> None:
     held = pickle.loads(pickle.dumps(Names.of(names)))
     assert len(held) == len(names)
     assert [held[number] for number in range(len(held))] == names
@@ -37,12 +37,12 @@ def test_any_path_is_shown_on_one_line(path: bytes) -> None:
     assert shown(path).isprintable()
 
 
-def test_good_names_are_shown_as_they_are() -> None:
+def test_printable_names_are_unchanged() -> None:
     assert shown("photos/Straße/猫 1.jpg") == "photos/Straße/猫 1.jpg"
     assert shown(b"caf\xe9/new\nline.jpg") == "caf�/new\\nline.jpg"
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("VITRAIL_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -55,7 +55,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert len({index_file(kind, [place]) for kind in ("folder", "shards") for place in ("a", "b")}) == 4
 
 
-def test_an_index_comes_back(tmp_path: Path) -> None:
+def test_index_round_trip(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "index.npz"
     assert load_index(file, ()) is None
     save_index(file, {"numbers": np.arange(5), "bytes": np.zeros(0, np.uint8)})
@@ -66,8 +66,8 @@ def test_an_index_comes_back(tmp_path: Path) -> None:
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_damage_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
-    """Where a flipped byte does no harm (a time in the archive, say) the arrays are the ones that were saved."""
+def test_corruption_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
+    """If a flipped byte is harmless (such as a timestamp in the archive), the arrays are those that were saved."""
     file = tmp_path / "index.npz"
     save_index(file, {"numbers": np.arange(3)})
     good = file.read_bytes()
@@ -80,7 +80,7 @@ def test_damage_anywhere_in_an_index_is_noticed(tmp_path: Path) -> None:
         assert load_index(file, ("numbers",)) is None
 
 
-def test_a_place_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     save_index(tmp_path / "file" / "index.npz", {"numbers": np.arange(3)})
     (tmp_path / "index.npz").mkdir()
@@ -88,7 +88,7 @@ def test_a_place_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "index.npz"]
 
 
-def test_a_change_just_before_is_not_settled() -> None:
+def test_recent_changes_are_not_settled() -> None:
     second = 1_000_000_000
     assert settled(np.array([10 * second]), 13 * second)
     assert not settled(np.array([10 * second, 12 * second]), 13 * second)

@@ -1,4 +1,4 @@
-"""Lists of images with their labels: CSV, JSONL and Parquet."""
+"""Manifests: CSV, JSONL and Parquet."""
 
 import json
 import pickle
@@ -73,12 +73,12 @@ def test_a_csv_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("image", ["path", "file", "filename", "file_name", "image"])
 @pytest.mark.parametrize("label", ["label", "class", "target", "category", "class_name"])
-def test_names_of_columns(image: str, label: str, folder: Path) -> None:
+def test_column_names(image: str, label: str, folder: Path) -> None:
     source = open_manifest(csv(folder, f"{label},{image}\ncat,a.png\ndog,b.png\n"))
     assert summary(source) == [(b"a.png", "cat"), (b"b.png", "dog")]
 
 
-def test_whole_numbers_are_ordered_as_numbers(folder: Path) -> None:
+def test_integers_are_sorted_numerically(folder: Path) -> None:
     source = open_manifest(csv(folder, "path,label\na.png,10\nb.png,9\nc.png,-1\nin/d.png,10\n"))
     assert (source.classes, source.labels.tolist()) == (("-1", "9", "10"), [2, 1, 0, 2])
     source = open_manifest(csv(folder, "path,label\na.png,010\nb.png,9\n"))
@@ -91,14 +91,12 @@ def test_numbers_with_names(folder: Path) -> None:
     rows = "path,label,label_name\na.png,10,ant\nb.png,9,bee\nc.png,10,ant\n"
     assert open_manifest(csv(folder, rows)).classes == ("bee", "ant")
     assert refused(csv(folder, rows.replace("c.png,10,ant", "c.png,10,cow"))) == (
-        "CSV, line 4 calls label 10 'cow', before it was 'ant'; use one name"
+        "CSV, line 4 names label 10 'cow', but it was 'ant' before; use one name"
     )
-    assert refused(csv(folder, rows.replace("bee", "ant"))) == (
-        "CSV has two classes named 'ant'; give each class its own name"
-    )
+    assert refused(csv(folder, rows.replace("bee", "ant"))) == ("CSV has two classes named 'ant'; use unique names")
 
 
-def test_a_column_of_splits(folder: Path) -> None:
+def test_split_column(folder: Path) -> None:
     rows = [("a.png", "train"), ("b.png", "Validation"), ("c.png", "test"), ("in/d.png", "valid")]
     source = open_manifest(jsonl(folder, *({"path": p, "label": "x", "split": s} for p, s in rows)))
     assert source.split_of is not None
@@ -116,7 +114,7 @@ def test_absolute_paths(folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("label", ["", " ", "nan", "NaN", "null"])
 def test_a_label_missing_from_a_csv_file(label: str, folder: Path) -> None:
     assert refused(csv(folder, f"path,label\na.png,x\nb.png,{label}\n")) == (
-        f"CSV, line 3 has no label (found {label!r}); write one, or remove it"
+        f"CSV, line 3 has no label (found {label!r}); add one, or remove the image"
     )
 
 
@@ -125,20 +123,20 @@ def test_a_label_missing_from_a_csv_file(label: str, folder: Path) -> None:
 )
 def test_a_label_missing_from_a_jsonl_file(row: dict[str, object], folder: Path) -> None:
     assert refused(jsonl(folder, {"path": "a.png", "label": "x"}, "", row)) == (
-        "JSONL, line 3 has no label; write one, or remove it"
+        "JSONL, line 3 has no label; add one, or remove the image"
     )
 
 
 @pytest.mark.parametrize("values", [["x", None], [1.0, float("nan")], [1, None]])
 def test_a_label_missing_from_a_parquet_file(values: list[object], folder: Path) -> None:
     assert refused(parquet(folder, path=["a.png", "b.png"], label=values)) == (
-        "PARQUET, row 2 has no label; write one, or remove it"
+        "PARQUET, row 2 has no label; add one, or remove the image"
     )
 
 
 def test_several_labels_per_image(folder: Path) -> None:
     several = "several labels per image"
-    only = "single-label classification only, for now"
+    only = "only single-label classification for now"
     for message in (
         refused(jsonl(folder, {"path": "a.png", "label": ["x", "y"]})),
         refused(csv(folder, "path,label\na.png,\"['x', 'y']\"\n")),
@@ -157,10 +155,10 @@ def test_joined_labels_are_not_classes(labels: str, folder: Path) -> None:
     first = labels.split()[0]
     assert refused(csv(folder, f"path,label\n{rows}")) == (
         f"CSV has labels that look like several joined by {next(c for c in first if not c.isalpha())!r}, such as "
-        f"{first!r}; several labels per image are not supported yet: keep one label for each image, or, if {first!r} "
+        f"{first!r}; several labels per image are not supported yet: keep one label per image, or, if {first!r} "
         "is the name of one class, call the column class_name"
     )
-    # The column's name says that they are names of classes; and who asks for no labels need not have classes.
+    # The column's name declares class names; and without labels, classes do not matter.
     assert set(open_manifest(csv(folder, f"path,class_name\n{rows}")).classes) == set(labels.split())
     assert len(open_manifest(csv(folder, f"path,label\n{rows}"), unlabelled=True)) == 3
 
@@ -168,27 +166,27 @@ def test_joined_labels_are_not_classes(labels: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "labels", [["tench, Tinca tinca", "maillot, tank suit", "maillot"], ["cat|dog", "emu", "fox"], ["a;", "b;", "c;"]]
 )
-def test_names_with_joints_in_them_are_classes(labels: list[str], folder: Path) -> None:
+def test_names_with_separators_are_classes(labels: list[str], folder: Path) -> None:
     rows = [{"path": file, "label": label} for file, label in zip(("a.png", "b.png", "c.png"), labels, strict=True)]
     assert set(open_manifest(jsonl(folder, *rows)).classes) == set(labels)
 
 
 @pytest.mark.parametrize("labels", [["0.0", "0.333", "1.0"], ["0.0011", "12", "-3e-2"], ["0,5", "0,25", "1"]])
-def test_numbers_with_fractions_are_not_classes(labels: list[str], folder: Path) -> None:
+def test_fractional_numbers_are_not_classes(labels: list[str], folder: Path) -> None:
     rows = "".join(f"{file};{label}\n" for file, label in zip(("a.png", "b.png", "c.png"), labels, strict=True))
     message = refused(csv(folder, f"path;label\n{rows}"))
-    assert message.startswith("CSV has numbers with fractions as labels (")
+    assert message.startswith("CSV has fractional numbers as labels (")
     assert message.endswith(
-        "which are not classes; regression is not supported yet: write the name of a class for each image, or, if "
+        "which are not classes; regression is not supported yet: use a class name for each image, or, if "
         "every number is a class, call the column class_name"
     )
     assert len(open_manifest(csv(folder, f"path;class_name\n{rows}")).classes) == 3
     numbers = pa.array([float(label.replace(",", ".")) for label in labels])
-    assert "fractions" in refused(parquet(folder, bytes=[b"1", b"2", b"3"], label=numbers))
+    assert "fractional" in refused(parquet(folder, bytes=[b"1", b"2", b"3"], label=numbers))
     assert len(open_parquet(parquet(folder, bytes=[b"1", b"2", b"3"], label=numbers), unlabelled=True)) == 3
 
 
-def test_whole_numbers_are_classes_unless_there_are_as_many_as_images(folder: Path) -> None:
+def test_integers_are_classes_unless_there_are_as_many_as_images(folder: Path) -> None:
     def column(numbers: list[float]) -> Path:
         return parquet(folder, bytes=[b"1"] * len(numbers), label=pa.array(numbers))
 
@@ -202,7 +200,7 @@ def test_whole_numbers_are_classes_unless_there_are_as_many_as_images(folder: Pa
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
-def test_fields_are_divided_by_commas_semicolons_or_tabs(delimiter: str, suffix: str, folder: Path) -> None:
+def test_separators(delimiter: str, suffix: str, folder: Path) -> None:
     path = folder / f"list.{suffix}"
     rows = [["Image", "notes", "Label"], ["a.png", '"x, y; z"', "cat"], ["in/d.png", "", "dog"]]
     path.write_text("\r\n".join(delimiter.join(row) for row in rows), encoding="utf-8-sig")
@@ -212,62 +210,67 @@ def test_fields_are_divided_by_commas_semicolons_or_tabs(delimiter: str, suffix:
     assert len(open_manifest(folder / "one.csv", unlabelled=True)) == 1
 
 
-def test_every_fault_is_named_at_once(folder: Path) -> None:
+def test_all_faults_are_reported_at_once(folder: Path) -> None:
     rows = "a.png,x,train\nb.png,,train\nc.png,y,tomorrow\n,x,train\na.png,y,train\ngone.png,x,val\nin/d.png,y,val\n"
     path = csv(folder, f"path,label,split\n{rows}")
     message = refused(path)
     assert message.startswith("CSV has 5 faults: (1) CSV, line 3 has no label")
-    for text in ("line 4 has the split", "line 5 has ''", "listed twice in CSV, on lines 2 and 6", "(5) 1 file is not"):
+    for text in (
+        "line 4 has the split",
+        "line 5 has ''",
+        "listed twice in CSV, on lines 2 and 6",
+        "(5) 1 file listed in",
+    ):
         assert text in message
     faults: list[str] = []
     source = open_manifest(path, faults=faults)
     assert summary(source) == [(b"a.png", "x"), (b"in/d.png", "y")]
     assert source.split_of is not None
     assert source.split_of.tolist() == [0, 1]
-    assert [text.split(";")[0] for text in faults[-1:]] == [f"gone.png, which {path} lists, is not there"]
+    assert [text.split(";")[0] for text in faults[-1:]] == [f"gone.png, listed in {path}, does not exist"]
     assert len(faults) == 5
     many = "".join(f"{n}.png,\n" for n in range(40))
-    assert refused(csv(folder, f"path,label\n{many}")).endswith("30 more are listed by `vitrail check`")
+    assert refused(csv(folder, f"path,label\n{many}")).endswith("Run `vitrail check` to list 30 more")
     held = parquet(folder, bytes=[b"1", b"2", b"3"], label=["x", None, None])
     assert refused(held).startswith("PARQUET has 2 faults: (1) PARQUET, row 2 has no label")
 
 
-def test_rows_with_other_numbers_of_fields_are_listed_with_the_other_faults(folder: Path) -> None:
+def test_rows_with_a_wrong_number_of_fields_are_faults(folder: Path) -> None:
     path = csv(folder, "path,label\na.png\nb.png,\nb.png,x,y\ngone.png,x\nc.png,x\nin/d.png,y\n")
     message = refused(path)
     assert message.startswith("CSV has 4 faults: (1) CSV, line 2 has 1 field, but the header has 2; put")
-    for text in ("(2) CSV, line 3 has no label", "(3) CSV, line 4 has 3 fields", "(4) 1 file is not where CSV says"):
+    for text in ("(2) CSV, line 3 has no label", "(3) CSV, line 4 has 3 fields", "(4) 1 file listed in CSV not found"):
         assert text in message
     faults: list[str] = []
     assert summary(open_manifest(path, faults=faults)) == [(b"c.png", "x"), (b"in/d.png", "y")]
     assert len(faults) == 4
 
 
-def test_lines_that_are_not_json_are_listed_with_the_other_faults(folder: Path) -> None:
+def test_lines_that_are_not_json_are_faults(folder: Path) -> None:
     good, nowhere = {"path": "c.png", "label": "x"}, {"path": "gone.png", "label": "x"}
     path = jsonl(folder, "{", good, "[1]", nowhere, {"path": "a.png"})
     message = refused(path)
-    assert message.startswith("JSONL has 4 faults: (1) JSONL, line 1 is not JSON; write one object on each line. (2)")
-    for text in ("line 3 is not a JSON object", "line 5 has no label", "1 file is not where JSONL says"):
+    assert message.startswith("JSONL has 4 faults: (1) JSONL, line 1 is not JSON; write one object per line. (2)")
+    for text in ("line 3 is not a JSON object", "line 5 has no label", "1 file listed in JSONL not found"):
         assert text in message
     faults: list[str] = []
     assert summary(open_manifest(path, faults=faults)) == [(b"c.png", "x")]
     assert len(faults) == 4
 
 
-def test_what_ends_a_manifest_too_early_does_not_hide_the_faults_before(folder: Path) -> None:
+def test_a_read_error_does_not_hide_earlier_faults(folder: Path) -> None:
     long, bad = b"a" * 200_000, b"path,label\nb.png,\ngone.png,x\nc.png,x\n"
     for rest, what in (
-        (long + b",x\n", "is not a CSV file that can be read"),
+        (long + b",x\n", "is not a valid CSV file"),
         (long[:9000] + b"\xe9,x\n", "is not UTF-8"),
     ):
         message = refused(csv(folder, bad + rest))
         assert message.startswith("CSV has 3 faults: (1) CSV, line 2 has no label")
         assert what in message
-        assert "1 file is not where CSV says (gone.png)" in message
+        assert "1 file listed in CSV not found (gone.png)" in message
 
 
-def test_a_image_listed_twice(folder: Path) -> None:
+def test_an_image_listed_twice(folder: Path) -> None:
     assert refused(csv(folder, "path,label\na.png,x\nin/../a.png,x\n")) == (
         "in/../a.png is listed twice in CSV, on lines 2 and 3; list each image once"
     )
@@ -275,10 +278,10 @@ def test_a_image_listed_twice(folder: Path) -> None:
 
 def test_missing_files_are_counted(folder: Path) -> None:
     after = "correct the paths, which are relative to the manifest's folder"
-    assert refused(csv(folder, "path,label\na.png,x\nz.png,x\n")) == f"1 file is not where CSV says (z.png); {after}"
+    assert refused(csv(folder, "path,label\na.png,x\nz.png,x\n")) == f"1 file listed in CSV not found (z.png); {after}"
     rows = "".join(f"{n}.png,x\n" for n in range(9))
     assert refused(csv(folder, f"path,label\n{rows}in,x\n")) == (
-        f"10 files are not where CSV says (0.png, 1.png, 2.png and others); {after}"
+        f"10 files listed in CSV not found (0.png, 1.png, 2.png and others); {after}"
     )
 
 
@@ -287,49 +290,49 @@ def test_missing_files_are_counted(folder: Path) -> None:
     [
         (
             "",
-            "CSV has no column for the images; name one of its columns (none) path or file or filename or file_name",
+            "CSV has no image column; rename one of its columns (none) to path or file or filename or file_name",
         ),
-        ("a.png,x\nb.png,y\n", "CSV begins with a file, not with a header; add a first line such as path,label"),
-        ("path|label\na.png|x\n", "CSV divides its fields by '|'; divide them by commas, semicolons or tabs"),
-        ("name,label\na.png,x\n", "CSV has no column for the images; name one of its columns ('name', 'label') path"),
+        ("a.png,x\nb.png,y\n", "CSV starts with a file name, not with a header; add a first line such as path,label"),
+        ("path|label\na.png|x\n", "CSV separates fields by '|'; use commas, semicolons or tabs"),
+        ("name,label\na.png,x\n", "CSV has no image column; rename one of its columns ('name', 'label') to path"),
         (
             "path,kind\na.png,x\n",
-            "CSV has no column for the labels; name one of its columns ('path', 'kind') label or class",
+            "CSV has no label column; rename one of its columns ('path', 'kind') to label or class",
         ),
         (
             "path;label\na.png;x;y\n",
             "CSV, line 2 has 3 fields, but the header has 2; put fields with semicolons in quo",
         ),
-        ("path,label\n", "CSV lists no images; add a line for each"),
+        ("path,label\n", "CSV lists no images; add one line per image"),
         ("path,label\na.png\n", "CSV, line 2 has 1 field, but the header has 2; put fields with commas in quotes"),
         ("path,label\na.png,x,y\n", "CSV, line 2 has 3 fields, but the header has 2"),
-        ("path,label\n,x\n", "CSV, line 2 has '' where the path of an image should be; write a path"),
-        ("path,label\na\0.png,x\n", "1 file is not where CSV says (a\\x00.png)"),
+        ("path,label\n,x\n", "CSV, line 2 has '' instead of an image path; write a path"),
+        ("path,label\na\0.png,x\n", "1 file listed in CSV not found (a\\x00.png)"),
         (b"path,label\ncaf\xe9.png,x\n", "CSV is not UTF-8 (invalid continuation byte at byte 14); save it as UTF-8"),
         (
             "path,label\n" + "a" * 200_000 + ",x\n",
-            "CSV is not a CSV file that can be read: field larger than field limit",
+            "CSV is not a valid CSV file: field larger than field limit",
         ),
     ],
 )
-def test_csv_files_that_cannot_be_used(text: str | bytes, message: str, folder: Path) -> None:
+def test_invalid_csv_files(text: str | bytes, message: str, folder: Path) -> None:
     assert message in refused(csv(folder, text))
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "JSONL lists no images; add a line for each"),
-        (["{"], "JSONL, line 1 is not JSON; write one object on each line"),
-        (["[" * 100_000], "JSONL, line 1 is not JSON; write one object on each line"),
-        ([[1]], "JSONL, line 1 is not a JSON object; write one object on each line"),
-        ([{"image": 3, "label": 1}], "JSONL, line 1 has 3 where the path of an image should be; write a path"),
-        ([{"image": "\ud800", "label": 1}], "JSONL, line 1 has '\\ud800', which cannot be a path; correct it"),
-        ([{"path": "a.png", "label": 0.5}], "JSONL has numbers with fractions as labels (0.5), which are not classes"),
+        ([], "JSONL lists no images; add one line per image"),
+        (["{"], "JSONL, line 1 is not JSON; write one object per line"),
+        (["[" * 100_000], "JSONL, line 1 is not JSON; write one object per line"),
+        ([[1]], "JSONL, line 1 is not a JSON object; write one object per line"),
+        ([{"image": 3, "label": 1}], "JSONL, line 1 has 3 instead of an image path; write a path"),
+        ([{"image": "\ud800", "label": 1}], "JSONL, line 1 has '\\ud800', which is not a valid path; correct it"),
+        ([{"path": "a.png", "label": 0.5}], "JSONL has fractional numbers as labels (0.5), which are not classes"),
         ([{"path": "a.png", "label": {"a": 1}}], "several labels per image"),
     ],
 )
-def test_jsonl_files_that_cannot_be_used(rows: Sequence[object], message: str, folder: Path) -> None:
+def test_invalid_jsonl_files(rows: Sequence[object], message: str, folder: Path) -> None:
     assert message in refused(jsonl(folder, *rows))
 
 
@@ -380,14 +383,14 @@ def test_parquet_with_bytes(folder: Path) -> None:
 
 
 def hugging_face(folder: Path, labels: list[int], images: list[dict[str, object]]) -> Path:
-    """Write a file as Hugging Face datasets does: a struct for each image, names of labels in the metadata."""
+    """Write a file like Hugging Face datasets: a struct per image, class names in the metadata."""
     features = {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog", "emu"], "_type": "ClassLabel"}}
     metadata = {"huggingface": json.dumps({"info": {"features": features}})}
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     return parquet(folder, metadata, image=pa.array(images, kind), label=labels)
 
 
-def test_parquet_as_hugging_face_writes_it(folder: Path) -> None:
+def test_parquet_of_hugging_face(folder: Path) -> None:
     images: list[dict[str, object]] = [{"bytes": b"%d" % n, "path": f"{n}.png"} for n in range(5)]
     source = open_parquet(hugging_face(folder, [1, 0, 1, 0, 0], images))
     assert source.classes == ("cat", "dog", "emu")
@@ -396,24 +399,24 @@ def test_parquet_as_hugging_face_writes_it(folder: Path) -> None:
     assert summary(open_parquet(hugging_face(folder, [2, 0], paths))) == [(b"a.png", "emu"), (b"b.png", "cat")]
     unknown = hugging_face(folder, [-1] * 5, images)
     assert open_parquet(unknown, unlabelled=True).labels.tolist() == [-1] * 5
-    assert refused(unknown) == "PARQUET has the label '-1', which is none of its 3 classes; correct the label"
+    assert refused(unknown) == "PARQUET has the label '-1', which is not one of its 3 classes; correct the label"
     images[3]["bytes"] = None
     assert refused(hugging_face(folder, [0] * 5, images)) == (
         "1 row has no image in the column 'image.bytes' of PARQUET; fill or remove it"
     )
 
 
-def test_parquet_that_cannot_be_used(folder: Path) -> None:
-    assert "('image', 'kind') label or class" in refused(parquet(folder, image=[b"1"], kind=["x"]))
+def test_invalid_parquet_files(folder: Path) -> None:
+    assert "('image', 'kind') to label or class" in refused(parquet(folder, image=[b"1"], kind=["x"]))
     assert refused(parquet(folder, path=[3], label=["x"])) == (
-        "PARQUET, row 1 has 3 where the path of an image should be; write a path"
+        "PARQUET, row 1 has 3 instead of an image path; write a path"
     )
     assert refused(parquet(folder, bytes=pa.array([], pa.binary()), label=pa.array([], pa.string()))) == (
-        "PARQUET lists no images; add a row for each"
+        "PARQUET lists no images; add one row per image"
     )
 
 
 def test_without_pyarrow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = parquet(folder, bytes=[b"1"], label=["x"])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert refused(path) == "PARQUET needs pyarrow to be read: pip install 'vitrail[parquet]'"
+    assert refused(path) == "PARQUET cannot be read without pyarrow: pip install 'vitrail[parquet]'"

@@ -1,4 +1,4 @@
-"""Finding out what a person gave as data."""
+"""Detecting and opening datasets."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def folder(root: Path, **counts: int) -> Path:
-    """Write a folder with so many images of each class; their content is the class and the number."""
+    """Write a folder with a number of images per class; their content is the class and the number."""
     for label, count in counts.items():
         (root / label).mkdir(parents=True)
         for number in range(count):
@@ -79,7 +79,7 @@ def test_a_folder_called_digits_comes_first(tmp_path: Path, monkeypatch: pytest.
     assert open_data("digits").train.classes == ("one", "two")
 
 
-def test_a_folder_is_divided(tmp_path: Path) -> None:
+def test_a_folder_is_split(tmp_path: Path) -> None:
     splits = open_data(folder(tmp_path, cat=20, dog=10), seed=4, val=0.2, test=0.1)
     assert [len(split) for split in splits[:3] if split is not None] == [21, 6, 3]
     found = contents(splits.train) + contents(splits.val) + contents(splits.test)
@@ -103,17 +103,17 @@ def test_a_folder_with_splits(tmp_path: Path) -> None:
     assert splits.val.name(0) == f"{tmp_path}/validation/bee/00.png"
     assert (splits.record["method"], splits.record["shares"], splits.record["seed"]) == ("given", {}, None)
     assert splits.record["names"]["test"] == ["bee/00.png", "bee/01.png"]
-    assert refused(tmp_path, one=True) == "DATA has the splits test, train, validation; name the folder of one of them"
+    assert refused(tmp_path, one=True) == "DATA has the splits test, train, validation; give the folder of one of them"
     assert len(open_source(tmp_path / "test")) == 2
 
 
-def test_images_beside_the_parts_are_not_passed_over(tmp_path: Path) -> None:
+def test_images_next_to_the_splits_are_not_ignored(tmp_path: Path) -> None:
     for split in ("train", "test", "extra"):
         folder(tmp_path / split, cat=4, dog=4)
-    assert "and beside them images in extra, which would be passed over; move them away" in refused(tmp_path)
+    assert "but also images in extra, which would be ignored; move them away" in refused(tmp_path)
 
 
-def test_train_alone_is_the_whole(tmp_path: Path) -> None:
+def test_train_alone_is_split(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=10, bee=10)
     splits = open_data(tmp_path)
     assert splits.record["method"] == "stratified"
@@ -150,14 +150,14 @@ def test_a_class_that_train_does_not_have(tmp_path: Path) -> None:
     table = tmp_path / "list.csv"
     table.write_text("\n".join(["path,label,split", *rows, f"{tmp_path}/test/cow/00.png,cow,val"]))
     assert refused(table).startswith(
-        "the validation split of DATA has the class 'cow', which the training split does not have"
+        "the val split of DATA has the class 'cow', which the training split does not have"
     )
 
 
 def test_two_names_of_one_split(tmp_path: Path) -> None:
     for name in ("train", "val", "valid"):
         folder(tmp_path / name, ant=4, bee=4)
-    assert refused(tmp_path) == "DATA has val/ and valid/, which are the same split; keep one of them"
+    assert refused(tmp_path) == "DATA has val/ and valid/, which are the same split; keep one"
 
 
 def test_too_little_to_train_on(tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_too_little_to_train_on(tmp_path: Path) -> None:
     assert refused(tmp_path / "empty").startswith("DATA has no images")
     assert refused(tmp_path / "empty", one=True).startswith("DATA has no images")
     one = folder(tmp_path / "one", cat=9)
-    assert refused(one) == "DATA has only one class, 'cat'; training needs images of at least two classes"
+    assert refused(one) == "DATA has only one class, 'cat'; training needs at least two classes"
     assert len(open_source(one)) == 9
     assert refused(folder(tmp_path / "few", cat=9, dog=1)) == (
-        "class 'dog' has 1 image, too few for 3 splits; add some, remove the class, or ask for fewer splits"
+        "class 'dog' has 1 image, too few for 3 splits; add images, remove the class, or use fewer splits"
     )
     flat = tmp_path / "one" / "cat"
     assert "has 9 images but no class folders; put the images of each class" in refused(flat)
@@ -191,10 +191,10 @@ def test_a_manifest_with_splits(tmp_path: Path) -> None:
     again = open_data(table, record=json.loads(json.dumps(splits.record)), seed=99)
     assert [contents(split) for split in again[:3]] == [contents(split) for split in splits[:3]]
     table.write_text("\n".join(json.dumps({**row, "split": "val"}) for row in rows))
-    assert refused(table) == "DATA has no row of the training split; write train in the split column of some"
+    assert refused(table) == "DATA has no rows of the training split; write train in the split column of some rows"
 
 
-def test_an_earlier_split_comes_back(tmp_path: Path) -> None:
+def test_a_recorded_split_is_restored(tmp_path: Path) -> None:
     place = folder(tmp_path / "here", ant=10, bee=10)
     splits = open_data(place, seed=3)
     before = [contents(split) for split in splits[:3]]
@@ -204,13 +204,11 @@ def test_an_earlier_split_comes_back(tmp_path: Path) -> None:
     assert [contents(split) for split in open_data(place, seed=4)[:3]] != before
     gone = record["names"]["val"][0]
     (place / gone).unlink()
-    with pytest.raises(
-        DataError, match=f"^{gone}, of the validation split of the recorded split, is gone; put it back, or"
-    ):
+    with pytest.raises(DataError, match=f"^{gone}, of the recorded val split, is missing; restore it, or"):
         open_data(place, record=record)
 
 
-def test_a_given_part_that_changed_since_the_record(tmp_path: Path) -> None:
+def test_a_split_that_changed_since_the_record(tmp_path: Path) -> None:
     folder(tmp_path / "train", ant=4, bee=4)
     folder(tmp_path / "test", ant=3)
     record = open_data(tmp_path).record
@@ -242,33 +240,33 @@ def test_shards_of_splits(tmp_path: Path) -> None:
         assert splits.val is not None
         assert splits.val.labels.tolist() == [1, 1]
     assert refused(tmp_path / "named", one=True) == (
-        "DATA has shards of the splits train, val; name those of one split by a pattern"
+        "DATA has shards of the splits train, val; select one split with a pattern"
     )
     assert len(open_source(f"{tmp_path}/named/val-*.tar")) == 2
 
 
-def test_what_cannot_be_opened(tmp_path: Path) -> None:
+def test_invalid_paths(tmp_path: Path) -> None:
     for one in (False, True):
         assert refused(tmp_path / "digit", one=one) == (
-            "there is no DATA; give a folder, a manifest, tar shards, or the word digits"
+            "DATA does not exist; give a folder, a manifest, tar shards, or the word digits"
         )
         for name in ("a.tar.gz", "b.TGZ", "c.zip"):
             (tmp_path / name).touch()
             assert refused(tmp_path / name, one=one) == (
-                "DATA is compressed, which allows no random access; unpack it and give the result"
+                "DATA is compressed, which prevents random access; unpack it and use the result"
             )
         (tmp_path / "notes.docx").touch()
         assert refused(tmp_path / "notes.docx", one=one) == (
-            "DATA is neither a folder nor a file of a known kind; "
+            "DATA is neither a folder nor a file of a known type; "
             "give a folder, a manifest (.csv, .tsv, .jsonl, .parquet) or tar shards"
         )
         if not one:
             os.symlink("nowhere", tmp_path / "link.csv")
-        assert refused(tmp_path / "link.csv", one=one) == "DATA is a link to nothing; correct the link"
+        assert refused(tmp_path / "link.csv", one=one) == "DATA is a dangling link; correct the link"
 
 
 def table(path: Path, labels: str, **columns: list[str]) -> Path:
-    """Write a Parquet file with the bytes of an image for each label; they say the label and the file."""
+    """Write a Parquet file with one image per label; its bytes are the label and the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = labels.split()
     content = [f"{label} {path.stem} {number}".encode() for number, label in enumerate(names)]
@@ -293,7 +291,7 @@ def test_a_folder_of_parquet_files_is_one_source(tmp_path: Path) -> None:
     again = open_data(tmp_path / "data", record=json.loads(json.dumps(splits.record)))
     assert contents(again.test) == contents(splits.test)
     there = pickle.loads(pickle.dumps(source))
-    for number in (0, 13, 5, 0, 13):  # in any order, with the row groups of two files at most in memory
+    for number in (0, 13, 5, 0, 13):  # in any order, with the row groups of at most two files in memory
         assert there.read(number) == source.read(number)
         held = [one for one in there.tables if isinstance(one, ParquetImages) and one._held]
         assert len(held) <= FILES_HELD
@@ -321,10 +319,10 @@ def test_parquet_files_of_splits(tmp_path: Path) -> None:
     table(tmp_path / "column/b.parquet", names["train"])
     assert refused(tmp_path / "column").endswith("b.parquet has none; add it there, or remove it")
     tar(tmp_path / "column/c.tar", cat=1)
-    assert refused(tmp_path / "column") == "DATA has tar shards and Parquet files; name those of one kind by a pattern"
+    assert refused(tmp_path / "column") == "DATA has both tar shards and Parquet files; select one kind with a pattern"
 
 
-def test_what_can_be_used_is_opened_and_the_rest_is_named(tmp_path: Path) -> None:
+def test_usable_data_is_opened_and_faults_are_listed(tmp_path: Path) -> None:
     root = folder(tmp_path / "one", cat=1, dog=2, emu=5)
     (root / "emu" / "gone.png").symlink_to("nowhere.png")
     (root / "fox").mkdir()
@@ -338,14 +336,14 @@ def test_what_can_be_used_is_opened_and_the_rest_is_named(tmp_path: Path) -> Non
     given = tmp_path / "given"
     folder(given / "train", cat=2, dog=2)
     folder(given / "val", cat=1, emu=1, fox=1)
-    assert refused(given).startswith("DATA has 2 faults: (1) the validation split of DATA has the class 'emu'")
+    assert refused(given).startswith("DATA has 2 faults: (1) the val split of DATA has the class 'emu'")
     faults.clear()
     splits = open_data(given, faults=faults)
     assert splits.val is not None
     assert (len(faults), splits.val.classes, contents(splits.val)) == (2, ("cat", "dog"), ["cat 0"])
     faults.clear()
     assert len(open_data(folder(tmp_path / "single", cat=5), faults=faults).train) == 5
-    assert faults == [f"{tmp_path}/single has only one class, 'cat'; training needs images of at least two classes"]
+    assert faults == [f"{tmp_path}/single has only one class, 'cat'; training needs at least two classes"]
 
 
 def test_good_data_has_no_faults(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which images a model is measured on, and how their classes are counted."""
+"""Which images a model is evaluated on, and how their classes are matched."""
 
 from pathlib import Path
 
@@ -24,14 +24,14 @@ def names(source: Source, count: int) -> list[str]:
     return [Path(source.name(index)).parts[-3] for index in range(count)]
 
 
-def test_a_plain_folder_is_measured_as_a_whole(tmp_path: Path) -> None:
+def test_a_plain_folder_is_evaluated_as_a_whole(tmp_path: Path) -> None:
     found = choose_images(fill(tmp_path / "data", 1, ("cat",)))
     assert (len(found.source), found.split, found.held_out) == (1, "all", False)
     assert len(choose_images(fill(tmp_path / "more", 4), "all").source) == 8
 
 
 @pytest.mark.parametrize(("splits", "chosen"), [(("train", "val", "test"), "test"), (("train", "valid"), "val")])
-def test_the_part_for_the_result_comes_first(tmp_path: Path, splits: tuple[str, ...], chosen: str) -> None:
+def test_the_test_split_comes_first(tmp_path: Path, splits: tuple[str, ...], chosen: str) -> None:
     for count, split in enumerate(splits, 2):
         fill(tmp_path / split, count)
     found = choose_images(tmp_path)
@@ -40,7 +40,7 @@ def test_the_part_for_the_result_comes_first(tmp_path: Path, splits: tuple[str, 
     assert (train.held_out, len(train.source)) == (False, 4)
 
 
-def test_all_parts_together(tmp_path: Path) -> None:
+def test_all_splits_together(tmp_path: Path) -> None:
     for count, split in enumerate(("train", "val", "test"), 2):
         fill(tmp_path / split, count)
     found = choose_images(tmp_path, "all").source
@@ -55,25 +55,25 @@ def test_all_parts_together(tmp_path: Path) -> None:
         found.name(18)
 
 
-def test_the_parts_of_a_manifest(tmp_path: Path) -> None:
+def test_splits_of_a_manifest(tmp_path: Path) -> None:
     fill(tmp_path / "p", 3)
     rows = [f"p/{label}/{n}.png,{label},{split}" for label in ("cat", "dog") for n, split in enumerate(("test", "val"))]
     (tmp_path / "list.csv").write_text("path,label,split\n" + "\n".join(rows) + "\n")
     found = choose_images(tmp_path / "list.csv")
     assert (found.split, len(found.source)) == ("test", 2)
     assert len(choose_images(tmp_path / "list.csv", "all").source) == 4
-    with pytest.raises(DataError, match="has no training split; it has val, test"):
+    with pytest.raises(DataError, match="has no train split; it has val, test"):
         choose_images(tmp_path / "list.csv", "train")
 
 
-def test_a_train_folder_alone_names_no_split(tmp_path: Path) -> None:
+def test_a_train_folder_alone_defines_no_splits(tmp_path: Path) -> None:
     fill(tmp_path / "train", 3)
     assert len(choose_images(tmp_path).source) == 6
     found = choose_images(tmp_path, "test")
     assert (len(found.source), found.held_out) == (2, False)
 
 
-def test_the_split_of_the_run_is_kept_apart(tmp_path: Path) -> None:
+def test_the_splits_of_the_run_are_used(tmp_path: Path) -> None:
     splits = open_data(fill(tmp_path / "data", 10), seed=7, val=0.2, test=0.3)
     for asked, split, own in (
         (None, "test", splits.test),
@@ -86,11 +86,11 @@ def test_the_split_of_the_run_is_kept_apart(tmp_path: Path) -> None:
     assert len(choose_images(tmp_path / "data", "all", record=splits.record).source) == 20
     only_val = open_data(tmp_path / "data", val=0.2, test=0).record
     assert choose_images(tmp_path / "data", record=only_val).split == "val"
-    with pytest.raises(DataError, match="has no test split"):
+    with pytest.raises(DataError, match="without a test split"):
         choose_images(tmp_path / "data", "test", record=only_val)
 
 
-def test_other_data_than_the_run_had(tmp_path: Path) -> None:
+def test_other_data_than_the_runs(tmp_path: Path) -> None:
     record = open_data(fill(tmp_path / "data", 10)).record
     found = choose_images(fill(tmp_path / "other", 3), record=record)
     assert (found.split, found.held_out, len(found.source)) == ("all", False, 6)
@@ -98,21 +98,21 @@ def test_other_data_than_the_run_had(tmp_path: Path) -> None:
         choose_images(tmp_path / "other", "test", record=record)
 
 
-def test_what_a_run_drew_from_a_train_folder(tmp_path: Path) -> None:
+def test_a_validation_split_drawn_from_a_train_folder(tmp_path: Path) -> None:
     fill(tmp_path / "train", 10)
     fill(tmp_path / "test", 2)
     record = open_data(tmp_path).record
     assert len(choose_images(tmp_path, "train").source) == 20
     assert len(choose_images(tmp_path, "train", record=record).source) == 18
     assert len(choose_images(tmp_path, "val", record=record).source) == 2
-    with pytest.raises(DataError, match="has no validation split; it has train, test"):
+    with pytest.raises(DataError, match="has no val split; it has train, test"):
         choose_images(tmp_path, "val")
 
 
-def test_what_cannot_be_chosen(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no split is called 'tset'; choose test, val, train, all"):
+def test_invalid_selections(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown split 'tset'; choose test, val, train, all"):
         choose_images("digits", "tset")
-    with pytest.raises(DataError, match="there is no"):
+    with pytest.raises(DataError, match="does not exist"):
         choose_images(tmp_path / "nowhere")
 
 
@@ -134,7 +134,7 @@ def test_classes_are_matched_by_name() -> None:
     [
         (("a", "kat", "b"), 3, (0,), r"class 'cat', which .* its 3 classes are 'a', 'kat', 'b'; did you mean 'kat'"),
         (("x", "y"), 2, (0, 1), r"class 'cat' \(and 1 more\)"),
-        (("cat", "dog", "cat"), 3, (0, 1), "several classes called 'cat'"),
+        (("cat", "dog", "cat"), 3, (0, 1), "several classes named 'cat'"),
         (None, 3, (0,), "the data has 2 classes and the model 3"),
         (("cat", "dog"), 2, (-1, -1, 0), "image 0 and 1 more have no class"),
     ],

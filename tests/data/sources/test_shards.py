@@ -1,4 +1,4 @@
-"""Tar shards in WebDataset layout, compared with what Python's own `tarfile` makes of them."""
+"""Tar shards in WebDataset layout, compared with Python's `tarfile`."""
 
 import bz2
 import gzip
@@ -22,7 +22,7 @@ from vitrail.errors import DataError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "pax": tarfile.PAX_FORMAT, "gnu": tarfile.GNU_FORMAT}
 LONG = "deep/" * 30 + "image"
-"""157 characters, which fits the ustar format in two pieces."""
+"""157 characters, which the ustar format stores in two pieces."""
 GOOD = [("a.jpg", b"A"), ("a.cls", b"0")]
 LONGER = "folder_of_images/" * 20 + "image" + "x" * 80
 
@@ -31,7 +31,7 @@ LONGER = "folder_of_images/" * 20 + "image" + "x" * 80
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("VITRAIL_CACHE", str(folder))
-    monkeypatch.setattr(index_files, "YOUNG_NS", -(10**12))  # take new files for old ones, whose stamps can be trusted
+    monkeypatch.setattr(index_files, "YOUNG_NS", -(10**12))  # treat new files as old ones, whose stamps can be trusted
     return folder
 
 
@@ -78,7 +78,7 @@ names_in_tars = st.text(st.characters(exclude_categories=["Cs"], exclude_charact
     files=st.lists(st.tuples(names_in_tars, st.binary(max_size=1500)), min_size=1, max_size=8),
     form=st.sampled_from(["pax", "gnu"]),
 )
-def test_the_list_is_that_of_tarfile(
+def test_members_match_tarfile(
     files: list[tuple[str, bytes]], form: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = write(tmp_path_factory.mktemp("tar") / "any.tar", files, form)
@@ -100,7 +100,7 @@ def test_folders_links_and_global_headers_in_a_tar(tmp_path: Path) -> None:
 
 
 def test_large_numbers_are_read(tmp_path: Path) -> None:
-    """GNU writes sizes over 8 GiB as bytes; such a file is mostly a hole here."""
+    """GNU tar writes sizes over 8 GiB in binary; the file here is mostly a hole."""
     info = tarfile.TarInfo("big.bin")
     info.size = 9 * 2**30
     after = tarfile.TarInfo("a.png")
@@ -126,13 +126,13 @@ def test_labels_of_every_kind(tmp_path: Path) -> None:
     assert b"".join(source.read(number) for number in range(6)) == b"ABCDEF"
 
 
-def test_what_is_no_image_is_passed_over(tmp_path: Path) -> None:
+def test_other_files_are_skipped(tmp_path: Path) -> None:
     files = [("a.jpg", b"A"), ("a.cls", b"0"), ("a.seg.png", b"mask"), ("a.npz", b""), ("__MACOSX/._a.jpg", b"")]
     files += [("._a.jpg", b""), ("readme", b""), ("b.cls", b"not read")]
     assert len(open_shards([str(write(tmp_path / "a.tar", files))])) == 1
 
 
-def test_files_of_one_key_need_not_follow_each_other(tmp_path: Path) -> None:
+def test_files_of_one_key_need_not_be_adjacent(tmp_path: Path) -> None:
     files = [("a.jpg", b"A"), ("b.jpg", b"B"), ("B.jpg", b"C"), ("b.cls", b"11"), ("a.cls", b"2"), ("B.cls", b"2")]
     source = open_shards([str(write(tmp_path / "a.tar", files))])
     assert (source.classes, source.labels.tolist()) == (("2", "11"), [0, 1, 0])
@@ -150,13 +150,14 @@ def test_several_shards_and_named_classes(tmp_path: Path) -> None:
     assert [source.read(number) for number in range(3)] == [b"0", b"1", b"2"]
     (tmp_path / "classes.txt").write_text("cat\ndog\n", encoding="utf-8")
     assert (
-        refused(*paths) == f"{paths[0]} and 2 more has the label '2', which is none of its 2 classes; correct the label"
+        refused(*paths)
+        == f"{paths[0]} and 2 more has the label '2', which is not one of its 2 classes; correct the label"
     )
     (tmp_path / "classes.txt").write_text("cat\ncat\nhen", encoding="utf-8")
-    assert "has two classes named 'cat'; give each class its own name" in refused(*paths)
+    assert "has two classes named 'cat'; use unique names" in refused(*paths)
 
 
-def test_shards_of_the_same_name_have_other_keys(tmp_path: Path) -> None:
+def test_shards_of_the_same_name_have_different_keys(tmp_path: Path) -> None:
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "0.tar", [("a.jpg", b"A"), ("a.cls", b"0"), ("b.jpg", b"B"), ("b.cls", b"1")])
@@ -164,7 +165,7 @@ def test_shards_of_the_same_name_have_other_keys(tmp_path: Path) -> None:
     assert [source.key(i) for i in range(4)] == ["x/0.tar/a.jpg", "x/0.tar/b.jpg", "y/0.tar/a.jpg", "y/0.tar/b.jpg"]
 
 
-def test_a_source_travels_and_notices_changes(tmp_path: Path) -> None:
+def test_pickling_and_changed_shards(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", [("a.jpg", b"A"), ("a.cls", b"0"), ("b.jpg", b"BB"), ("b.cls", b"1")])
     source = pickle.loads(pickle.dumps(open_shards([str(path)])))
     assert source.read(1) == b"BB"
@@ -174,7 +175,7 @@ def test_a_source_travels_and_notices_changes(tmp_path: Path) -> None:
     assert source.stamp(1)[0] == before[0]
     assert source.stamp(1)[1] > before[1]
     os.truncate(path, 600)
-    with pytest.raises(DataError, match=r"a\.tar/b\.jpg cannot be read: the shard has become shorter"):
+    with pytest.raises(DataError, match=r"a\.tar/b\.jpg cannot be read: the shard was truncated"):
         source.read(1)
     path.unlink()
     for action in (source.read, source.stamp):
@@ -208,13 +209,13 @@ def refused(*paths: str | Path) -> str:
             [*GOOD, ("a.png", b"again")],
             "a.tar/a.png is the second image of its key, after a.jpg; give every image a",
         ),
-        ([*GOOD, ("a.cls", b"1")], "a.tar/a.cls is there twice; give every image a key of its own"),
+        ([*GOOD, ("a.cls", b"1")], "a.tar/a.cls occurs twice; give every image a unique key"),
         (
             [*GOOD, ("b.jpg", b"B")],
             "a.tar/b.jpg has no label; add a file of the same name with suffix .cls, .json or .txt",
         ),
-        ([("a.jpg", b""), ("a.cls", b"cat")], "a.tar/a.cls holds 'cat'; a .cls file holds a whole number"),
-        ([("a.jpg", b""), ("a.cls", b"")], "a.tar/a.cls holds ''; a .cls file holds a whole number"),
+        ([("a.jpg", b""), ("a.cls", b"cat")], "a.tar/a.cls contains 'cat'; a .cls file contains an integer"),
+        ([("a.jpg", b""), ("a.cls", b"")], "a.tar/a.cls contains ''; a .cls file contains an integer"),
         ([("a.jpg", b""), ("a.txt", b" \n")], "a.tar/a.txt has no label"),
         ([("a.jpg", b""), ("a.txt", b"\xff")], "a.tar/a.txt is not UTF-8; write the label as UTF-8"),
         ([("a.jpg", b""), ("a.json", b"{")], "a.tar/a.json is not JSON; correct it"),
@@ -222,7 +223,7 @@ def refused(*paths: str | Path) -> str:
         ([("a.jpg", b""), ("a.json", b'{"label": NaN}')], "a.tar/a.json has no label"),
         (
             [("a.jpg", b""), ("a.json", b'{"label": 0.5}')],
-            "a.tar has numbers with fractions as labels (0.5), which are not classes",
+            "a.tar has fractional numbers as labels (0.5), which are not classes",
         ),
         (
             [("a.jpg", b""), ("a.json", b'{"label": [1, 2]}')],
@@ -230,15 +231,15 @@ def refused(*paths: str | Path) -> str:
         ),
         (
             [("notes.md", b"")],
-            "a.tar has no images (1 other file, such as notes.md); give their names one dot and one of the suff",
+            "a.tar has no images (1 other file, such as notes.md); name them with one dot and one of the suff",
         ),
         (
             [("photo.1.jpg", b""), ("photo.1.cls", b"1")],
-            "a.tar has no images (2 other files, such as photo.1.jpg); give their names one dot",
+            "a.tar has no images (2 other files, such as photo.1.jpg); name them with one dot",
         ),
     ],
 )
-def test_shards_that_cannot_be_used(files: list[tuple[str, bytes]], message: str, tmp_path: Path) -> None:
+def test_invalid_shards(files: list[tuple[str, bytes]], message: str, tmp_path: Path) -> None:
     assert message in refused(write(tmp_path / "a.tar", files))
 
 
@@ -248,45 +249,45 @@ def test_images_without_labels(tmp_path: Path) -> None:
     assert (source.labels.tolist(), source.classes) == ([0, -1], ("0",))
 
 
-def test_a_tar_cut_anywhere(tmp_path: Path) -> None:
-    """A tar ends in blocks of zeros; what has none was cut."""
+def test_a_tar_truncated_anywhere(tmp_path: Path) -> None:
+    """A complete tar ends with zero blocks."""
     whole = write(tmp_path / "a.tar", [*GOOD, (f"{LONGER}.jpg", b"B" * 700), (f"{LONGER}.cls", b"1")])
     content = whole.read_bytes()
     ends = max(start + -(-size // 512) * 512 for _, start, size in listed(whole))
     for length in [*range(1, ends, 37), ends]:
         whole.write_bytes(content[:length])
-        assert f"the tar {whole} is cut short: it ends at byte {length}" in refused(whole)
+        assert f"the tar {whole} is truncated: it ends at byte {length}" in refused(whole)
     whole.write_bytes(content[: ends + 512])
     assert len(open_shards([str(whole)])) == 2
 
 
-def test_files_that_are_no_shards(tmp_path: Path) -> None:
+def test_files_that_are_not_shards(tmp_path: Path) -> None:
     tar = write(tmp_path / "a.tar", GOOD).read_bytes()
     path = tmp_path / "b.tar"
     for packed in (gzip.compress(tar), bz2.compress(tar), lzma.compress(tar)):
         path.write_bytes(packed)
-        assert refused(path) == f"{path} is compressed, which allows no random access; decompress it"
+        assert refused(path) == f"{path} is compressed, which prevents random access; decompress it"
     path.write_bytes(b"")
-    assert refused(path) == f"{path} is empty; make the tar again"
+    assert refused(path) == f"{path} is empty; create the tar again"
     path.write_bytes(b"hello" * 500)
-    assert refused(path) == f"{path} is not a tar file; give one, or another suffix"
+    assert refused(path) == f"{path} is not a tar file; use one, or another suffix"
     path.write_bytes(tar[:1030] + b"x" + tar[1031:])
-    assert refused(path) == f"{path} is damaged at byte 1024; make it again"
+    assert refused(path) == f"{path} is corrupt at byte 1024; create it again"
     path.write_bytes(tar + tar)
-    assert refused(path) == f"{path} goes on at byte {len(tar)} after its end; give joined tars one by one"
+    assert refused(path) == f"{path} has more data at byte {len(tar)} after its end; split concatenated tars"
     assert refused(tmp_path / "c.tar") == f"{tmp_path}/c.tar cannot be read: No such file or directory"
     assert refused(tmp_path) == f"{tmp_path} cannot be read: Is a directory"
 
 
-def test_damaged_properties(tmp_path: Path) -> None:
+def test_corrupt_extended_headers(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tar", [(f"{LONGER}.jpg", b"A")])
     content = path.read_bytes()
     at = content.index(b" path=")
     path.write_bytes(content[: at - 3] + b"999" + content[at:])
-    assert refused(path) == f"{path} is damaged at byte 512; make it again"
+    assert refused(path) == f"{path} is corrupt at byte 512; create it again"
 
 
-def test_links_in_shards_are_refused(tmp_path: Path) -> None:
+def test_links_in_shards_raise(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as tar:
         link = tarfile.TarInfo("b.jpg")
@@ -305,13 +306,13 @@ def test_patterns(tmp_path: Path) -> None:
     assert names("a-{08..10}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar"]
     assert names("*.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "b-1.tar"]
     assert names("?-{1..1}*.tar") == ["a-10.tar", "b-1.tar"]
-    with pytest.raises(DataError, match=r"there is no .*/a-11\.tar, which .*a-\{09\.\.11\}\.tar asks for; correct the"):
+    with pytest.raises(DataError, match=r"/a-11\.tar, which is part of .*a-\{09\.\.11\}\.tar, does not exist;"):
         names("a-{09..11}.tar")
-    with pytest.raises(DataError, match=r"there is no file that .*/c\*\.tar stands for; correct the pattern"):
+    with pytest.raises(DataError, match=r"a file that matches .*/c\*\.tar does not exist; correct the pattern"):
         names("c*.tar")
-    with pytest.raises(DataError, match="a pattern is for tar shards, or for Parquet files, only"):
+    with pytest.raises(DataError, match="a pattern should match only tar shards, or only Parquet files"):
         names("*")
-    with pytest.raises(DataError, match="correct the pattern"):
+    with pytest.raises(DataError, match="correct it"):
         names("a-{10..08}.tar")
 
 
@@ -319,7 +320,7 @@ def test_the_index_is_used_until_a_shard_changes(tmp_path: Path, monkeypatch: py
     runs: list[int] = []
     index = shards._index
 
-    def counted(*arguments: object) -> shards.Index:
+    def counted(*arguments: object) -> shards.ShardIndex:
         runs.append(1)
         return index(*arguments)
 

@@ -1,4 +1,4 @@
-"""The three splits."""
+"""Train, validation and test splits."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_every_image_is_in_one_split(counts: list[int], seed: int, val: float, t
 
 @PROPERTY
 @given(st.integers(3, 40), st.floats(0.01, 0.6), st.floats(0.01, 0.39))
-def test_large_shares_leave_a_image_to_train_on(count: int, val: float, test: float) -> None:
+def test_large_fractions_leave_a_training_image(count: int, val: float, test: float) -> None:
     splits = split_indices(np.zeros(count, np.int64), seed=0, val=val, test=test)
     assert min(len(split) for split in splits) >= 1
 
@@ -55,24 +55,24 @@ def test_the_split_depends_on_labels_and_seed_only(counts: list[int], seed: int)
     assert [split.tolist() for split in once] == [split.tolist() for split in again]
 
 
-def test_a_class_is_divided_alike_whatever_the_others_are() -> None:
+def test_a_class_is_split_independently_of_the_others() -> None:
     alone = split_indices(np.zeros(50, np.int64), seed=3, val=0.2, test=0.2)
     with_others = split_indices(np.repeat([0, 1, 2], [50, 9, 30]), seed=3, val=0.2, test=0.2)
     assert [split.tolist() for split in alone] == [split[split < 50].tolist() for split in with_others]
 
 
-def test_another_seed_gives_another_split_and_this_one_stays() -> None:
+def test_seeds_differ_and_splits_are_stable() -> None:
     labels = np.repeat([0, 1], 20)
     first, second = (split_indices(labels, seed=seed, val=0.1, test=0.1)[1].tolist() for seed in (0, 1))
     assert first != second
-    # Fixed for good: a run that is resumed with a newer version must find the same splits.
+    # These numbers must never change: a run resumed with a newer version must get the same splits.
     assert first == [0, 2, 36, 37]
 
 
 @pytest.mark.parametrize(
     ("counts", "val", "test", "message"),
     [
-        ([5, 2], 0.1, 0.1, "class 'dog' has 2 images, too few for 3 splits; add some, remove the class, or ask for"),
+        ([5, 2], 0.1, 0.1, "class 'dog' has 2 images, too few for 3 splits; add images, remove the class, or use"),
         ([1, 5], 0.1, 0, "class 'cat' has 1 image, too few for 2 splits"),
         ([1, 5], 0, 0.1, "class 'cat' has 1 image, too few for 2 splits"),
     ],
@@ -85,18 +85,18 @@ def test_a_class_with_too_few_images(counts: list[int], val: float, test: float,
 
 
 @pytest.mark.parametrize(("val", "test"), [(-0.1, 0), (0, 1), (0.5, 0.5), (float("nan"), 0)])
-def test_impossible_shares(val: float, test: float) -> None:
-    with pytest.raises(ConfigError, match="share"):
+def test_invalid_fractions(val: float, test: float) -> None:
+    with pytest.raises(ConfigError, match="fraction"):
         split_indices(np.zeros(9, np.int64), seed=0, val=val, test=test)
 
 
-def test_images_without_labels_are_not_divided() -> None:
+def test_images_without_labels_cannot_be_split() -> None:
     for labels in (np.array([0, -1, 0]), np.zeros(0, np.int64)):
         with pytest.raises(DataError, match="without labels"):
             split_indices(labels, seed=0, val=0.1, test=0.1)
 
 
-def test_a_split_is_recorded_and_comes_back() -> None:
+def test_a_recorded_split_is_restored() -> None:
     whole = digits()
     splits = split_source(whole, seed=5, val=0.15, test=0.05)
     record = json.loads(json.dumps(splits.record))
@@ -110,7 +110,7 @@ def test_a_split_is_recorded_and_comes_back() -> None:
     assert again.record == record
 
 
-def test_a_part_that_was_not_asked_for_is_none() -> None:
+def test_a_split_with_fraction_zero_is_none() -> None:
     splits = split_source(digits(), val=0.1, test=0)
     assert splits.test is None
     assert len(splits.train) + len(splits.val) == 1797
@@ -121,17 +121,17 @@ def chosen(source: Arrays, kept: np.ndarray) -> Arrays:
     return Arrays(source.images[kept], source.labels[kept], source.classes)
 
 
-def test_a_recorded_image_that_is_gone() -> None:
+def test_a_recorded_image_is_missing() -> None:
     whole = digits()
     record = split_source(whole).record
     last = 1 + max(int(name.split()[1]) for name in record["names"]["val"] + record["names"]["test"])
-    with pytest.raises(DataError, match=r"of the (val|test) split of the recorded split, is gone; put it back, or"):
+    with pytest.raises(DataError, match=r"of the recorded (val|test) split, is missing; restore it, or"):
         splits_from_record(chosen(whole, np.arange(last - 1)), record)
-    with pytest.raises(DataError, match="class '0' has 125 images in the training split, but had 124 when the split"):
+    with pytest.raises(DataError, match="class '0' has 125 images in the train split, but had 124 when the split"):
         splits_from_record(chosen(whole, np.append(np.arange(1797), 0)), record)
 
 
 @pytest.mark.parametrize("record", [{}, {"names": 3, "counts": {}}, {"names": {}}])
-def test_a_record_that_is_none(record: dict[str, object]) -> None:
-    with pytest.raises(DataError, match="record of the split is incomplete"):
+def test_an_invalid_record(record: dict[str, object]) -> None:
+    with pytest.raises(DataError, match="split record is incomplete"):
         splits_from_record(digits(), record)

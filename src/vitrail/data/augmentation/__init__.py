@@ -1,1 +1,1 @@
-"""How training images are varied, drawn from the seed and the position in the stream."""
+"""Augmentation of training images, drawn from the seed and the position in the stream."""

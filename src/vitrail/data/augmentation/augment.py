@@ -1,7 +1,7 @@
-"""`Augmentation`: how training images are varied, as a config, and its two steps: `plan` draws, `apply` does.
+"""`Augmentation`: the augmentation config and its two steps, `plan` (random) and `apply` (deterministic).
 
-`plan` needs only an image's size and decides everything that is random. So whoever decodes the image knows the box
-that is needed, and may decode at a smaller scale; `apply` then turns whatever was decoded into the pixels of a batch.
+`plan` needs only an image's size and makes all random choices. So the decoder knows the crop box and may decode at a
+reduced scale; `apply` then turns the decoded image into the pixels of a batch.
 """
 
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -23,12 +23,12 @@ from vitrail.errors import ConfigError, InputError, suggest
 from vitrail.schema import Count, Frozen, Sequence
 
 Chance = Annotated[float, Field(ge=0, le=1)]
-"""How often something is done: 0 never, 1 to every image."""
+"""A probability: 0 never, 1 for every image."""
 Strength = Annotated[float, Field(ge=0, le=10)]
 Degrees = Annotated[float, Field(ge=0, le=180)]
 Above = Annotated[float, Field(gt=0, le=1000)]
 Range = Annotated[tuple[Above, Above], Sequence]
-"""The least and the most."""
+"""(minimum, maximum)."""
 
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 BLUR_RADIUS = (0.1, 2.0)
@@ -36,7 +36,7 @@ MIDDLE_GREY = 128
 
 
 class Jitter(Frozen):
-    """Colours changed a little, in a drawn order: each by a factor from 1 - strength to 1 + strength."""
+    """Colour jitter, in random order: each by a factor from 1 - strength to 1 + strength."""
 
     brightness: Strength = 0.0
     """Maximum relative change of brightness."""
@@ -45,33 +45,33 @@ class Jitter(Frozen):
     saturation: Strength = 0.0
     """Maximum relative change of saturation."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """The farthest turn around the colour circle, either way; 0.5 is half of it."""
+    """The largest hue shift in either direction, as a fraction of the colour circle."""
 
 
 class Affine(Frozen):
-    """A small change of place, size and slant, around the centre."""
+    """A random affine transform around the centre."""
 
     translate: Annotated[tuple[Chance, Chance], Sequence] = (0.0, 0.0)
-    """The farthest moves down and right (or up and left), as shares of the height and the width."""
+    """The largest vertical and horizontal translation, as fractions of height and width."""
     scale: Range = (1.0, 1.0)
     """Smallest and largest scale factor."""
     shear: Annotated[float, Field(ge=0, le=80)] = 0.0
-    """The strongest slant to either side, in degrees."""
+    """The largest shear to either side, in degrees."""
 
 
 class Augmentation(Frozen):
-    """What is drawn for each training image; done in the order of the fields."""
+    """The augmentations drawn for each training image, applied in the order of the fields."""
 
     crop: Literal["inception", "inception_tf", "simple", "padded", "none"] = "inception"
-    """`inception` draws area and ratio as torchvision does, `inception_tf` as TensorFlow does; `simple` covers the
-    size and cuts anywhere, as 3-Augment does; `padded` moves the whole image a little, as is usual for CIFAR;
-    `none` leaves resizing to the evaluation's own preprocessing."""
+    """`inception` draws area and ratio like torchvision, `inception_tf` like TensorFlow; `simple` resizes to cover the
+    size and crops at random, as in 3-Augment; `padded` shifts the whole image by a few pixels, as is usual for CIFAR;
+    `none` resizes as in evaluation."""
     crop_area: Range = (0.08, 1.0)
-    """The inception crops' share of the image's area."""
+    """Range of the inception crops' area, as a fraction of the image's."""
     crop_ratio: Range = (3 / 4, 4 / 3)
-    """The inception crops' width / height."""
+    """Range of the inception crops' width / height."""
     crop_padding: Count = 4
-    """How far `simple` and `padded` reach beyond the image, in pixels: `simple` mirrors it there, `padded` fills."""
+    """Padding of `simple` (reflected) and `padded` (filled), in pixels."""
     interpolation: Interpolation = "bilinear"
     """Filter used to resize crops."""
     flip: Chance = 0.5
@@ -79,13 +79,13 @@ class Augmentation(Frozen):
     flip_vertical: Chance = 0.0
     """Probability of a vertical flip."""
     rotation: Degrees = 0.0
-    """The farthest rotation to either side, in degrees."""
+    """The largest rotation to either side, in degrees."""
     affine: Affine | None = None
     """Random translation, scaling and shear. None: off."""
     randaugment: RandAugment | None = None
     """RandAugment. None: off."""
     three_augment: bool = False
-    """3-Augment's choice of one: grey, solarized or blurred."""
+    """3-Augment: one of greyscale, solarize and blur."""
     jitter: Jitter | None = None
     """Colour jitter. None: off."""
     grey: Chance = 0.0
@@ -93,11 +93,11 @@ class Augmentation(Frozen):
     blur: Chance = 0.0
     """Probability of a Gaussian blur."""
     erasing: Chance = 0.0
-    """How often a rectangle is erased (Zhong et al.)."""
+    """Probability of random erasing (Zhong et al.)."""
     erasing_fill: Literal["grey", "noise"] = "grey"
     """Content of the erased rectangle: mid-grey, or noise."""
     fill: Annotated[Count, Field(le=255)] | None = None
-    """The grey of what comes in from outside an image. None: 128 with big_vision's operations, else 0."""
+    """The grey value of pixels from outside the image. None: 128 with big_vision's operations, else 0."""
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
@@ -105,16 +105,16 @@ class Augmentation(Frozen):
         ranges += [("affine.scale", self.affine.scale)] if self.affine else []
         for name, (least, most) in ranges:
             if least > most:
-                raise ConfigError(f"augmentation.{name} is ({least}, {most}); the smaller number comes first")
+                raise ConfigError(f"augmentation.{name} is ({least}, {most}); put the smaller number first")
         if self.crop_area[1] > 1:
-            raise ConfigError(f"augmentation.crop_area is {self.crop_area}; a crop is at most the whole image, 1")
+            raise ConfigError(f"augmentation.crop_area is {self.crop_area}; a crop is at most the whole image (1)")
         if self.randaugment is not None and self.three_augment:
-            raise ConfigError("augmentation has both randaugment and three_augment; choose one of them")
+            raise ConfigError("randaugment and three_augment are both set; choose one")
         return self
 
 
 def _augreg(magnitude: float) -> Augmentation:
-    """Return one level of AugReg: TensorFlow's inception crop, flips, and two of big_vision's operations."""
+    """Return one AugReg level: TensorFlow's inception crop, flips, and two of big_vision's operations."""
     operations = RandAugment(layers=2, magnitude=magnitude, operations="big_vision")
     return Augmentation(crop="inception_tf", crop_area=(0.05, 1.0), crop_ratio=(0.75, 1.33), randaugment=operations)
 
@@ -122,7 +122,7 @@ def _augreg(magnitude: float) -> Augmentation:
 PRESETS: dict[str, Augmentation] = {
     "none": Augmentation(crop="none", flip=0.0),
     "light": Augmentation(),
-    # AugReg's levels, without their mixup, which is not done to one image.
+    # AugReg's levels, without their mixup, which is not part of this config.
     "augreg_light1": _augreg(0),
     "augreg_light2": _augreg(10),
     "augreg_medium1": _augreg(15),
@@ -141,20 +141,20 @@ PRESETS: dict[str, Augmentation] = {
 
 
 def preset(name: str) -> Augmentation:
-    """Return the augmentation of that name."""
+    """Return a preset by name."""
     if name not in PRESETS:
-        raise ConfigError(f"there is no augmentation {name!r} among {', '.join(PRESETS)}" + suggest(name, PRESETS))
+        raise ConfigError(f"unknown augmentation {name!r}; choose one of {', '.join(PRESETS)}" + suggest(name, PRESETS))
     return PRESETS[name]
 
 
 class AugmentationPlan(NamedTuple):
-    """Everything that was drawn for one image, as plain numbers."""
+    """All random choices for one image, as plain numbers."""
 
     height: int
-    """Of the original image, whose pixels the box is given in."""
+    """Of the original image; the box is in its pixels."""
     width: int
     box: Box | None
-    """What to cut out; None: the image comes resized."""
+    """The crop; None: the image is already resized."""
     beyond: Beyond
     interpolation: Interpolation
     flip: bool
@@ -163,25 +163,25 @@ class AugmentationPlan(NamedTuple):
     operations: tuple[Operation, ...]
     erased: Box | None
     noise: int | None
-    """The seed of the pixels that replace the erased ones; None: grey."""
+    """The seed of the noise for erased pixels; None: grey."""
     fill: int
 
 
 def plan(
     augmentation: Augmentation, height: int, width: int, size: tuple[int, int], generator: Generator
 ) -> AugmentationPlan:
-    """Draw everything for an image of (height, width) that is to become one of `size`, also (height, width)."""
+    """Draw the augmentation of an image of (height, width) to `size`, also (height, width)."""
     if height < 1 or width < 1:
-        raise InputError(f"an image of {height}×{width} pixels has nothing to cut")
+        raise InputError(f"an image of {height}×{width} pixels cannot be cropped")
     erased, noise = None, None
     box, beyond = _drawn_box(augmentation, height, width, size, generator)
-    flip, flip_vertical = _happens(augmentation.flip, generator), _happens(augmentation.flip_vertical, generator)
+    flip, flip_vertical = _bernoulli(augmentation.flip, generator), _bernoulli(augmentation.flip_vertical, generator)
     warp = _drawn_warp(augmentation, size, generator)
     operations = _drawn_operations(augmentation, size, generator)
-    if _happens(augmentation.erasing, generator):
+    if _bernoulli(augmentation.erasing, generator):
         shape = crops.shape_that_fits(*size, generator, ERASED_AREA, ERASED_RATIO)
         if shape is not None:
-            top, left = (below(generator, whole - part + 1) for whole, part in zip(size, shape, strict=True))
+            top, left = (below(generator, whole - side + 1) for whole, side in zip(size, shape, strict=True))
             erased = Box(top, left, *shape)
         noise = below(generator, 2**53) if augmentation.erasing_fill == "noise" else None
     fill = augmentation.fill
@@ -194,7 +194,7 @@ def plan(
     )  # fmt: skip
 
 
-def _happens(chance: float, generator: Generator) -> bool:
+def _bernoulli(chance: float, generator: Generator) -> bool:
     return chance > 0 and generator.random() < chance
 
 
@@ -210,21 +210,21 @@ def _drawn_box(
         case "simple":
             return crops.simple_crop(height, width, generator, size, padding), "mirror"
         case "padded":
-            # Of an image smaller than the padding something should be left to see.
+            # Keep part of the image visible if it is smaller than the padding.
             return crops.padded_crop(height, width, generator, min(padding, min(height, width) // 2)), "fill"
         case "none":
             return None, "nothing"
 
 
 def _drawn_warp(augmentation: Augmentation, size: tuple[int, int], generator: Generator) -> Matrix | None:
-    """Draw rotation and affine change together, so that pixels are interpolated once."""
+    """Draw rotation and affine transform together, so that pixels are interpolated once."""
     if not augmentation.rotation and augmentation.affine is None:
         return None
     affine = augmentation.affine or Affine()
     degrees = between(generator, -augmentation.rotation, augmentation.rotation)
     down, right = (
-        round(between(generator, -share * side, share * side))
-        for share, side in zip(affine.translate, size, strict=True)
+        round(between(generator, -fraction * side, fraction * side))
+        for fraction, side in zip(affine.translate, size, strict=True)
     )
     scale = between(generator, *affine.scale)
     return colours.affine_matrix(*size, degrees, right, down, scale, between(generator, -affine.shear, affine.shear))
@@ -239,9 +239,9 @@ def _drawn_operations(augmentation: Augmentation, size: tuple[int, int], generat
         operations.append((Operation("grey"), Operation("solarize", (128,)), blurred)[below(generator, 3)])
     if augmentation.jitter is not None:
         operations += _drawn_jitter(augmentation.jitter, generator)
-    if _happens(augmentation.grey, generator):
+    if _bernoulli(augmentation.grey, generator):
         operations.append(Operation("grey"))
-    if _happens(augmentation.blur, generator):
+    if _bernoulli(augmentation.blur, generator):
         operations.append(Operation("blur", (between(generator, *BLUR_RADIUS),)))
     return tuple(operations)
 
@@ -259,9 +259,9 @@ def _drawn_jitter(jitter: Jitter, generator: Generator) -> list[Operation]:
 
 
 def apply(plan: AugmentationPlan, image: Image.Image | NDArray[Any], size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Make the pixels (height, width, channels) that were planned, from the image or a smaller version of it.
+    """Apply a plan to an image or a smaller version of it: uint8, (height, width, channels).
 
-    An image with other than one or three channels has no colours; it is cut, flipped, warped and erased.
+    For images with other than one or three channels, colour operations are skipped.
     """
     if isinstance(image, np.ndarray):
         image = _checked_array(image)
@@ -288,7 +288,7 @@ def _checked_array(image: NDArray[Any]) -> NDArray[np.uint8]:
     if image.dtype != np.uint8 or image.ndim not in (2, 3) or 0 in image.shape:
         raise InputError(
             f"an array of {image.dtype} and shape {image.shape} cannot be augmented; "
-            "give uint8 and (height, width, channels)"
+            "use uint8 and (height, width, channels)"
         )
     return image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
 
@@ -298,7 +298,7 @@ def _noise(seed: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 
 def _shaped(plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
-    """Do what moves pixels: cut and resize, flip, warp."""
+    """Apply the geometric part: crop and resize, flip, warp."""
     shaped = _resized(plan, image, size)
     if plan.flip:
         shaped = shaped.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -310,12 +310,12 @@ def _shaped(plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size
 
 
 def _resized(plan: AugmentationPlan, image: Image.Image | NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
-    """Cut out the box and resize it; the box is scaled where the image was decoded smaller than the original."""
+    """Crop the box and resize it; the box is scaled if the image was decoded at a reduced scale."""
     height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[:2]
     if plan.box is None:
         if (height, width) != tuple(size):
             raise InputError(
-                f"without a crop, the image has to come resized: it is {height}×{width}, not {size[0]}×{size[1]}"
+                f"without a crop, the image must already be resized: it is {height}×{width}, not {size[0]}×{size[1]}"
             )
         return image if isinstance(image, Image.Image) else Image.fromarray(np.ascontiguousarray(image))
     top, left, box_height, box_width = plan.box

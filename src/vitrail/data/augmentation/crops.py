@@ -1,4 +1,4 @@
-"""Where to cut an image, as pure functions of its height, its width and a generator; and `cut`, which cuts."""
+"""Random crops: boxes as pure functions of height, width and a generator; and `cut`, which applies one."""
 
 import math
 from typing import Literal, NamedTuple
@@ -12,11 +12,11 @@ from vitrail.data.augmentation.draws import below, between
 
 Range = tuple[float, float]
 Beyond = Literal["nothing", "fill", "mirror"]
-"""What a box that reaches beyond the image finds there."""
+"""How a box that extends beyond the image is padded."""
 
 
 class Box(NamedTuple):
-    """A rectangle in the pixels of an image; it may begin between two pixels, or outside."""
+    """A rectangle in pixels; it may start between two pixels, or outside the image."""
 
     top: float
     left: float
@@ -37,10 +37,10 @@ class Box(NamedTuple):
 def inception_crop(
     height: int, width: int, generator: Generator, area: Range = (0.08, 1.0), ratio: Range = (3 / 4, 4 / 3)
 ) -> Box:
-    """Cut an even share of the area, with an even logarithm of width / height: torchvision's inception crop.
+    """Crop with uniform area and uniform log aspect ratio: torchvision's inception crop.
 
-    A shape that does not fit is drawn again, ten times at most; then the box is the largest at the centre whose ratio
-    is allowed.
+    A shape that does not fit is redrawn, at most ten times; then the box is the largest centre crop with an allowed
+    ratio.
     """
     shape = shape_that_fits(height, width, generator, area, ratio)
     if shape is not None:
@@ -56,7 +56,7 @@ def inception_crop(
 def shape_that_fits(
     height: int, width: int, generator: Generator, area: Range, ratio: Range, tries: int = 10
 ) -> tuple[int, int] | None:
-    """Draw the (height, width) of a box: area even, logarithm of width / height even; None if no try fits."""
+    """Draw the (height, width) of a box with uniform area and uniform log aspect ratio; None if no try fits."""
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(tries):
         pixels = height * width * between(generator, *area)
@@ -70,10 +70,10 @@ def shape_that_fits(
 def inception_crop_tf(
     height: int, width: int, generator: Generator, area: Range = (0.05, 1.0), ratio: Range = (0.75, 1.33)
 ) -> Box:
-    """Cut as TensorFlow's `sample_distorted_bounding_box` does: an even ratio, then an even height in whole pixels.
+    """Crop like TensorFlow's `sample_distorted_bounding_box`: a uniform ratio, then a uniform integer height.
 
-    The height lies between those that give the smallest and the largest area allowed, so small areas are more frequent
-    than in `inception_crop`. What does not fit is drawn again, a hundred times at most; then it is the whole image.
+    The height is between those of the smallest and largest allowed area, so small areas are more frequent than in
+    `inception_crop`. A shape that does not fit is redrawn, at most a hundred times; then it is the whole image.
     """
     smallest, largest = area[0] * height * width, area[1] * height * width
     for _ in range(100):
@@ -83,30 +83,30 @@ def inception_crop_tf(
             highest = int((width + 0.5 - 1e-7) / drawn_ratio)
         highest = min(highest, height)
         h = highest if lowest >= highest else lowest + below(generator, highest - lowest + 1)
-        # Rounding may have left the area just outside its limits; one row more or less brings it back.
+        # Rounding may push the area just outside its limits; one row more or less corrects that.
         if h * round(h * drawn_ratio) < smallest:
             h += 1
         if h * round(h * drawn_ratio) > largest:
             h -= 1
         w = round(h * drawn_ratio)
         if smallest <= h * w <= largest and 0 < h <= height and 0 < w <= width:
-            # The last row and column are left out as TensorFlow leaves them out, unless the box is as high or wide.
+            # Like TensorFlow, never start so that the box ends at the last row or column, unless it is as high or wide.
             return Box(below(generator, height - h), below(generator, width - w), h, w)
     return Box(0, 0, height, width)
 
 
 def padded_crop(height: int, width: int, generator: Generator, padding: int = 4) -> Box:
-    """Move a box of the image's own size by up to `padding` pixels each way; what lies outside is to be filled."""
+    """Shift a box of the image's size by up to `padding` pixels in each direction; the outside is filled."""
     return Box(below(generator, 2 * padding + 1) - padding, below(generator, 2 * padding + 1) - padding, height, width)
 
 
 def simple_crop(height: int, width: int, generator: Generator, size: tuple[int, int], padding: int = 4) -> Box:
-    """Cut as 3-Augment does: resize until `size` is covered, pad by `padding` pixels, cut `size` anywhere.
+    """Crop like 3-Augment: resize to cover `size`, pad by `padding` pixels, crop `size` at random.
 
-    The box is given in the original image. What lies outside is to be filled by reflection, so the padding is never
-    more than what an image of this size can reflect.
+    The box is in pixels of the original image. The outside is filled by reflection, so the padding is at most what an
+    image of this size can reflect.
     """
-    # Fractions of a pixel are dropped, as torchvision does.
+    # Truncate fractions of a pixel, like torchvision.
     if size[0] * width >= size[1] * height:
         resized = size[0], max(size[1], int(size[0] * width / height))
     else:
@@ -120,7 +120,7 @@ def simple_crop(height: int, width: int, generator: Generator, size: tuple[int, 
 
 
 def centre(height: int, width: int, box_height: int, box_width: int) -> Box:
-    """Cut a box of a given size out of the middle; where the rest is odd, one pixel nearer to the top left."""
+    """Return a centre crop; an odd margin is rounded towards the top left."""
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
@@ -132,10 +132,10 @@ def cut(
     beyond: Beyond = "nothing",
     fill: int = 0,
 ) -> Image.Image:
-    """Cut a box out of an image and resize it to `size`, which is (height, width).
+    """Crop a box and resize it to `size`, (height, width).
 
-    Only the pixels that the box touches are read, except with `mirror`, which stands for an image that is resized as
-    a whole before it is cut: there the neighbours of the box have their part in the pixels at its edges.
+    Only the pixels of the box are read, except with `mirror`, which is equivalent to resizing the whole image before
+    cropping: there, pixels next to the box contribute to its edges.
     """
     height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[:2]
     rows, columns = _inside(box.top, box.height, height, size[0]), _inside(box.left, box.width, width, size[1])
@@ -155,13 +155,13 @@ def cut(
 
 
 class _Inside(NamedTuple):
-    """The part of one side of a box that lies inside the image."""
+    """The portion of one side of a box that is inside the image."""
 
     start: float
     """In pixels of the image."""
     end: float
     first: int
-    """In pixels of what is made."""
+    """In pixels of the output."""
     last: int
 
 
@@ -176,22 +176,24 @@ def _has_colours(image: Image.Image | NDArray[np.uint8]) -> bool:
 
 
 def _region(image: Image.Image | NDArray[np.uint8], top: int, left: int, bottom: int, right: int) -> Image.Image:
-    """Return whole pixels of an image as a Pillow image; of an array, no other pixel is copied."""
+    """Return a region of whole pixels as a Pillow image; of an array, only that region is copied."""
     if isinstance(image, np.ndarray):
         pixels = np.ascontiguousarray(image[top:bottom, left:right])
-        # What `fromarray` does, without a copy it makes first.
+        # Like `fromarray`, without its extra copy.
         mode = "RGB" if pixels.ndim == 3 else "L"
         return Image.frombuffer(mode, (pixels.shape[1], pixels.shape[0]), pixels, "raw", mode, 0, 1)
     whole = (left, top, right, bottom) == (0, 0, *image.size)
     return image if whole else image.crop((left, top, right, bottom))
 
 
-def _extended(part: Image.Image, top: int, left: int, size: tuple[int, int], beyond: Beyond, fill: int) -> Image.Image:
-    """Put a part in its place in an image of `size`; the rest is filled, or mirrors the part."""
+def _extended(
+    region: Image.Image, top: int, left: int, size: tuple[int, int], beyond: Beyond, fill: int
+) -> Image.Image:
+    """Paste a region into an image of `size`; the rest is filled, or mirrors the region."""
     if beyond == "mirror":
-        pixels = np.asarray(part)
-        margins = [(top, size[0] - top - part.height), (left, size[1] - left - part.width), (0, 0)][: pixels.ndim]
+        pixels = np.asarray(region)
+        margins = [(top, size[0] - top - region.height), (left, size[1] - left - region.width), (0, 0)][: pixels.ndim]
         return Image.fromarray(np.pad(pixels, margins, mode="reflect"))
-    whole = Image.new(part.mode, size[::-1], (fill,) * len(part.getbands()))  # a third of the time that np.pad takes
-    whole.paste(part, (left, top))
+    whole = Image.new(region.mode, size[::-1], (fill,) * len(region.getbands()))  # three times faster than np.pad
+    whole.paste(region, (left, top))
     return whole

@@ -1,7 +1,7 @@
-"""`write_orders`: the plans of a batch as a few arrays, grouped by what is done, for a device that does it at once.
+"""`pack_operations`: the plans of a batch as a few arrays, grouped by operation, for a device that runs them batched.
 
-Whatever follows from the plans alone is worked out here, on a processor: where each pixel comes from, and tables of
-what becomes of each value. What depends on the images is left to `on_device`.
+Whatever follows from the plans alone is computed here, on the CPU: source pixel indices and lookup tables. What
+depends on the images is left to `on_device`.
 """
 
 from collections import defaultdict
@@ -19,32 +19,32 @@ from vitrail.data.augmentation.randaugment import Operation
 from vitrail.data.packing import PackedArrays, Slot
 
 Values = Sequence[tuple[float, ...]]
-WAYS = 16
-"""Ways to move an image come in multiples of so many, so that most batches have as many as the one before."""
+MAP_MULTIPLE = 16
+"""The number of pixel maps is rounded up to a multiple of this, so that it is the same for most batches."""
 RAMP = np.arange(256, dtype=np.uint8)
-"""The table that changes nothing."""
+"""The identity lookup table."""
 
 
-class Moves(NamedTuple):
-    """Images whose pixels come from elsewhere in the image."""
+class PixelMoves(NamedTuple):
+    """Images whose pixels are gathered from elsewhere in the image."""
 
     images: Slot
     """(n,), int64."""
-    places: Slot
-    """(k, H·W), int32: different ways to move; H·W stands for a place outside."""
-    ways: Slot
-    """(n,), int64: which of them each image takes."""
+    sources: Slot
+    """(k, H·W), int32: distinct pixel maps, source index by target pixel; H·W means outside the image."""
+    map_of: Slot
+    """(n,), int64: which of the maps each image uses."""
 
 
-class Maps(NamedTuple):
-    """Images in which each value becomes another one: first those whose tables are known, then by kind the others."""
+class ValueMaps(NamedTuple):
+    """Images whose values go through a lookup table: first with precomputed tables, then the rest by operation."""
 
     images: Slot
     """(n,), int64."""
     tables: Slot
-    """(known, 256), uint8."""
+    """(precomputed, 256), uint8."""
     contrasts: Slot
-    """(c,), float32: factors, around the image's own mean."""
+    """(c,), float32: contrast factors, around the image's own mean."""
     autocontrasts: int
     equalizes: int
     ramp: Slot
@@ -52,25 +52,25 @@ class Maps(NamedTuple):
 
 
 class Blends(NamedTuple):
-    """Images that are mixed with a version of themselves."""
+    """Images that are blended with a grey or smoothed version of themselves."""
 
     images: Slot
     """(n,), int64."""
     factors: Slot
-    """(n, 1, 1, 1), float32: 0 is the other version, 1 the image itself."""
+    """(n, 1, 1, 1), float32: 0 is the other version, 1 the image."""
 
 
-class Layer(NamedTuple):
-    """One operation for each image, at most."""
+class OperationLayer(NamedTuple):
+    """At most one operation per image."""
 
-    moves: Moves | None
-    maps: Maps | None
+    moves: PixelMoves | None
+    maps: ValueMaps | None
     grey: Blends | None
     smooth: Blends | None
 
 
 class Warps(NamedTuple):
-    """Images whose pixels are interpolated."""
+    """Images under an interpolated affine transform."""
 
     images: Slot
     """(n,), int64."""
@@ -78,24 +78,24 @@ class Warps(NamedTuple):
     """(n, 6), float64."""
 
 
-class Orders(NamedTuple):
-    """What is done to the images of a batch, in this order; the numbers lie in a parcel."""
+class BatchOperations(NamedTuple):
+    """All operations on a batch, applied in the order of the fields; the slots refer to packed memory."""
 
     rows: Slot
-    """(B, H), int32: where each row comes from, times W; H·W stands for outside."""
+    """(B, H), int32: source row by target row, times W; H·W means outside the image."""
     columns: Slot
     """(B, W), int32."""
     warps: Warps | None
-    layers: tuple[Layer, ...]
+    layers: tuple[OperationLayer, ...]
     erased: tuple[Slot, Slot] | None
-    """(B, H) and (B, W), bool: the rows and columns that meet in a hole."""
+    """(B, H) and (B, W), bool: the rows and columns of the erased rectangle."""
     fill: int
 
 
-def write_orders(plans: Sequence[AugmentationPlan], size: tuple[int, int], packed: PackedArrays) -> Orders:
-    """Put everything that was planned for images of `size` into a parcel."""
+def pack_operations(plans: Sequence[AugmentationPlan], size: tuple[int, int], packed: PackedArrays) -> BatchOperations:
+    """Pack the plans for images of `size`."""
     layers = max(len(plan.operations) for plan in plans)
-    return Orders(
+    return BatchOperations(
         *_crops(plans, size, packed),
         _warps(plans, packed),
         tuple(_layer(plans, number, size, packed) for number in range(layers)),
@@ -104,8 +104,8 @@ def write_orders(plans: Sequence[AugmentationPlan], size: tuple[int, int], packe
     )
 
 
-def kind_of(operation: Operation) -> str | None:
-    """Return which of a layer's groups an operation belongs to: those of one are done together. None: to none."""
+def operation_group(operation: Operation) -> str | None:
+    """Return the group of a layer that an operation is batched in; None for the identity."""
     name = operation.name
     if name == "identity":
         return None
@@ -116,7 +116,9 @@ def kind_of(operation: Operation) -> str | None:
     return "saturation" if name == "grey" else name
 
 
-def _layer(plans: Sequence[AugmentationPlan], layer: int, size: tuple[int, int], packed: PackedArrays) -> Layer:
+def _layer(
+    plans: Sequence[AugmentationPlan], layer: int, size: tuple[int, int], packed: PackedArrays
+) -> OperationLayer:
     images: dict[str, list[int]] = defaultdict(list)
     values: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for number, plan in enumerate(plans):
@@ -128,8 +130,8 @@ def _layer(plans: Sequence[AugmentationPlan], layer: int, size: tuple[int, int],
             images[name].append(number)
             values[name].append(operation.values)
     if unknown := images.keys() - KNOWN:
-        raise ValueError(f"no operation {', '.join(sorted(unknown))} on a device")
-    return Layer(
+        raise ValueError(f"not implemented on the device: {', '.join(sorted(unknown))}")
+    return OperationLayer(
         _moves(images, values, size, packed),
         _maps(images, values, packed),
         # Grey is an image without saturation.
@@ -152,11 +154,11 @@ def _single(values: Values, column: int = 0) -> NDArray[np.float32]:
     return np.array([row[column] for row in values], dtype=np.float32)
 
 
-# ── what moves pixels ──
+# ── geometry ──
 
 
 def _crops(plans: Sequence[AugmentationPlan], size: tuple[int, int], packed: PackedArrays) -> tuple[Slot, Slot]:
-    """Cut out and flip, by whole pixels."""
+    """Crop and flip, by whole pixels."""
     height, width = size
     tops = [0 if plan.box is None else int(plan.box.top) for plan in plans]
     lefts = [0 if plan.box is None else int(plan.box.left) for plan in plans]
@@ -187,30 +189,30 @@ def _moves(
     values: dict[str, list[tuple[float, ...]]],
     size: tuple[int, int],
     packed: PackedArrays,
-) -> Moves | None:
-    moved, ways, places = list[int](), list[int](), list[NDArray[np.int32]]()
-    known: dict[tuple[str, tuple[float, ...]], int] = {}
+) -> PixelMoves | None:
+    moved, map_of, sources = list[int](), list[int](), list[NDArray[np.int32]]()
+    seen: dict[tuple[str, tuple[float, ...]], int] = {}
     for name in (*MATRICES, "cutout"):
         for image, numbers in zip(images[name], values[name], strict=True):
-            if (name, numbers) not in known:
-                known[name, numbers] = len(places)
-                places.append(_hole(numbers, *size) if name == "cutout" else _nearest(name, numbers, *size))
+            if (name, numbers) not in seen:
+                seen[name, numbers] = len(sources)
+                sources.append(_hole(numbers, *size) if name == "cutout" else _nearest(name, numbers, *size))
             moved.append(image)
-            ways.append(known[name, numbers])
+            map_of.append(seen[name, numbers])
     if not moved:
         return None
-    places += places[:1] * (-len(places) % WAYS)
-    return Moves(_numbers(moved, packed), packed.put(np.stack(places)), _numbers(ways, packed))
+    sources += sources[:1] * (-len(sources) % MAP_MULTIPLE)
+    return PixelMoves(_numbers(moved, packed), packed.put(np.stack(sources)), _numbers(map_of, packed))
 
 
-@lru_cache(maxsize=64)  # a recipe has one magnitude, so it has a few ways to move an image
+@lru_cache(maxsize=64)  # a recipe has one magnitude, hence few distinct maps
 def _nearest(name: str, values: tuple[float, ...], height: int, width: int) -> NDArray[np.int32]:
-    """Return for the middle of each pixel in which pixel it comes from."""
+    """Return the source pixel that contains the preimage of each pixel's centre."""
     a, b, c, d, e, f = MATRICES[name](values, height, width)
     y, x = np.arange(height)[:, None] + 0.5, np.arange(width)[None, :] + 0.5
     columns, rows = np.floor(a * x + b * y + c), np.floor(d * x + e * y + f)
-    there = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    return np.where(there, rows * width + columns, height * width).astype(np.int32).reshape(-1)
+    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    return np.where(inside, rows * width + columns, height * width).astype(np.int32).reshape(-1)
 
 
 def _hole(values: tuple[float, ...], height: int, width: int) -> NDArray[np.int32]:
@@ -245,18 +247,18 @@ def _erased(plans: Sequence[AugmentationPlan], size: tuple[int, int], packed: Pa
     return packed.put((y >= top) & (y < top + height)), packed.put((x >= left) & (x < left + width))
 
 
-# ── what changes values ──
+# ── values ──
 
 
 def _maps(
     images: dict[str, list[int]], values: dict[str, list[tuple[float, ...]]], packed: PackedArrays
-) -> Maps | None:
+) -> ValueMaps | None:
     kinds = [*TABLES, "contrast", "autocontrast", "equalize"]
     numbers = [number for kind in kinds for number in images[kind]]
     if not numbers:
         return None
     tables = [table(values[kind]) for kind, table in TABLES.items() if images[kind]]
-    return Maps(
+    return ValueMaps(
         _numbers(numbers, packed),
         packed.put(np.concatenate(tables) if tables else RAMP[None, :][:0]),
         packed.put(_single(values["contrast"])),
@@ -267,7 +269,7 @@ def _maps(
 
 
 def _to_level(values: Values, levels: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Go from a grey to each value by a factor, which may lie beyond them."""
+    """Interpolate, or extrapolate, from a grey level to each value by a factor."""
     first = levels[:, None]
     mixed = first + _single(values)[:, None] * (RAMP.astype(np.float32) - first)
     return mixed.clip(0, 255).astype(np.uint8)

@@ -1,7 +1,7 @@
 """mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899): pairs of neighbours in the stream, mixed on the device.
 
-The partners are the positions 2j and 2j + 1. One share λ a pair is drawn from the seed and j, so a pair is mixed in the
-same way however the batch is cut up: each of the two keeps λ of itself and takes 1 - λ of the other.
+Partners are positions 2j and 2j + 1. One λ per pair is drawn from the seed and j, so a pair is mixed the same way
+however the batch is sliced: each of the two keeps λ of itself and takes 1 - λ of the other.
 """
 
 from typing import Annotated, NamedTuple
@@ -21,16 +21,16 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 
 
 class Mixing(Frozen):
-    """How neighbours are mixed. Strength 0 turns a kind off; with both on, one of them is drawn for each pair."""
+    """How neighbours are mixed. Strength 0 turns a method off; with both on, one is drawn for each pair."""
 
     mixup: Strength = 0.0
-    """α of the Beta(α, α) that the share of the first image is drawn from."""
+    """α of the Beta(α, α) that λ is drawn from."""
     cutmix: Strength = 0.0
-    """α of the Beta(α, α) that the uncovered share of the area is drawn from."""
+    """α of the Beta(α, α) that λ, the fraction of the area left uncovered, is drawn from."""
     cutmix_chance: Chance = 0.5
-    """How often a pair gets CutMix where both are on."""
+    """Probability of CutMix for a pair if both are on."""
     chance: Chance = 1.0
-    """How often a pair is mixed at all."""
+    """Probability that a pair is mixed at all."""
 
     @property
     def on(self) -> bool:
@@ -39,27 +39,27 @@ class Mixing(Frozen):
 
 
 class Mix(NamedTuple):
-    """How the images of a batch are mixed; one row an image, the same for both of a pair."""
+    """How the images of a batch are mixed: one row per image, the same for both images of a pair."""
 
-    share: NDArray[np.float32]
-    """How much of each image's own label is left: λ."""
+    lam: NDArray[np.float32]
+    """λ: how much of its own label each image keeps."""
     box: NDArray[np.int64]
-    """Top, left, bottom, right, in pixels, of what comes from the partner; all zero where pixels are blended."""
+    """(top, left, bottom, right) of the box taken from the partner, in pixels; all zero where pixels are blended."""
 
 
 def draw_mix(mixing: Mixing, seed: int, positions: NDArray[np.int64], size: tuple[int, int]) -> Mix:
-    """Draw how the images at these positions are mixed: a pure function of the seed and each pair's number."""
-    share, box = np.ones(len(positions), np.float32), np.zeros((len(positions), 4), np.int64)
+    """Draw how the images at these positions are mixed: a pure function of the seed and each pair's index."""
+    lam, box = np.ones(len(positions), np.float32), np.zeros((len(positions), 4), np.int64)
     if not mixing.on:
-        return Mix(share, box)
+        return Mix(lam, box)
     if len(positions) % 2 or positions[0] % 2:
         raise ConfigError(
-            f"mixup and CutMix mix neighbours, but {len(positions)} images from position {positions[0]} are no whole "
-            f"pairs; use a batch that every process and micro-batch gets an even part of"
+            f"mixup and CutMix mix neighbours, but {len(positions)} images from position {positions[0]} are not whole "
+            f"pairs; use a batch that gives every process and micro-batch an even number of images"
         )
     for i in range(0, len(positions), 2):
-        share[i : i + 2], box[i : i + 2] = _draw_pair(mixing, seed, int(positions[i]) // 2, size)
-    return Mix(share, box)
+        lam[i : i + 2], box[i : i + 2] = _draw_pair(mixing, seed, int(positions[i]) // 2, size)
+    return Mix(lam, box)
 
 
 def _draw_pair(mixing: Mixing, seed: int, pair: int, size: tuple[int, int]) -> tuple[float, tuple[int, int, int, int]]:
@@ -70,16 +70,16 @@ def _draw_pair(mixing: Mixing, seed: int, pair: int, size: tuple[int, int]) -> t
         return 1.0, nothing
     if mixing.cutmix == 0 or (mixing.mixup > 0 and cut >= mixing.cutmix_chance):
         return float(generator.beta(mixing.mixup, mixing.mixup)), nothing
-    share = float(generator.beta(mixing.cutmix, mixing.cutmix))
-    box = _cut_box(share, row, column, size)
-    # What counts is the area that was really covered: the box is whole pixels, and may lie over the edge.
+    lam = float(generator.beta(mixing.cutmix, mixing.cutmix))
+    box = _cut_box(lam, row, column, size)
+    # λ is corrected to the area actually covered: the box is whole pixels and may be clipped at the edges.
     return 1 - (box[2] - box[0]) * (box[3] - box[1]) / (size[0] * size[1]), box
 
 
-def _cut_box(share: float, row: float, column: float, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return a box of 1 - share of the area around a random point, cut off at the edges, as the paper's code does."""
+def _cut_box(lam: float, row: float, column: float, size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Return a box of 1 - lam of the area around a random point, clipped at the edges, as the paper's code does."""
     height, width = size
-    cut = (1 - share) ** 0.5
+    cut = (1 - lam) ** 0.5
     tall, wide = int(height * cut), int(width * cut)
     middle, centre = int(row * height), int(column * width)
     top, bottom = max(0, middle - tall // 2), min(height, middle + tall // 2)
@@ -87,8 +87,8 @@ def _cut_box(share: float, row: float, column: float, size: tuple[int, int]) -> 
     return (top, left, bottom, right) if bottom > top and right > left else (0, 0, 0, 0)
 
 
-def mix_pixels(pixels: Tensor, share: Tensor, box: Tensor) -> Tensor:
-    """Mix normalised images (B, C, H, W) with their partners, on whatever device they are."""
+def mix_pixels(pixels: Tensor, lam: Tensor, box: Tensor) -> Tensor:
+    """Mix normalised images (B, C, H, W) with their partners, on their own device."""
     partners = _partners(pixels)
     height, width = pixels.shape[-2:]
     rows = torch.arange(height, device=pixels.device)[None, :, None]
@@ -96,17 +96,17 @@ def mix_pixels(pixels: Tensor, share: Tensor, box: Tensor) -> Tensor:
     top, left, bottom, right = (edge[:, None, None] for edge in box.unbind(1))
     taken = ((rows >= top) & (rows < bottom) & (columns >= left) & (columns < right))[:, None]
     blended = (box == 0).all(dim=1)
-    own = torch.where(blended, share, 1.0).to(pixels.dtype)[:, None, None, None]
+    own = torch.where(blended, lam, 1.0).to(pixels.dtype)[:, None, None, None]
     return torch.where(taken, partners, own * pixels + (1 - own) * partners)
 
 
-def mix_targets(targets: Tensor, share: Tensor) -> Tensor:
-    """Mix targets (B, classes) with their partners'; rows that add up to 1 still do."""
-    own = share.to(targets.dtype)[:, None]
+def mix_targets(targets: Tensor, lam: Tensor) -> Tensor:
+    """Mix targets (B, classes) with their partners'; rows that sum to 1 still do."""
+    own = lam.to(targets.dtype)[:, None]
     return own * targets + (1 - own) * _partners(targets)
 
 
 def _partners(rows: Tensor) -> Tensor:
-    """Exchange every two neighbours along the first axis."""
+    """Swap each pair of neighbours along the first axis."""
     pairs: Tensor = rows.unflatten(0, (-1, 2))
     return pairs.flip(1).flatten(0, 1)

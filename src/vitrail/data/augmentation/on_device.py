@@ -1,7 +1,7 @@
-"""`apply_all`: what was planned for a batch of small images, done to all of them at once, on the device they are on.
+"""`apply_all`: augment a whole batch of small images at once, on their own device.
 
-The plans are the same as for one image (`augment.plan`); so is what is done, up to the rounding of a few pixels. It
-is for images that have their size already, so that nothing has to be resized: crops by whole pixels or none.
+The plans are those of `augment.plan`, and so is the result, up to the rounding of a few pixels. Images must already
+have their final size: crops are by whole pixels, or none, and nothing is resized.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.data.augmentation.augment import MIDDLE_GREY, Augmentation, AugmentationPlan
-from vitrail.data.augmentation.device_operations import Blends, Maps, Moves, Orders, Warps, write_orders
+from vitrail.data.augmentation.device_operations import (
+    BatchOperations,
+    Blends,
+    PixelMoves,
+    ValueMaps,
+    Warps,
+    pack_operations,
+)
 from vitrail.data.packing import PackedArrays
 from vitrail.errors import ConfigError
 
@@ -20,88 +27,92 @@ LUMA = (19595, 38470, 7471)
 
 
 def check_on_device(augmentation: Augmentation) -> None:
-    """Refuse an augmentation that needs single images."""
+    """Raise if an augmentation is not implemented for batches on the device."""
     if augmentation.crop not in ("padded", "none"):
         raise ConfigError(
-            f'augmentation.crop = "{augmentation.crop}" resizes each image, which is not done on the device; '
+            f'augmentation.crop = "{augmentation.crop}" resizes each image, which is not implemented on the device; '
             'use "padded" or "none", or data.on_device = false'
         )
-    for name, wanted in (("blur", augmentation.blur > 0), ("three_augment", augmentation.three_augment)):
-        if wanted:
-            raise ConfigError(f"augmentation.{name} is not done on the device; leave it out, or data.on_device = false")
+    for name, enabled in (("blur", augmentation.blur > 0), ("three_augment", augmentation.three_augment)):
+        if enabled:
+            raise ConfigError(
+                f"augmentation.{name} is not implemented on the device; remove it, or use data.on_device = false"
+            )
     if augmentation.jitter is not None and augmentation.jitter.hue:
-        raise ConfigError("augmentation.jitter.hue is not done on the device; leave it out, or data.on_device = false")
+        raise ConfigError(
+            "augmentation.jitter.hue is not implemented on the device; remove it, or use data.on_device = false"
+        )
     if augmentation.erasing_fill == "noise":
-        raise ConfigError('augmentation.erasing_fill = "noise" is not done on the device; use "grey"')
+        raise ConfigError('augmentation.erasing_fill = "noise" is not implemented on the device; use "grey"')
 
 
 def apply_all(plans: Sequence[AugmentationPlan], pixels: Tensor) -> Tensor:
-    """Do to each image of (B, C, H, W), uint8, what was planned for it."""
+    """Apply to each image of (B, C, H, W), uint8, its plan."""
     packed = PackedArrays()
-    orders = write_orders(plans, (pixels.shape[2], pixels.shape[3]), packed)
-    return carry_out(orders, packed.memory().to(pixels.device), pixels)
+    operations = pack_operations(plans, (pixels.shape[2], pixels.shape[3]), packed)
+    return apply_packed(operations, packed.memory().to(pixels.device), pixels)
 
 
-def carry_out(orders: Orders, memory: Tensor, pixels: Tensor) -> Tensor:
-    """Do to each image of (B, C, H, W), uint8, what its orders say, whose parcel's memory is on the same device.
+def apply_packed(operations: BatchOperations, memory: Tensor, pixels: Tensor) -> Tensor:
+    """Apply packed operations to images (B, C, H, W), uint8; `memory` is on the same device.
 
-    Nothing here asks the device for a number, so nobody waits for it.
+    Nothing here synchronises with the device.
     """
-    places = orders.rows.of(memory)[:, :, None].long() + orders.columns.of(memory)[:, None, :]
-    pixels = _taken(pixels, places.flatten(1).clamp_(max=pixels.shape[2] * pixels.shape[3]), orders.fill)
-    if orders.warps is not None:
-        _warp(orders.warps, memory, pixels, orders.fill)
-    for layer in orders.layers:
+    sources = operations.rows.of(memory)[:, :, None].long() + operations.columns.of(memory)[:, None, :]
+    pixels = _gathered(pixels, sources.flatten(1).clamp_(max=pixels.shape[2] * pixels.shape[3]), operations.fill)
+    if operations.warps is not None:
+        _warp(operations.warps, memory, pixels, operations.fill)
+    for layer in operations.layers:
         if layer.moves is not None:
-            _move(layer.moves, memory, pixels, orders.fill)
+            _move(layer.moves, memory, pixels, operations.fill)
         if layer.maps is not None:
             _map(layer.maps, memory, pixels)
         if layer.grey is not None and pixels.shape[1] == 3:
             _blend_with_grey(layer.grey, memory, pixels)
         if layer.smooth is not None:
             _blend_with_smooth(layer.smooth, memory, pixels)
-    if orders.erased is not None:
-        rows, columns = (slot.of(memory) for slot in orders.erased)
+    if operations.erased is not None:
+        rows, columns = (slot.of(memory) for slot in operations.erased)
         pixels.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], MIDDLE_GREY)
     return pixels
 
 
-# ── what moves pixels ──
+# ── geometry ──
 
 
-def _taken(pixels: Tensor, places: Tensor, fill: int) -> Tensor:
-    """Take each pixel from a place (B, H·W); H·W itself lies outside, and is filled."""
+def _gathered(pixels: Tensor, sources: Tensor, fill: int) -> Tensor:
+    """Gather each pixel from a source index (B, H·W); H·W means outside the image, and is filled."""
     B, C, H, W = pixels.shape
     with_outside = F.pad(pixels.flatten(2), (0, 1), value=fill)
-    return with_outside.gather(2, places[:, None].expand(B, C, H * W)).view(B, C, H, W)
+    return with_outside.gather(2, sources[:, None].expand(B, C, H * W)).view(B, C, H, W)
 
 
-def _move(moves: Moves, memory: Tensor, pixels: Tensor, fill: int) -> None:
+def _move(moves: PixelMoves, memory: Tensor, pixels: Tensor, fill: int) -> None:
     at = moves.images.of(memory)
-    places = moves.places.of(memory).long().index_select(0, moves.ways.of(memory))
-    pixels.index_copy_(0, at, _taken(pixels.index_select(0, at), places, fill))
+    sources = moves.sources.of(memory).long().index_select(0, moves.map_of.of(memory))
+    pixels.index_copy_(0, at, _gathered(pixels.index_select(0, at), sources, fill))
 
 
 def _warp(warps: Warps, memory: Tensor, pixels: Tensor, fill: int) -> None:
-    """As Pillow: filled where the place itself is outside, the edge repeated for neighbours that are."""
+    """As Pillow: fill where the sampled point is outside, repeat the edge where only its neighbours are."""
     at, H, W = warps.images.of(memory), *pixels.shape[2:]
     a, b, c, d, e, f = warps.matrices.of(memory).T[:, :, None, None]
     down = torch.arange(H, device=pixels.device, dtype=torch.float64)[:, None] + 0.5
     right = torch.arange(W, device=pixels.device, dtype=torch.float64)[None, :] + 0.5
     x, y = a * right + b * down + c, d * right + e * down + f
-    there = (x >= 0) & (x < W) & (y >= 0) & (y < H)
+    inside = (x >= 0) & (x < W) & (y >= 0) & (y < H)
     grid = torch.stack([2 * x / W - 1, 2 * y / H - 1], dim=-1).float()
     some = pixels.index_select(0, at).float()
     mixed = F.grid_sample(some, grid, mode="bilinear", padding_mode="border", align_corners=False)
-    made = torch.where(there[:, None], (mixed + 0.5).floor().clamp(0, 255), float(fill)).to(torch.uint8)
+    made = torch.where(inside[:, None], (mixed + 0.5).floor().clamp(0, 255), float(fill)).to(torch.uint8)
     pixels.index_copy_(0, at, made)
 
 
-# ── what changes colours ──
+# ── values ──
 
 
-def _map(maps: Maps, memory: Tensor, pixels: Tensor) -> None:
-    """Look up what becomes of each value, in a table for each image and channel."""
+def _map(maps: ValueMaps, memory: Tensor, pixels: Tensor) -> None:
+    """Map values through a lookup table per image and channel."""
     at, ramp, known = maps.images.of(memory), maps.ramp.of(memory), maps.tables.of(memory)
     factors = maps.contrasts.of(memory)
     some = pixels.index_select(0, at)
@@ -119,7 +130,7 @@ def _map(maps: Maps, memory: Tensor, pixels: Tensor) -> None:
 
 
 def _contrast(pixels: Tensor, factors: Tensor, ramp: Tensor) -> Tensor:
-    """Mix with the image's mean grey, rounded to the nearest."""
+    """Blend with the image's mean grey, rounded to the nearest integer."""
     count = pixels.shape[2] * pixels.shape[3]
     mean = (2 * _luma(pixels).sum(dim=(1, 2)) + count) // (2 * count)
     table = mean[:, None] + factors[:, None] * (ramp - mean[:, None])
@@ -135,13 +146,13 @@ def _autocontrast(pixels: Tensor, ramp: Tensor) -> Tensor:
 
 
 def _equalize(values: Tensor, ramp: Tensor) -> Tensor:
-    """Map each channel so that its values become about equally frequent, as Pillow counts it."""
+    """Equalise each channel's histogram, with Pillow's arithmetic."""
     counts = values.new_zeros(*values.shape[:2], 256)
     counts.scatter_add_(2, values, values.new_ones(()).expand_as(values))
     step = (values.shape[2] - counts.gather(2, values.amax(dim=2, keepdim=True))) // 255
     before = counts.cumsum(dim=2) - counts
     table = ((step // 2 + before) // step.clamp(min=1)).clamp(0, 255).to(torch.uint8)
-    return torch.where(step == 0, ramp, table)  # also where there is but one value
+    return torch.where(step == 0, ramp, table)  # also for a single value
 
 
 def _blend_with_grey(blends: Blends, memory: Tensor, pixels: Tensor) -> None:
@@ -151,23 +162,23 @@ def _blend_with_grey(blends: Blends, memory: Tensor, pixels: Tensor) -> None:
 
 
 def _blend_with_smooth(blends: Blends, memory: Tensor, pixels: Tensor) -> None:
-    """Smooth by Pillow's kernel of ones around a five; the edge stays as it is."""
+    """Smooth with Pillow's 3×3 kernel, ones around a five; edge pixels stay unchanged."""
     at = blends.images.of(memory)
     some = pixels.index_select(0, at)
     inner = some[:, :, 1:-1, 1:-1]
-    # Whole numbers until the division, so that the result does not depend on how a device convolves.
+    # Integers until the division, so that the result does not depend on the device's convolution.
     sums = F.avg_pool2d(some.float(), 3, stride=1, divisor_override=1).add_(inner, alpha=4)
     inner.copy_(_blended(sums.add_(6.5).div_(13).floor_(), inner, blends.factors.of(memory)))
     pixels.index_copy_(0, at, some)
 
 
 def _blended(first: Tensor, second: Tensor, factors: Tensor) -> Tensor:
-    """Go from the first to the second by a factor for each image, which may lie beyond them."""
+    """Interpolate, or extrapolate, from the first to the second by a factor per image."""
     return (first + factors * (second - first)).clamp_(0, 255).to(torch.uint8)
 
 
 def _luma(pixels: Tensor) -> Tensor:
-    """Return grey as Pillow makes it, (B, H, W), int32."""
+    """Return Pillow's grey, (B, H, W), int32."""
     if pixels.shape[1] == 1:
         return pixels[:, 0].int()
     red, green, blue = pixels[:, :3].unbind(1)

@@ -1,7 +1,7 @@
-"""Images that nobody sees, added to a batch so that every batch does the same number of each thing.
+"""Padding images, added to a batch so that every batch has the same count of each operation.
 
-What a GPU does for one batch can then be recorded and replayed for the next. How often each kind of operation occurs is
-estimated once; a batch in which one occurs far more often than usual stays as it is.
+A CUDA graph captured for one batch then fits the next. How often each group of operations occurs is estimated once; a
+batch in which one occurs far more often than usual is not padded.
 """
 
 import math
@@ -11,66 +11,66 @@ from typing import NamedTuple
 
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Augmentation, AugmentationPlan
-from vitrail.data.augmentation.device_operations import kind_of
+from vitrail.data.augmentation.device_operations import operation_group
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.augmentation.randaugment import Operation
 
 SAMPLE = 2048
-"""Images drawn to see how often each kind occurs."""
+"""Images drawn to estimate how often each group occurs."""
 SPREAD = 5.0
-"""How many standard deviations above the mean still fit: all but one batch in hundreds of thousands."""
-NOTHING = Operation("identity", ())
+"""Standard deviations above the mean that still fit: all but one batch in hundreds of thousands."""
+IDENTITY = Operation("identity", ())
 
 
-class Rooms(NamedTuple):
-    """How many images of a batch, with those that nobody sees, have an operation of each kind, layer by layer."""
+class OperationCapacity(NamedTuple):
+    """How many images of a padded batch have an operation of each group, by layer."""
 
     layers: tuple[dict[str, int], ...]
     added: int
-    """Images that nobody sees."""
+    """Number of padding images."""
 
 
-def rooms_for(augmentation: Augmentation, size: tuple[int, int], batch: int) -> Rooms:
-    """Work out how much room each kind of operation needs in batches of this size."""
+def operation_capacity(augmentation: Augmentation, size: tuple[int, int], batch: int) -> OperationCapacity:
+    """Estimate the capacity that each group of operations needs in batches of this size."""
     sample = [augment.plan(augmentation, *size, size, draws(0, place, "rooms")) for place in range(SAMPLE)]
     layers, added = [], 0
     for layer in range(max(len(plan.operations) for plan in sample)):
-        counts = Counter(_kinds(sample, layer))
-        rooms = {kind: _room(count, batch) for kind, count in sorted(counts.items())}
-        others = _room(SAMPLE - counts.total(), batch)
-        layers.append(rooms)
-        # Enough for the batch with the fewest of these kinds, which is the one with the most others.
-        added = max(added, sum(rooms.values()) - batch + others)
-    return Rooms(tuple(layers), added)
+        counts = Counter(_groups(sample, layer))
+        capacities = {group: _capacity(count, batch) for group, count in sorted(counts.items())}
+        others = _capacity(SAMPLE - counts.total(), batch)
+        layers.append(capacities)
+        # Enough for the batch with the fewest operations of these groups, which has the most without one.
+        added = max(added, sum(capacities.values()) - batch + others)
+    return OperationCapacity(tuple(layers), added)
 
 
-def filled(plans: Sequence[AugmentationPlan], rooms: Rooms) -> list[AugmentationPlan]:
-    """Return plans with others behind them that fill all rooms; plans that do not fit in are returned as they are."""
+def pad_plans(plans: Sequence[AugmentationPlan], capacity: OperationCapacity) -> list[AugmentationPlan]:
+    """Append plans that fill every group to its capacity; plans that do not fit are returned unchanged."""
     columns: list[list[Operation]] = []
-    for layer, sizes in enumerate(rooms.layers):
-        present: dict[str, list[Operation]] = {kind: [] for kind in sizes}
+    for layer, sizes in enumerate(capacity.layers):
+        present: dict[str, list[Operation]] = {group: [] for group in sizes}
         for plan in plans:
-            kind = kind_of(plan.operations[layer]) if layer < len(plan.operations) else None
-            if kind is not None:
-                present.setdefault(kind, []).append(plan.operations[layer])
-        if not present.keys() <= sizes.keys() or any(not 0 < len(present[kind]) <= sizes[kind] for kind in sizes):
+            group = operation_group(plan.operations[layer]) if layer < len(plan.operations) else None
+            if group is not None:
+                present.setdefault(group, []).append(plan.operations[layer])
+        if not present.keys() <= sizes.keys() or any(not 0 < len(present[group]) <= sizes[group] for group in sizes):
             return list(plans)
-        # What is there already is done once more, so that no new table or way of moving pixels is needed.
-        column = [some[0] for kind, some in present.items() for _ in range(sizes[kind] - len(some))]
-        if len(column) > rooms.added:
+        # Repeat operations that are present, so that padding needs no new lookup table or pixel map.
+        column = [some[0] for group, some in present.items() for _ in range(sizes[group] - len(some))]
+        if len(column) > capacity.added:
             return list(plans)
-        columns.append(column + [NOTHING] * (rooms.added - len(column)))
-    if any(len(plan.operations) > len(rooms.layers) for plan in plans):
+        columns.append(column + [IDENTITY] * (capacity.added - len(column)))
+    if any(len(plan.operations) > len(capacity.layers) for plan in plans):
         return list(plans)
-    unseen = [plans[0]._replace(operations=operations) for operations in zip(*columns, strict=True)]
-    return [*plans, *unseen]
+    padding = [plans[0]._replace(operations=operations) for operations in zip(*columns, strict=True)]
+    return [*plans, *padding]
 
 
-def _kinds(plans: Sequence[AugmentationPlan], layer: int) -> list[str]:
-    found = (kind_of(plan.operations[layer]) for plan in plans if layer < len(plan.operations))
-    return [kind for kind in found if kind is not None]
+def _groups(plans: Sequence[AugmentationPlan], layer: int) -> list[str]:
+    found = (operation_group(plan.operations[layer]) for plan in plans if layer < len(plan.operations))
+    return [group for group in found if group is not None]
 
 
-def _room(count: int, batch: int) -> int:
-    share = count / SAMPLE
-    return min(batch, math.ceil(batch * share + SPREAD * math.sqrt(batch * share * (1 - share))))
+def _capacity(count: int, batch: int) -> int:
+    rate = count / SAMPLE
+    return min(batch, math.ceil(batch * rate + SPREAD * math.sqrt(batch * rate * (1 - rate))))

@@ -1,7 +1,7 @@
-"""RandAugment: a few operations on an image, drawn evenly from a set, all of one magnitude.
+"""RandAugment: a few operations drawn uniformly from a set, all of one magnitude.
 
-What is drawn are plain values (`Operation`); what they do is in `perform`. The two sets are those that published
-results were made with: the usual one is torchvision's, the other big_vision's.
+Operations are drawn as plain values (`Operation`) and applied by `perform`. The two sets are those of published
+results: the usual one is torchvision's, the other big_vision's.
 """
 
 from functools import lru_cache
@@ -28,16 +28,16 @@ BIG_VISION = (
 SIGNED_BY_BIG_VISION = frozenset({"rotate", "shear_x", "shear_y", "translate_x", "translate_y"})
 SIGNED_USUALLY = SIGNED_BY_BIG_VISION | {"brightness", "saturation", "contrast", "sharpness"}
 BINS = 31
-"""A magnitude of the usual set is one of these many steps, from 0."""
+"""Number of magnitudes of the usual set, starting at 0."""
 
 
 class RandAugment(Frozen):
-    """How many operations, how strong, and out of which set."""
+    """Number, magnitude and set of the operations."""
 
     layers: Annotated[Count, Field(le=16)] = 2
-    """How many operations an image gets, one after the other; each may be drawn again."""
+    """Number of operations per image, drawn with replacement."""
     magnitude: Annotated[float, Field(ge=0, le=30)] = 9
-    """How strong they are: a whole number 0 to 30 for the usual set; big_vision's has its full strength at 10."""
+    """An integer from 0 to 30 for the usual set; big_vision's has its full strength at 10."""
     operations: Literal["usual", "big_vision"] = "usual"
     """`usual` is torchvision's set; `big_vision` is the set of AugReg and the plain baseline."""
 
@@ -45,13 +45,13 @@ class RandAugment(Frozen):
     def _usual_magnitudes_are_bins(self) -> Self:
         if self.operations == "usual" and self.magnitude != int(self.magnitude):
             raise ConfigError(
-                f"randaugment.magnitude is {self.magnitude}; the usual operations have whole magnitudes from 0 to 30"
+                f"randaugment.magnitude is {self.magnitude}; the usual operations have integer magnitudes from 0 to 30"
             )
         return self
 
 
 class Operation(NamedTuple):
-    """One thing to do to an image, with all its numbers."""
+    """One operation with its parameters."""
 
     name: str
     values: tuple[float, ...] = ()
@@ -66,9 +66,9 @@ def draw(settings: RandAugment, size: tuple[int, int], generator: Generator) -> 
     )
 
 
-@lru_cache(maxsize=256)  # a recipe asks for the same few, once for every image
+@lru_cache(maxsize=256)  # a recipe needs the same few values for every image
 def usual_magnitude(name: str, step: int, size: tuple[int, int]) -> float:
-    """Return what a step of the magnitude means for one of the usual operations, before its sign is drawn."""
+    """Return the parameter of one of the usual operations for a magnitude, before its sign is drawn."""
     match name:
         case "shear_x" | "shear_y":
             return _spaced(0.0, 0.3, step)
@@ -87,9 +87,9 @@ def usual_magnitude(name: str, step: int, size: tuple[int, int]) -> float:
 
 
 def _spaced(start: float, end: float, step: int) -> float:
-    """Return one of 31 evenly spaced numbers as torchvision does, in single precision and from the nearer end.
+    """Return one of 31 evenly spaced numbers like torchvision, in single precision and from the nearer end.
 
-    The last digit matters where a number of pixels is then cut down to a whole one.
+    The last digit matters where a number of pixels is then truncated to an integer.
     """
     single = np.float32
     stride = (single(end) - single(start)) / single(BINS - 1)
@@ -99,7 +99,7 @@ def _spaced(start: float, end: float, step: int) -> float:
 
 
 def _usual(name: str, magnitude: float, size: tuple[int, int], generator: Generator) -> Operation:
-    """Draw the sign, and turn torchvision's magnitude into the operation's own number."""
+    """Draw the sign, and convert torchvision's magnitude to the operation's parameter."""
     value = usual_magnitude(name, int(magnitude), size)
     if name in SIGNED_USUALLY and below(generator, 2):
         value = -value
@@ -115,7 +115,7 @@ def _usual(name: str, magnitude: float, size: tuple[int, int], generator: Genera
 
 
 def _big_vision(name: str, magnitude: float, size: tuple[int, int], generator: Generator) -> Operation:
-    """Turn the magnitude into the operation's own number as big_vision does, and draw the sign or the place."""
+    """Convert the magnitude to the operation's parameter like big_vision, and draw the sign or the position."""
     level = magnitude / 10
     sign = 1 if name in SIGNED_BY_BIG_VISION and below(generator, 2) else -1
     match name:
@@ -126,15 +126,15 @@ def _big_vision(name: str, magnitude: float, size: tuple[int, int], generator: G
         case "translate_x" | "translate_y":
             return Operation(name, (sign * round(level * 100),))
         case "posterize":
-            # TensorFlow shifts a byte by seven bits at most, so one bit always stays.
+            # TensorFlow shifts a byte by at most seven bits, so one bit always stays.
             return Operation(name, (min(8, max(1, int(level * 4))),))
         case "solarize":
-            # They compare bytes with it, in which 256 is 0: from magnitude 10 on the image is inverted as a whole.
+            # big_vision compares bytes, in which 256 wraps to 0: from magnitude 10 on, the whole image is inverted.
             return Operation(name, (int(level * 256) % 256,))
         case "solarize_add":
             return Operation(name, (int(level * 110),))
         case "contrast":
-            # Meant to be the mean, but it is the number of pixels / 256, and all their results were made with it.
+            # Meant to be the mean, but it is the number of pixels / 256, and all published results use that.
             return Operation(name, (level * 1.8 + 0.1, min(255, size[0] * size[1] // 256)))
         case "saturation" | "brightness" | "sharpness":
             return Operation(name, (level * 1.8 + 0.1,))
@@ -145,14 +145,14 @@ def _big_vision(name: str, magnitude: float, size: tuple[int, int], generator: G
 
 
 def perform(operation: Operation, image: Image.Image, fill: int = 0) -> Image.Image:
-    """Do to an image what was drawn; what comes in from outside is filled."""
+    """Apply an operation to an image; pixels from outside are filled."""
     match operation:
         case ("rotate", (degrees,)):
             return colours.rotate(image, degrees, fill)
-        case ("shear_x", (share,)):
-            return colours.shear(image, share, 0.0, fill)
-        case ("shear_y", (share,)):
-            return colours.shear(image, 0.0, share, fill)
+        case ("shear_x", (factor,)):
+            return colours.shear(image, factor, 0.0, fill)
+        case ("shear_y", (factor,)):
+            return colours.shear(image, 0.0, factor, fill)
         case ("translate_x", (pixels,)):
             return colours.translate(image, int(pixels), 0, fill)
         case ("translate_y", (pixels,)):
@@ -164,7 +164,7 @@ def perform(operation: Operation, image: Image.Image, fill: int = 0) -> Image.Im
 
 
 def _recolour(operation: Operation, image: Image.Image) -> Image.Image:
-    """Do what moves no pixel."""
+    """Apply a colour operation."""
     match operation:
         case ("brightness", (factor,)):
             return colours.brightness(image, factor)
@@ -197,4 +197,4 @@ def _recolour(operation: Operation, image: Image.Image) -> Image.Image:
         case ("identity", ()):
             return image
         case _:
-            raise ValueError(f"no operation {operation}")
+            raise ValueError(f"unknown operation {operation}")

@@ -1,1 +1,1 @@
-"""What is wrong with data, and how fast it can be read."""
+"""Data checks: problems in a dataset, and how fast it can be read."""

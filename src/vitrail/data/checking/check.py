@@ -1,7 +1,7 @@
-"""What is wrong with data, as values: images that cannot be read, duplicates, classes, sizes, modes.
+"""Problems in a dataset, as values: unreadable images, duplicates, classes, sizes, modes.
 
-`check_data` decodes every image. `quick_check` is what training does first, in bounded time: it reads the headers of
-some, compares the contents of as many as it can, and says what it did not look for.
+`check_data` decodes every image. `quick_check` runs before training, in bounded time: it reads the headers of some
+images, compares the contents of as many as it can, and lists what it did not check.
 """
 
 import time
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from vitrail.data.augmentation.draws import draws
 from vitrail.data.checking.findings import (
-    Copies,
+    DuplicateGroup,
     Finding,
-    Index,
+    SurveyIndex,
     Unreadable,
     class_findings,
     count_images,
@@ -30,9 +30,9 @@ from vitrail.data.checking.findings import (
 )
 from vitrail.data.checking.rows import COMPARED, FINE, UNREAD
 from vitrail.data.checking.skipped import find_skipped, skipped_findings
-from vitrail.data.checking.survey import Seen, Survey, survey, survey_headers
+from vitrail.data.checking.survey import Survey, SurveyProgress, survey, survey_headers
 from vitrail.data.sources.contents import Contents
-from vitrail.data.sources.faults import Faults, settle
+from vitrail.data.sources.faults import Faults, report_faults
 from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.opening import open_data
 from vitrail.data.sources.source import Source
@@ -40,12 +40,12 @@ from vitrail.data.sources.splits import Splits
 from vitrail.errors import DataError
 
 SIDES = (0, 32, 64, 128, 224, 384, 512, 768, 1024, 2048, 4096)
-"""Where the bins of the histogram of sizes begin."""
+"""Lower edges of the size histogram's bins."""
 QUICK_IMAGES, QUICK_SECONDS = 1000, 5.0
 
 
 class Bin(NamedTuple):
-    """How many images have a shorter side from `low` up to, but not including, `high`."""
+    """Number of images with a shorter side in [low, high)."""
 
     low: int
     high: int | None
@@ -54,33 +54,33 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a check found out."""
+    """The result of a check."""
 
     images: int
     looked_at: int
-    """Of so many images sizes, formats and modes were taken."""
+    """Number of images whose size, format and mode were read."""
     compared: int
-    """So many images had their contents compared with each other, in search of duplicates."""
+    """Number of images whose contents were compared, to find duplicates."""
     decoded: bool
-    """Whether they were decoded, or only their headers read."""
+    """Whether images were decoded, or only their headers read."""
     not_looked_for: tuple[str, ...]
-    """What may be wrong with the data and would not be found here."""
+    """Problems that this check could not have found."""
     faults: tuple[str, ...]
-    """What kept some of the data from being opened at all."""
+    """Why parts of the data could not be opened."""
     classes: tuple[str, ...]
     counts: dict[str, dict[str, int]]
     """Images by split and class."""
     unreadable: tuple[Unreadable, ...]
-    duplicates: tuple[Copies, ...] | None
-    """None where none were found, but not all images were compared."""
+    duplicates: tuple[DuplicateGroup, ...] | None
+    """None if none were found but not all images were compared."""
     findings: tuple[Finding, ...]
-    """The worst first."""
+    """Ordered by severity."""
     formats: dict[str, int]
     modes: dict[str, int]
     short_sides: tuple[Bin, ...]
     bytes: int
     contents: Contents | None = field(default=None, repr=False, compare=False)
-    """The digests of the images that were compared."""
+    """Digests of the compared images."""
 
     @property
     def usable(self) -> bool:
@@ -89,15 +89,15 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """All in one line."""
+        """A one-line summary."""
         how = "" if self.decoded else f" (headers of {self.looked_at:,} read, contents of {self.compared:,} compared)"
         briefs = [finding.brief for finding in self.findings]
         found = ", ".join(briefs[:4]) + (f", and {len(briefs) - 4} more" if len(briefs) > 4 else "")
         classes = "1 class" if len(self.classes) == 1 else f"{len(self.classes):,} classes"
-        return f"{count_images(self.images)} in {classes}{how}; {found or 'nothing wrong was found'}"
+        return f"{count_images(self.images)} in {classes}{how}; {found or 'no problems found'}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON can hold it."""
+        """Return everything as JSON-compatible values."""
         return {
             "summary": self.summary,
             **{name: value for name, value in asdict(replace(self, contents=None)).items() if name != "contents"},
@@ -113,12 +113,12 @@ class Report:
 
 
 def open_to_check(place: str, *, on_progress: Progress | None = None) -> tuple[Splits, Faults]:
-    """Open what can be used of some data, and say what cannot; where nothing can, the error says all that is wrong."""
+    """Open the usable part of a dataset and return it with the faults; if nothing is usable, raise with all faults."""
     faults: Faults = []
     try:
         return open_data(place, faults=faults, on_progress=on_progress), faults
     except DataError as error:
-        settle([*faults, str(error)], shown(place), None, said=len(faults) + 1)
+        report_faults([*faults, str(error)], shown(place), None, listed=len(faults) + 1)
         raise
 
 
@@ -127,21 +127,21 @@ def check_data(
     *,
     size: int = 224,
     workers: int = 0,
-    on_progress: Seen | None = None,
+    on_progress: SurveyProgress | None = None,
     cache: bool = True,
     faults: Sequence[str] = (),
 ) -> Report:
-    """Decode every image and say what is wrong. `size` is that of the images the model sees.
+    """Decode every image and report problems. `size` is the model's input size.
 
-    `workers` processes decode; 0 does it in this one. With `cache`, images whose content has not changed since the
-    last check are read, but not decoded again. `faults` are those that `open_data` found.
+    `workers` processes decode; 0 means this process. With `cache`, images whose content has not changed since the last
+    check are read but not decoded again. `faults` are those found by `open_data`.
     """
     found = survey(_by_name(splits), workers=workers, on_progress=on_progress, cache=cache)
     return _report(found, size, [*fault_finding(faults), *skipped_findings(find_skipped(splits[:3]))], tuple(faults))
 
 
 def quick_check(splits: Splits, *, size: int = 224, most: int = QUICK_IMAGES, seconds: float = QUICK_SECONDS) -> Report:
-    """Read the headers of at most so many images, compare contents for at most so many seconds, say what is wrong."""
+    """Read the headers of at most `most` images, compare contents for at most `seconds`, and report problems."""
     sources = _by_name(splits)
     end = time.monotonic() + seconds
     order = draws(0, 0, "quick check").permutation(sum(map(len, sources.values()))).astype(np.int64)
@@ -155,7 +155,7 @@ def _by_name(splits: Splits) -> dict[str, Source]:
 
 
 def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[str, ...] = ()) -> Report:
-    index, rows = Index(found), found.rows
+    index, rows = SurveyIndex(found), found.rows
     images = sum(map(len, found.sources.values()))
     fine = np.flatnonzero(rows["state"] == FINE)
     known = np.flatnonzero((rows["state"] == FINE) | (rows["state"] == COMPARED))
@@ -195,7 +195,7 @@ def _report(found: Survey, size: int, others: Sequence[Finding], faults: tuple[s
     )
 
 
-def _contents(index: Index) -> Contents:
+def _contents(index: SurveyIndex) -> Contents:
     """Return the digests of the training and validation images that were read."""
     read = index.found.rows["state"] != UNREAD
     digests, images = [], []
@@ -207,12 +207,12 @@ def _contents(index: Index) -> Contents:
 
 
 def _not_looked_for(found: Survey, images: int) -> tuple[str, ...]:
-    """Say what this look could not find."""
+    """List the problems that a survey could not find."""
     rest = images - len(found.rows)
     return (
         *(() if not rest else (f"duplicates among {rest:,} of the images",)),
-        *(() if found.decoded else ("damage behind the header of a file", "images of a single colour")),
-        "near-duplicates: the same image cut, resized or saved again",
+        *(() if found.decoded else ("corruption after the header of a file", "images of a single colour")),
+        "near-duplicates: the same image cropped, resized or re-encoded",
     )
 
 
@@ -222,13 +222,13 @@ def _count_classes(source: Source) -> dict[str, int]:
 
 
 def _tally(words: NDArray[np.bytes_]) -> dict[str, int]:
-    """Count words, the most frequent first."""
+    """Count words, most frequent first."""
     found, counts = np.unique(words, return_counts=True)
     return {found[place].decode(): int(counts[place]) for place in np.argsort(-counts, kind="stable")}
 
 
 def _histogram(sides: NDArray[np.int32]) -> tuple[Bin, ...]:
-    """Count sides by bins, without the empty ones at both ends."""
+    """Return the histogram of sides, without empty bins at the ends."""
     counts = np.bincount(np.searchsorted(SIDES, sides, side="right") - 1, minlength=len(SIDES)).tolist()
     bins = [Bin(low, high, count) for low, high, count in zip(SIDES, (*SIDES[1:], None), counts, strict=True)]
     filled = [place for place, count in enumerate(counts) if count]

@@ -1,4 +1,4 @@
-"""A contact sheet: a few images of each class with the class's name, to see at a glance what data is."""
+"""A contact sheet: a few images of each class with its name, for a first look at a dataset."""
 
 import contextlib
 import os
@@ -10,25 +10,25 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from vitrail.data.augmentation.draws import draws
-from vitrail.data.checking.survey import kind_of
+from vitrail.data.checking.survey import stored_format
 from vitrail.data.decode import open_image
 from vitrail.data.sources.source import Pixels, Source, reason_of
 from vitrail.errors import DataError
 
 MOST_CLASSES = 24
 IMAGES = 7
-"""Images of each class."""
+"""Images per class."""
 TILE, GAP, MARGIN, LINE = 124, 6, 32, 34
-"""In pixels: an image's place, between two of them, around all, and for the name of a class."""
+"""In pixels: a tile, the gap between two, the margin, and the line for a class name."""
 ONE_COLUMN = 5
-"""Up to so many classes stand below each other, more of them in two columns."""
+"""Up to this many classes are in one column, more in two."""
 TRIES = 4
-"""For each place on the sheet, so many images may be unreadable before it stays empty."""
+"""Images tried per tile before it stays empty."""
 PAPER, INK, PALE, GROUND = "#fbfaf7", "#22211f", "#77736b", "#eeebe4"
 
 
 class SheetRow(NamedTuple):
-    """What the sheet shows of one class."""
+    """One class on the sheet."""
 
     name: str
     total: int
@@ -36,7 +36,7 @@ class SheetRow(NamedTuple):
 
 
 def contact_sheet(source: Source, *, title: str, seed: int = 0) -> Image.Image:
-    """Draw a sheet with some images, chosen by `seed`, of each of the first classes of a source."""
+    """Draw a sheet with random images, by `seed`, of each of the first classes of a source."""
     rows = [_row(source, label, seed) for label in range(min(len(source.classes), MOST_CLASSES))]
     columns = 1 if len(rows) <= ONE_COLUMN else 2
     block_width, block_height = IMAGES * (TILE + GAP) - GAP, LINE + TILE + 3 * GAP
@@ -47,9 +47,9 @@ def contact_sheet(source: Source, *, title: str, seed: int = 0) -> Image.Image:
     sheet = Image.new("RGB", (width, top + lines * block_height + (LINE if more else 0) + MARGIN // 2), PAPER)
     pen = ImageDraw.Draw(sheet)
     about = f"{len(source):,} images in {len(source.classes):,} classes"
-    _write(pen, (MARGIN, MARGIN), drawable(title), about, size=26, room=width - 2 * MARGIN)
+    _write(pen, (MARGIN, MARGIN), drawable(title), about, size=26, width=width - 2 * MARGIN)
     for number, row in enumerate(rows):
-        column, line = divmod(number, lines)  # names run down the first column, then down the second
+        column, line = divmod(number, lines)  # fill the first column, then the second
         place = (MARGIN + column * (block_width + MARGIN), top + line * block_height)
         _draw_row(sheet, pen, place, row, block_width)
     if more:
@@ -59,7 +59,7 @@ def contact_sheet(source: Source, *, title: str, seed: int = 0) -> Image.Image:
 
 
 def save_sheet(sheet: Image.Image, path: str | os.PathLike[str]) -> None:
-    """Write a sheet as a PNG, all or nothing."""
+    """Write a sheet as PNG, atomically."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -78,7 +78,7 @@ def _row(source: Source, label: int, seed: int) -> SheetRow:
     order = draws(seed, label, "sheet").permutation(len(members))[: IMAGES * TRIES]
     images: list[Pixels] = []
     for index in members[order].tolist():
-        with contextlib.suppress(Exception):  # another one takes its place; what cannot be read, `check_data` says
+        with contextlib.suppress(Exception):  # try another; `check_data` reports unreadable images
             images.append(_thumbnail(source.read(index)))
         if len(images) == IMAGES:
             break
@@ -86,7 +86,7 @@ def _row(source: Source, label: int, seed: int) -> SheetRow:
 
 
 def drawable(name: str) -> str:
-    """Return a name in the letters that Pillow's font has, without accents; empty where it has none of them.
+    """Return a name in the characters of Pillow's font, without accents; empty if it has none of them.
 
     >>> drawable("café crème"), drawable("猫")
     ('cafe creme', '')
@@ -97,8 +97,8 @@ def drawable(name: str) -> str:
 
 
 def _thumbnail(stored: bytes | Pixels) -> Pixels:
-    """Decode an image and fit it into a tile. A tiny one is enlarged by a whole number, so that its pixels show."""
-    image, channels = open_image(stored), kind_of(stored).channels
+    """Decode an image and fit it into a tile. A tiny one is enlarged by an integer factor, so that its pixels show."""
+    image, channels = open_image(stored), stored_format(stored).channels
     ratio = TILE / max(image.height, image.width)
     pixels = image.pixels(channels, scale=min(1.0, ratio))
     if channels not in (1, 3):
@@ -113,25 +113,25 @@ def _thumbnail(stored: bytes | Pixels) -> Pixels:
 
 def _draw_row(sheet: Image.Image, pen: ImageDraw.ImageDraw, place: tuple[int, int], row: SheetRow, width: int) -> None:
     left, top = place
-    _write(pen, place, row.name, f"{row.total:,}", size=20, room=width)
+    _write(pen, place, row.name, f"{row.total:,}", size=20, width=width)
     for number, pixels in enumerate(row.images):
         corner = (left + number * (TILE + GAP), top + LINE)
         pen.rectangle((*corner, corner[0] + TILE - 1, corner[1] + TILE - 1), fill=GROUND)
         height, across = pixels.shape[:2]
         sheet.paste(Image.fromarray(pixels), (corner[0] + (TILE - across) // 2, corner[1] + (TILE - height) // 2))
     if not row.images:
-        text = "none of those tried can be read" if row.total else "no images here"
+        text = "no readable images among those tried" if row.total else "no images"
         pen.text((left, top + LINE), text, fill=PALE, font=ImageFont.load_default(size=18))
 
 
 def _write(
-    pen: ImageDraw.ImageDraw, place: tuple[int, int], name: str, remark: str, *, size: float, room: float
+    pen: ImageDraw.ImageDraw, place: tuple[int, int], name: str, remark: str, *, size: float, width: float
 ) -> None:
-    """Write a name, shortened where it is too long, and a remark after it in a paler colour."""
+    """Write a name, shortened if too long, and a remark after it in a lighter colour."""
     font, small = ImageFont.load_default(size=size), ImageFont.load_default(size=size * 0.8)
-    room -= small.getlength(remark) + size
+    width -= small.getlength(remark) + size
     text = name
-    while len(text) > 1 and font.getlength(text) > room:
+    while len(text) > 1 and font.getlength(text) > width:
         text = text[:-2] + "…"
     left, baseline = place[0], place[1] + size
     pen.text((left, baseline), text, fill=INK, font=font, anchor="ls")

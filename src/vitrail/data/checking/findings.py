@@ -1,4 +1,4 @@
-"""The things that can be wrong with data, each found in a survey of its images."""
+"""Findings: the problems a dataset can have, each detected in a survey of its images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from vitrail.data.checking.survey import Survey
 
-Rows = NDArray[np.int64]
-"""Numbers of rows of a survey."""
+RowIndices = NDArray[np.int64]
+"""Row indices of a survey."""
 UNBALANCED = 10
-"""How many times more images the largest class may have than the smallest."""
+"""Largest acceptable ratio between the largest and the smallest class."""
 TINY_SIDE = 32
-"""Images whose shorter side has fewer pixels are tiny, and so are those with less than a quarter of the model's."""
+"""Images with a shorter side below this, or below a quarter of the model's input, are tiny."""
 HUGE_PIXELS = 20_000_000
 LONG_RATIO = 4
-"""The longer side of an image may be this many times the shorter."""
+"""Largest acceptable ratio of the longer to the shorter side."""
 
 FindingKind = Literal[
     "faults", "unreadable", "misnamed", "outside", "conflicting", "across", "missing", "within", "unbalanced", "flat",
@@ -27,36 +27,36 @@ FindingKind = Literal[
 CopiesKind = Literal["conflicting", "across", "within"]
 
 
-class Which(NamedTuple):
-    """One image of the data."""
+class ImageRef(NamedTuple):
+    """An image of the dataset."""
 
     name: str
     split: str
     label: str | None
-    """The name of its class."""
+    """Its class name."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.split}, {self.label})"
 
 
 class Unreadable(NamedTuple):
-    """An image that cannot be used, and why."""
+    """An unusable image, and why."""
 
-    image: Which
+    image: ImageRef
     reason: str
 
 
-class Copies(NamedTuple):
+class DuplicateGroup(NamedTuple):
     """Images with the same content."""
 
     kind: CopiesKind
-    """They have different labels (the worst), or lie in different splits, or within one split."""
-    images: tuple[Which, ...]
+    """They have different labels (the worst), are in different splits, or in the same split."""
+    images: tuple[ImageRef, ...]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a person should know, and what to do about it."""
+    """A problem, and what to do about it."""
 
     kind: FindingKind
     count: int
@@ -65,13 +65,13 @@ class Finding:
     text: str
     advice: str
     details: tuple[str, ...] = ()
-    """Every image or class that is meant, one line each."""
+    """The affected images or classes, one line each."""
     grave: bool = False
-    """Whether scores would be wrong, or images missing, if nothing were done."""
+    """Whether ignoring it would make scores wrong or lose images."""
 
 
-class Index:
-    """Finds the images of a survey's rows."""
+class SurveyIndex:
+    """Maps the rows of a survey to images."""
 
     def __init__(self, found: Survey) -> None:
         self.found = found
@@ -82,20 +82,20 @@ class Index:
         self.label = labels[found.indices]
         self.classes = self.sources[0].classes
 
-    def which(self, row: int) -> Which:
-        """Return what a person would call the image of a row."""
+    def which(self, row: int) -> ImageRef:
+        """Return the image of a row."""
         split, label = int(self.split[row]), int(self.label[row])
         name = self.sources[split].name(int(self.found.indices[row] - self.starts[split]))
-        return Which(name, self.names[split], self.classes[label] if label >= 0 else None)
+        return ImageRef(name, self.names[split], self.classes[label] if label >= 0 else None)
 
 
-def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
-    """Group images of the same content, among those whose content is known; the worst groups first."""
+def find_duplicates(index: SurveyIndex, known: RowIndices) -> tuple[DuplicateGroup, ...]:
+    """Group images with the same content, among those whose content is known; the worst groups first."""
     content = index.found.rows["content"][known]
     order = np.lexsort((content[:, 1], content[:, 0]))
     same = (content[order][1:] == content[order][:-1]).all(axis=1)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
-    groups: dict[CopiesKind, list[Copies]] = {"conflicting": [], "across": [], "within": []}
+    groups: dict[CopiesKind, list[DuplicateGroup]] = {"conflicting": [], "across": [], "within": []}
     for start, end in edges.reshape(-1, 2).tolist():
         rows = known[order[start : end + 1]]
         rows = rows[np.argsort(index.found.indices[rows])]
@@ -104,46 +104,46 @@ def find_duplicates(index: Index, known: Rows) -> tuple[Copies, ...]:
             kind = "conflicting"
         elif len(set(index.split[rows].tolist())) > 1:
             kind = "across"
-        groups[kind].append(Copies(kind, tuple(map(index.which, rows.tolist()))))
+        groups[kind].append(DuplicateGroup(kind, tuple(map(index.which, rows.tolist()))))
     return tuple(copies for group in groups.values() for copies in sorted(group, key=lambda c: c.images[0].name))
 
 
 def fault_finding(faults: Sequence[str]) -> list[Finding]:
-    """Say what kept some of the data from being opened at all."""
+    """Report why parts of the data could not be opened."""
     if not faults:
         return []
     count = len(faults)
     what = "1 fault" if count == 1 else f"{count:,} faults"
-    text = f"{what} in how the data lies; training refuses it"
-    return [Finding("faults", count, what, text, "mend what is listed", tuple(faults), grave=True)]
+    text = f"{what} in the layout of the data; training would stop"
+    return [Finding("faults", count, what, text, "fix the listed faults", tuple(faults), grave=True)]
 
 
 def unreadable_finding(unreadable: tuple[Unreadable, ...], found: Survey) -> list[Finding]:
-    """Say which images cannot be read."""
+    """Report unreadable images."""
     if not unreadable:
         return []
     count = len(unreadable)
-    of = "" if found.decoded else f" of the {len(found.rows):,} looked at"
+    of = "" if found.decoded else f" of the {len(found.rows):,} checked"
     details = tuple(f"{bad.image.name}: {bad.reason}" for bad in unreadable)
     return [
         Finding(
             "unreadable", count, f"{count:,} cannot be read", f"{count_images(count)}{of} cannot be read",
-            f"mend or remove {them(count)}; training would put {'another in its' if count == 1 else 'others in their'} "
-            "place, or stop with --set data.bad_files=refuse",
+            f"fix or remove {them(count)}; training would replace {them(count)} by "
+            f"{'another image' if count == 1 else 'other images'}, or stop with --set data.bad_files=refuse",
             details, grave=True,
         )
     ]  # fmt: skip
 
 
 _COPIES: dict[CopiesKind, tuple[str, str]] = {
-    "conflicting": ("with different labels", "decide which label is right, and keep only the image that has it"),
-    "across": ("across splits", "keep one of each; a score on images that were trained on is too good"),
-    "within": ("within a split", "keep one of each, unless they are meant to count more"),
+    "conflicting": ("with different labels", "decide which label is correct, and keep only that image"),
+    "across": ("across splits", "keep one of each; accuracy on images seen in training is too optimistic"),
+    "within": ("within a split", "keep one of each, unless they should count more"),
 }
 
 
-def duplicate_findings(duplicates: tuple[Copies, ...]) -> list[Finding]:
-    """Say how many images are superfluous, by the kind of their groups."""
+def duplicate_findings(duplicates: tuple[DuplicateGroup, ...]) -> list[Finding]:
+    """Report how many images are redundant, by kind of duplicate."""
     findings: list[Finding] = []
     for kind, (where, advice) in _COPIES.items():
         groups = [copies.images for copies in duplicates if copies.kind == kind]
@@ -156,36 +156,36 @@ def duplicate_findings(duplicates: tuple[Copies, ...]) -> list[Finding]:
 
 
 def class_findings(counts: dict[str, dict[str, int]]) -> list[Finding]:
-    """Find classes that a split lacks, and great differences between classes. `counts` is by split and class."""
+    """Report classes missing from a split, and class imbalance. `counts` is by split and class."""
     missing = tuple(f"{label}: none in {split}" for split in counts for label, n in counts[split].items() if not n)
     findings = []
     if missing:
         classes = f"{len({line.rsplit(':', 1)[0] for line in missing}):,}"
         what = f"{classes} class{'es are' if classes != '1' else ' is'} missing from a split"
-        advice = "add images; what a split lacks is not learned, or not measured"
+        advice = "add images; a class missing from a split is not trained, or not evaluated"
         findings.append(Finding("missing", len(missing), what, what, advice, missing, grave=True))
     some = {label: n for label, n in counts["train"].items() if n}
     if some and (ratio := max(some.values()) / min(some.values())) > UNBALANCED:
         most, fewest = max(some, key=lambda label: some[label]), min(some, key=lambda label: some[label])
         text = (
-            f"class {most!r} has {ratio:,.0f} times as many images to train on as class {fewest!r}, "
-            f"{some[most]:,} against {some[fewest]:,}"
+            f"class {most!r} has {ratio:,.0f} times as many training images as class {fewest!r}, "
+            f"{some[most]:,} to {some[fewest]:,}"
         )
         advice = (
-            "add images of the small classes, or show every class equally often with --set data.balance=true; "
-            "look at the score of each class"
+            "add images of the small classes, or sample every class equally often with --set data.balance=true; "
+            "check the accuracy of each class"
         )
         findings.append(Finding("unbalanced", 1, f"classes unbalanced {ratio:,.0f}:1", text, advice))
     return findings
 
 
-def flat_finding(index: Index, fine: Rows) -> list[Finding]:
-    """Find images that show one colour and nothing else: all black, as a rule."""
+def flat_finding(index: SurveyIndex, fine: RowIndices) -> list[Finding]:
+    """Report images of a single colour, usually all black."""
     flat = fine[index.found.rows["flat"][fine]]
     if not len(flat):
         return []
     count = len(flat)
-    text = f"{count_images(count)} {'shows' if count == 1 else 'show'} a single colour and nothing else"
+    text = f"{count_images(count)} {'has' if count == 1 else 'have'} only a single colour"
     details = tuple(str(index.which(row)) for row in flat.tolist())
     advice = f"remove {them(count)}, or export {them(count)} again"
     return [Finding("flat", count, f"{count:,} of a single colour", text, advice, details)]
@@ -196,13 +196,13 @@ def _size_advice(size: int, short: NDArray[np.int64], count: int) -> dict[Findin
     larger, cached = "a larger one" if count == 1 else "larger ones", max(32, size * 8 // 7)
     return {
         "tiny": f"use {larger}, or a model for smaller images: --set model.image_size={smaller}",
-        "huge": f"make {them(count)} smaller once, or let training do so with --set data.cache={cached}",
-        "long": f"cut {them(count)}, or have {them(count)} seen whole with --set preprocess.resize=contain",
+        "huge": f"downscale {them(count)} once, or let training do it with --set data.cache={cached}",
+        "long": f"crop {them(count)}, or keep {them(count)} whole with --set preprocess.resize=contain",
     }
 
 
-def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
-    """Find images that are too small for a model that sees `size` pixels, too large, or too long."""
+def size_findings(index: SurveyIndex, fine: RowIndices, size: int) -> list[Finding]:
+    """Report images that are too small for a model with `size` input pixels, too large, or too elongated."""
     rows = index.found.rows
     width, height = rows["width"][fine].astype(np.int64), rows["height"][fine].astype(np.int64)
     short, long, least = np.minimum(width, height), np.maximum(width, height), max(TINY_SIDE, size // 4)
@@ -223,8 +223,8 @@ def size_findings(index: Index, fine: Rows, size: int) -> list[Finding]:
     return findings
 
 
-def mode_finding(index: Index, fine: Rows, modes: dict[str, int]) -> list[Finding]:
-    """Find images of another mode than most. `modes` has the most frequent first."""
+def mode_finding(index: SurveyIndex, fine: RowIndices, modes: dict[str, int]) -> list[Finding]:
+    """Report images of another mode than most. `modes` has the most frequent first."""
     if len(modes) < 2:
         return []
     usual, *others = modes
@@ -235,7 +235,7 @@ def mode_finding(index: Index, fine: Rows, modes: dict[str, int]) -> list[Findin
     count = sum(modes[word] for word in others)
     listed = ", ".join(f"{modes[word]:,} {word}" for word in others)
     text = f"{count_images(count)} of another mode than the {modes[usual]:,} {usual}: {listed}"
-    advice = "all are brought to one mode; see that no class differs from the others by its mode alone"
+    advice = "all are converted to one mode; make sure that no class differs from the others only by its mode"
     return [Finding("modes", count, "mixed modes", text, advice, details)]
 
 
@@ -245,5 +245,5 @@ def count_images(count: int) -> str:
 
 
 def them(count: int) -> str:
-    """Return what advice calls so many images or files."""
+    """Return the pronoun for `count` images or files."""
     return "it" if count == 1 else "them"

@@ -1,4 +1,4 @@
-"""What is known of an image, as a row of an array, and how such rows are kept on disk until the next look."""
+"""Survey rows: what is known about an image, as a row of a structured array, and the cache of such rows on disk."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vitrail.data.sources.index_files import load_index, save_index
 
-Rows = NDArray[Any]
+SurveyRows = NDArray[Any]
 ROW = np.dtype(
     [
         ("state", "u1"),
@@ -23,24 +23,24 @@ ROW = np.dtype(
         ("mode", "S16"),
     ]
 )
-"""What is known of an image. `content` is a hash of the file, or of the pixels where there is no file; `flat` tells
-that it shows one colour and nothing else."""
+"""What is known about an image. `content` is a hash of the file, or of the pixels if there is no file; `flat` is set
+for an image of a single colour."""
 FINE, DAMAGED, UNREAD, PENDING, COMPARED = range(5)
-"""States: it can be decoded, or at least has a good header; it was read but cannot be decoded; it cannot even be read;
-nobody has looked yet; its content is known but nothing was looked for in it."""
+"""States: decodable, or at least with a valid header; read but not decodable; not readable; not checked yet; content
+hashed but not checked."""
 IN_MEMORY = b"array"
 """The format of images without a file."""
 
 
-class Known(NamedTuple):
-    """What an earlier look found out, sorted by the first half of the contents' hashes."""
+class PreviousSurvey(NamedTuple):
+    """The rows of an earlier survey, sorted by the first half of the content hashes."""
 
     contents: NDArray[np.uint64]
-    rows: Rows
+    rows: SurveyRows
     faults: dict[int, str]
 
     def find(self, content: tuple[int, int]) -> tuple[tuple[Any, ...], str | None] | None:
-        """Return the row of a content, and why it cannot be used."""
+        """Return the row of a content hash, and why the image is unusable."""
         at = int(np.searchsorted(self.contents[:, 0], np.uint64(content[0])))
         while at < len(self.contents) and self.contents[at, 0] == content[0]:
             if self.contents[at, 1] == content[1]:
@@ -50,32 +50,34 @@ class Known(NamedTuple):
         return None
 
 
-NOTHING_KNOWN = Known(np.zeros((0, 2), np.uint64), np.zeros(0, ROW), {})
+NO_PREVIOUS_SURVEY = PreviousSurvey(np.zeros((0, 2), np.uint64), np.zeros(0, ROW), {})
 
 
-def remembered(path: Path) -> Known:
-    """Return what an earlier look kept; nothing where that is damaged or of another version."""
+def load_survey(path: Path) -> PreviousSurvey:
+    """Load the rows of an earlier survey; none if the file is corrupt or of another version."""
     arrays = load_index(path, ("rows", "faults"))
     if arrays is None or arrays["rows"].dtype != ROW or arrays["rows"].ndim != 1:
-        return NOTHING_KNOWN
+        return NO_PREVIOUS_SURVEY
     try:
         faults = {int(row): str(reason) for row, reason in json.loads(arrays["faults"].tobytes()).items()}
     except (ValueError, AttributeError):
-        return NOTHING_KNOWN
+        return NO_PREVIOUS_SURVEY
     order = np.argsort(arrays["rows"]["content"][:, 0], kind="stable")
     places = {int(row): place for place, row in enumerate(order.tolist())} if faults else {}
     rows = arrays["rows"][order]
-    return Known(rows["content"].copy(), rows, {places[row]: text for row, text in faults.items() if row in places})
+    return PreviousSurvey(
+        rows["content"].copy(), rows, {places[row]: text for row, text in faults.items() if row in places}
+    )
 
 
-def keep(path: Path, rows: Rows, faults: Mapping[int, str], known: Known) -> None:
-    """Write rows for `remembered`, unless it has them all: not those of unreadable files, which have no content."""
+def save_survey(path: Path, rows: SurveyRows, faults: Mapping[int, str], previous: PreviousSurvey) -> None:
+    """Save rows for `load_survey`, unless all are saved already; unreadable files have no content and are not saved."""
     states = rows["state"]
     kept = ((states == FINE) | (states == DAMAGED)) & (rows["format"] != IN_MEMORY)
     chosen = rows[kept]
-    if not len(chosen) or ((states == PENDING).any() and len(chosen) <= len(known.rows)):  # stopped early
+    if not len(chosen) or ((states == PENDING).any() and len(chosen) <= len(previous.rows)):  # stopped early
         return
-    if len(chosen) != len(known.rows) or not np.isin(chosen["content"][:, 0], known.contents[:, 0]).all():
+    if len(chosen) != len(previous.rows) or not np.isin(chosen["content"][:, 0], previous.contents[:, 0]).all():
         numbers = np.cumsum(kept) - 1
         by_number = {int(numbers[row]): reason for row, reason in faults.items() if kept[row]}
         save_index(path, {"rows": chosen, "faults": np.frombuffer(json.dumps(by_number).encode(), np.uint8)})

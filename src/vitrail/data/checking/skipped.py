@@ -1,4 +1,4 @@
-"""Files that lie among the images and are not used: by their content some are images all the same."""
+"""Unused files among the images; by content some of them may be images."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -12,25 +12,25 @@ from vitrail.data.sources.shards import Shards
 from vitrail.data.sources.source import SkippedFile, Source
 
 
-class Skipped(NamedTuple):
+class UnusedFiles(NamedTuple):
     """Files that are not used."""
 
     misnamed: list[str]
-    """Images whose names do not say so, each with its kind and the name it should have."""
+    """Images without an image suffix, each with its type and the name it should have."""
     outside: list[str]
-    """Images that lie in no class folder."""
+    """Images outside of class folders."""
     others: list[str]
-    """Whatever else lies there."""
+    """All other files."""
     unlisted: int = 0
-    """How many more there are, which were not looked into."""
+    """Number of further files, which were not read."""
 
 
-def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -> Skipped:
-    """Look into the files beside the images of some sources that are not used; with `most`, only into so many.
+def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -> UnusedFiles:
+    """Sniff the unused files among the images of some sources, at most `most` of them.
 
     Shards may hold several of them for each image.
     """
-    found = Skipped([], [], [])
+    found = UnusedFiles([], [], [])
     looked = unlisted = 0
     for whole in _wholes(sources):
         if isinstance(whole, Folder):
@@ -48,7 +48,7 @@ def find_skipped(sources: Iterable[Source | None], *, most: int | None = None) -
 
 
 def _wholes(sources: Iterable[Source | None]) -> Iterator[Folder | Shards]:
-    """Give every folder and every set of shards that sources come from, once."""
+    """Yield every folder and set of shards that sources come from, once."""
     seen: set[int] = set()
     waiting: list[object] = list(sources)
     while waiting:
@@ -66,8 +66,8 @@ def kind_of_skipped(file: SkippedFile) -> str | None:
     return None if file.size == 0 else sniff_file(file.path, file.start or 0, HEAD if file.size is None else file.size)
 
 
-def skipped_findings(found: Skipped) -> list[Finding]:
-    """Say which files are not used, and what to do about those that should be."""
+def skipped_findings(found: UnusedFiles) -> list[Finding]:
+    """Report unused files, and what to do about those that should be used."""
     findings = []
     if count := len(found.misnamed):
         text = (
@@ -75,18 +75,22 @@ def skipped_findings(found: Skipped) -> list[Finding]:
             f"and {'is' if count == 1 else 'are'} not used"
         )
         lines = tuple(found.misnamed)
-        advice = f"give {'it' if count == 1 else 'each'} a name that ends as its content says"
+        advice = f"give {'it' if count == 1 else 'each'} the suffix of its content"
         findings.append(Finding("misnamed", count, f"{_files(count)} misnamed", text, advice, lines, grave=True))
     if count := len(found.outside):
-        lie, are = ("image lies", "is") if count == 1 else ("images lie", "are")
-        text = f"{count:,} {lie} in no class folder and {are} not used"
+        images, are = ("image is", "is") if count == 1 else ("images are", "are")
+        text = f"{count:,} {images} outside of class folders and {are} not used"
         advice = f"move {them(count)} into the {'folder of its class' if count == 1 else 'folders of their classes'}"
         lines = tuple(found.outside)
-        findings.append(Finding("outside", count, f"{count:,} outside of the classes", text, advice, lines, grave=True))
+        findings.append(
+            Finding("outside", count, f"{count:,} outside of class folders", text, advice, lines, grave=True)
+        )
     if count := len(found.others) + found.unlisted:
-        text = f"{_files(count)} {'was' if count == 1 else 'were'} skipped, because the name does not end as an image's"
+        text = f"{_files(count)} {'was' if count == 1 else 'were'} skipped: no image suffix"
         endings = ", ".join(f".{ending}" for ending in ENDINGS.values())
-        advice = f"nothing, unless {'it is an image' if count == 1 else 'they are images'}: names end in {endings}"
+        advice = (
+            f"nothing, unless {'it is an image' if count == 1 else 'they are images'}: image files end in {endings}"
+        )
         findings.append(Finding("skipped", count, f"{_files(count)} skipped", text, advice, tuple(found.others)))
     return findings
 
@@ -98,5 +102,5 @@ def _files(count: int) -> str:
 def _renamed(file: SkippedFile, kind: str) -> str:
     stem = os.path.splitext(os.path.basename(file.name))[0]
     if file.start is not None and "." in stem:
-        return f"{stem.replace('.', '_')}.{ENDINGS[kind]} (in a shard the suffix begins at the first dot)"
+        return f"{stem.replace('.', '_')}.{ENDINGS[kind]} (in a shard the suffix starts at the first dot)"
     return f"{stem}.{ENDINGS[kind]}"

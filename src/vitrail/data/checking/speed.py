@@ -1,4 +1,4 @@
-"""How fast images are read, decoded and augmented on one core, and so what bounds training on this machine."""
+"""Throughput of reading, decoding and augmenting on one core, and what limits training on this machine."""
 
 import math
 import os
@@ -11,7 +11,7 @@ import numpy as np
 from vitrail.data.augmentation import augment
 from vitrail.data.augmentation.augment import Augmentation
 from vitrail.data.augmentation.draws import draws
-from vitrail.data.checking.survey import Seen, kind_of
+from vitrail.data.checking.survey import SurveyProgress, stored_format
 from vitrail.data.decode import open_image
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.source import Pixels, Source
@@ -22,35 +22,35 @@ Step = Literal["reading", "decoding", "augmenting"]
 
 
 class Bound(NamedTuple):
-    """What bounds training at some speed of compute."""
+    """What limits training at a given compute speed."""
 
     images_per_second: float
-    """What the device could take in."""
+    """Images/s that the device can process."""
     workers: int
-    """How many processes it takes to feed that."""
+    """Workers needed to feed it."""
     cores: int
-    """How many there can be."""
+    """Cores available for workers."""
     by: Literal["compute"] | Step
-    """What everything else waits for."""
+    """The bottleneck."""
     reached: float
-    """The images per second that training gets."""
+    """Images/s that training reaches."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What the steps of preparing one image take, in milliseconds of one core: means over a sample."""
+    """Time per image for each step, in milliseconds of one core: means over a sample."""
 
     images: int
     reading: float
     decoding: float
-    """As training does it: a JPEG at the smallest scale that still covers the crop."""
+    """As in training: a JPEG at the smallest scale that still covers the crop."""
     decoding_whole: float
-    """As evaluation does it."""
+    """As in evaluation."""
     augmenting: float
 
     @property
     def images_per_second(self) -> float:
-        """How many images one worker prepares for training."""
+        """Images/s that one worker prepares for training."""
         return 1000 / (self.reading + self.decoding + self.augmenting)
 
     @property
@@ -64,14 +64,14 @@ class Speed:
         return max(steps, key=lambda step: steps[step])
 
     def bound(self, images_per_second: float, cores: int) -> Bound:
-        """Say what bounds training where the device takes so many images and there are so many cores for workers."""
+        """Return what limits training for a device speed in images/s and a number of cores for workers."""
         workers = max(1, math.ceil(images_per_second / self.images_per_second))
         enough = workers <= cores
         reached = images_per_second if enough else cores * self.images_per_second
         return Bound(images_per_second, workers, cores, "compute" if enough else self.slowest, reached)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the numbers as JSON can hold them."""
+        """Return the numbers as JSON-compatible values."""
         return {**asdict(self), "images_per_second": self.images_per_second, "slowest": self.slowest}
 
 
@@ -83,21 +83,21 @@ def measure_speed(
     sample: int = SAMPLE,
     seconds: float = SECONDS,
     seed: int = 0,
-    on_progress: Seen | None = None,
+    on_progress: SurveyProgress | None = None,
 ) -> Speed | None:
-    """Prepare some images as training does, and time each step; None where none of them can be read.
+    """Prepare a sample of images as training does, and time each step; None if none of them can be read.
 
-    The sample is drawn by `seed`, and cut short after so many seconds. What the system has read before, it still has in
-    memory: reading from a disk that is asked for the first time can be slower.
+    The sample is drawn by `seed` and stops after `seconds`. Files may be in the page cache: a first read from disk can
+    be slower.
     """
     augmentation = Augmentation() if augmentation is None else augmentation
     chosen = draws(seed, 0, "measure").choice(len(source), min(sample, len(source)), replace=False).tolist()
     end = perf_counter() + seconds
     times: list[tuple[float, ...]] = []
-    for position, index in enumerate([chosen[0], *chosen]):  # the first once more: it finds nothing prepared
+    for position, index in enumerate([chosen[0], *chosen]):  # the first one twice: its first run is a warm-up
         try:
             taken = _time_one(source, index, size, augmentation, draws(seed, position), whole_first=position % 2 == 0)
-        except Exception:  # what cannot be read, in whatever way, is no part of the sample; `check_data` says why
+        except Exception:  # unreadable images are not part of the sample; `check_data` reports them
             continue
         if position:
             times.append(taken)
@@ -112,7 +112,7 @@ def measure_speed(
 
 
 def available_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -125,14 +125,14 @@ def _time_one(
     *,
     whole_first: bool,
 ) -> tuple[float, float, float, float]:
-    """Return the seconds that reading, decoding for training, decoding as a whole and augmenting take.
+    """Return the seconds for reading, decoding for training, full decoding and augmenting.
 
-    Whatever is decoded first finds the processor's memory cold, so the two ways of decoding take turns.
+    The first decode runs with cold CPU caches, so the two kinds of decoding take turns.
     """
     start = perf_counter()
     stored = source.read(index)
     reading = perf_counter() - start
-    channels = kind_of(stored).channels
+    channels = stored_format(stored).channels
     whole = _time_whole(stored, channels) if whole_first else 0.0
 
     start = perf_counter()

@@ -1,1 +1,1 @@
-"""Where images come from: folders, manifests, shards, arrays."""
+"""Image sources: folders, manifests, shards, arrays."""

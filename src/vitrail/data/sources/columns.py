@@ -1,4 +1,4 @@
-"""Which columns of a table of images say what, and the labels and splits in them."""
+"""The columns of a manifest: which hold images, labels and splits, and how those are read."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from vitrail.errors import DataError
 IMAGE_COLUMNS = ("path", "file", "filename", "file_name", "image", "bytes")
 LABEL_COLUMNS = ("label", "class", "target", "category", "label_name", "class_name")
 NAME_COLUMNS = ("label_name", "class_name")
-"""What is in these is a name, whatever it looks like."""
-_PART_NUMBERS = {"train": 0, "val": 1, "test": 2}
+"""Values in these columns are names, even if they look like numbers."""
+_SPLIT_NUMBERS = {"train": 0, "val": 1, "test": 2}
 
 
 class Columns(NamedTuple):
-    """Which columns of a manifest say what."""
+    """The columns of a manifest."""
 
     image: str
     label: str | None
@@ -30,7 +30,7 @@ class Columns(NamedTuple):
 
 
 class ManifestRow(NamedTuple):
-    """What a manifest says of one image. Values of columns that are not there are None."""
+    """One row of a manifest. Values of missing columns are None."""
 
     number: int
     image: object
@@ -38,13 +38,13 @@ class ManifestRow(NamedTuple):
     name: object
     split: object
     fault: str | None = None
-    """What is wrong with the row as such, so that nothing else of it is known."""
+    """Why the row cannot be parsed; the other fields are then None."""
 
 
 def choose_columns(
     place: str, found: Sequence[str], *, unlabelled: bool, images: Sequence[str] = IMAGE_COLUMNS
 ) -> Columns:
-    """Find out which of the columns say what; their case does not matter."""
+    """Identify the columns by name, ignoring case."""
     by_name: dict[str, str] = {}
     for column in found:
         by_name.setdefault(column.strip().lower(), column)
@@ -57,17 +57,18 @@ def choose_columns(
     if image is None and any(
         column.strip().lower().rpartition(".")[2] in SUFFIXES for column in found if "." in column
     ):
-        raise DataError(f"{shown(place)} begins with a file, not with a header; add a first line such as path,label")
+        raise DataError(
+            f"{shown(place)} starts with a file name, not with a header; add a first line such as path,label"
+        )
     if image is None and len(found) == 1 and "|" in found[0]:
-        raise DataError(f"{shown(place)} divides its fields by '|'; divide them by commas, semicolons or tabs")
+        raise DataError(f"{shown(place)} separates fields by '|'; use commas, semicolons or tabs")
     if image is None:
         raise DataError(
-            f"{shown(place)} has no column for the images; name one of its columns ({columns}) "
-            f"{' or '.join(IMAGE_COLUMNS)}"
+            f"{shown(place)} has no image column; rename one of its columns ({columns}) to {' or '.join(IMAGE_COLUMNS)}"
         )
     if label is None and not unlabelled:
         raise DataError(
-            f"{shown(place)} has no column for the labels; name one of its columns ({columns}) "
+            f"{shown(place)} has no label column; rename one of its columns ({columns}) to "
             f"{' or '.join(LABEL_COLUMNS[:4])}"
         )
     name = first(NAME_COLUMNS) if label is not None and label.strip().lower() not in NAME_COLUMNS else None
@@ -75,7 +76,7 @@ def choose_columns(
 
 
 class LabelCollector:
-    """Gathers labels and splits row by row, and turns them into numbers at the end."""
+    """Collects labels and splits row by row, and converts them to class indices at the end."""
 
     def __init__(
         self, place: str, columns: Columns, *, unit: str, unknown: str | None = None, any_label: bool = False
@@ -90,7 +91,7 @@ class LabelCollector:
         self._names: dict[str, str] = {}
 
     def read(self, row: ManifestRow) -> tuple[int, int | None]:
-        """Return a number for the label of a row, which equal labels share, and one for its split."""
+        """Return a code for the label of a row, equal for equal labels, and one for its split."""
         where = f"{shown(self.place)}, {self.unit} {row.number}"
         code = -1
         if self.columns.label is not None:
@@ -100,25 +101,25 @@ class LabelCollector:
                 name = label_text(row.name, where)
                 if self._names.setdefault(text, name) != name:
                     raise DataError(
-                        f"{where} calls label {text} {name!r}, before it was {self._names[text]!r}; use one name"
+                        f"{where} names label {text} {name!r}, but it was {self._names[text]!r} before; use one name"
                     )
         if self.columns.split is None:
             return code, None
         split = SPLITS.get(str(row.split).strip().lower())
         if split is None:
             raise DataError(f"{where} has the split {row.split!r}; write train, val or test")
-        return code, _PART_NUMBERS[split]
+        return code, _SPLIT_NUMBERS[split]
 
     def keep(self, code: int, split: int | None) -> None:
-        """Take what `read` returned for the next image."""
+        """Store what `read` returned for an image."""
         self._labels.append(code)
         if split is not None:
             self._splits.append(split)
 
     def finish(self, names: Sequence[str] | None = None) -> tuple[tuple[str, ...], Labels, NDArray[np.int8] | None]:
-        """Return the classes, the label of every row and the split of every row; `names` are those of whole numbers."""
+        """Return the classes, and the label and split of every row; `names` are the class names of integer labels."""
         if not self._labels:
-            raise DataError(f"{shown(self.place)} lists no images; add a {self.unit} for each")
+            raise DataError(f"{shown(self.place)} lists no images; add one {self.unit} per image")
         codes = np.array(self._labels, np.int64)
         if names is None and not self.any_label:
             counts = np.bincount(codes[codes >= 0], minlength=len(self._codes)).tolist()
@@ -127,6 +128,6 @@ class LabelCollector:
         classes, lookup = order_classes(list(self._codes), names, place=shown(self.place))
         if names is None and self._names:
             classes = tuple(self._names[text] for text in classes)
-            order_classes((), classes, place=shown(self.place))  # no two with one name
+            order_classes((), classes, place=shown(self.place))  # raises for duplicate names
         splits = np.array(self._splits, np.int8) if self.columns.split is not None else None
         return classes, lookup[codes], splits

@@ -1,9 +1,9 @@
-"""The images of a run by their content, so that a renamed, moved or copied one is recognised.
+"""Content digests of a run's images, so that a renamed, moved or copied image is recognised.
 
-contents.index   8 bytes of the SHA-256 of every training and validation image that the data check of a run has read; a
-                 NumPy archive, but not called one, because an .npz in a folder is taken for weights
+contents.index   8 bytes of the SHA-256 of every training and validation image that the run's data check has read; a
+                 NumPy archive, but not named .npz, because an .npz in a folder is taken for weights
 
-It lies in the run folder, and a copy of it in every bundle of the run, unless that would be too large.
+It is in the run folder, with a copy in every bundle of the run unless it is too large.
 """
 
 import hashlib
@@ -20,33 +20,33 @@ from vitrail.data.sources.source import Pixels, Source
 from vitrail.errors import DataError
 
 CONTENTS = "contents.index"
-MOST_CARRIED = 100_000
-"""With more images than this a bundle does not carry their digests: it should stay small."""
+MOST_IN_BUNDLE = 100_000
+"""With more images than this, a bundle does not include their digests, to stay small."""
 Digests = NDArray[np.uint64]
 
 
 class Contents(NamedTuple):
-    """What is known of the images of a run."""
+    """The content digests of a run's images."""
 
     train: Digests
     val: Digests
-    """Sorted, both."""
+    """Both are sorted."""
     images: tuple[int, int]
-    """How many readable images the two splits have; there may be fewer digests."""
+    """Number of readable images in the two splits; there may be fewer digests."""
 
     @property
     def complete(self) -> bool:
-        """Whether every image has its digest."""
+        """Whether every image has a digest."""
         return (len(self.train), len(self.val)) == self.images
 
     def save(self, folder: Path) -> None:
-        """Write it into a run folder."""
+        """Write the digests to a run folder."""
         save_index(folder / CONTENTS, {"train": self.train, "val": self.val, "images": np.array(self.images, np.int64)})
 
 
 def content_hash(stored: bytes | Pixels) -> tuple[int, int]:
-    """Return 16 bytes of a digest of a file's content, or of pixels without a file, as two numbers."""
-    digest = hashlib.sha256()  # faster than others where the CPU has instructions for it, as most have
+    """Return 16 bytes of a digest of a file's content, or of pixels without a file, as two integers."""
+    digest = hashlib.sha256()  # faster than others on CPUs with SHA instructions, which most have
     if isinstance(stored, np.ndarray):
         digest.update(f"{stored.dtype.str} {stored.shape}".encode())
         stored = stored.tobytes()
@@ -56,7 +56,7 @@ def content_hash(stored: bytes | Pixels) -> tuple[int, int]:
 
 
 def digests_of(source: Source) -> Digests:
-    """Read every image of a source for its digest; those that cannot be read have none."""
+    """Read and digest every image of a source; unreadable images are skipped."""
     found = []
     for index in range(len(source)):
         try:
@@ -67,7 +67,7 @@ def digests_of(source: Source) -> Digests:
 
 
 def recorded_contents(bundle: Path | None) -> Contents | None:
-    """Return what a bundle carries, or the run that it lies in has; None where there is nothing that can be read."""
+    """Return the digests in a bundle or in its run folder; None if there are none."""
     if bundle is None:
         return None
     place = bundle.absolute()
@@ -85,8 +85,8 @@ def _read(folder: Path) -> Contents | None:
 
 
 def carry_contents(run: Path, folder: Path) -> None:
-    """Copy the digests of a run into the folder of a bundle, if they are few; what cannot be copied is not needed."""
+    """Copy the digests of a run into a bundle, unless there are too many."""
     found = _read(run)
-    if found is not None and len(found.train) + len(found.val) <= MOST_CARRIED:
+    if found is not None and len(found.train) + len(found.val) <= MOST_IN_BUNDLE:
         with suppress(OSError):
             shutil.copyfile(run / CONTENTS, folder / CONTENTS)

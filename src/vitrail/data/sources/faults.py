@@ -1,23 +1,23 @@
-"""Everything that is wrong with data, found in one pass: whoever mends it should not need a run for each fault."""
+"""Collect all faults of a dataset in one pass, so that fixing them does not take one run per fault."""
 
 from collections.abc import Sequence
 
 from vitrail.errors import DataError
 
 Faults = list[str]
-"""What is wrong, a sentence for each. Whoever opens data with such a list gets what can be used, and the rest is named
-in the list; without one, the first opening raises an error that names all of it."""
-SAID = 10
-"""How many faults a message names; `vitrail check` lists them all."""
+"""One sentence per fault. If a list is passed when opening data, unusable items are skipped and named in the list;
+otherwise an error names all of them."""
+MAX_LISTED = 10
+"""Number of faults in an error message; `vitrail check` lists them all."""
 
 
-def settle(found: Sequence[str], place: str, faults: Faults | None, *, said: int = SAID) -> None:
-    """Put what was found into the caller's list, or raise one error about all of it, in which so many are `said`."""
+def report_faults(found: Sequence[str], place: str, faults: Faults | None, *, listed: int = MAX_LISTED) -> None:
+    """Add faults to the caller's list, or raise one error that names the first `listed` of them."""
     if faults is not None:
         faults.extend(found)
     elif len(found) == 1:
         raise DataError(found[0])
     elif found:
-        listed = ". ".join(f"({number}) {text}" for number, text in enumerate(found[:said], start=1))
-        more = f". {len(found) - said:,} more are listed by `vitrail check`" if len(found) > said else ""
-        raise DataError(f"{place} has {len(found):,} faults: {listed}{more}")
+        texts = ". ".join(f"({number}) {text}" for number, text in enumerate(found[:listed], start=1))
+        more = f". Run `vitrail check` to list {len(found) - listed:,} more" if len(found) > listed else ""
+        raise DataError(f"{place} has {len(found):,} faults: {texts}{more}")

@@ -1,4 +1,4 @@
-"""A folder of images with a sub-folder for each class."""
+"""A folder of images with one sub-folder per class."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.sources.faults import Faults, settle
+from vitrail.data.sources.faults import Faults, report_faults
 from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.source import Labels, SkippedFile, read_file, stamp_file
 from vitrail.data.sources.tree import Listing, list_images
@@ -15,16 +15,16 @@ from vitrail.data.sources.tree import Listing, list_images
 
 @dataclass(frozen=True, eq=False)
 class Folder:
-    """Images in folders. The class of an image is the sub-folder of the root that it lies in, at any depth."""
+    """Images in class folders. The class of an image is its top-level sub-folder; it may be at any depth below it."""
 
     root: str
     listing: Listing
     classes: tuple[str, ...]
     labels: Labels
     indices: NDArray[np.int64] | None = None
-    """Which images of the listing these are, where not all."""
+    """Indices into the listing; None: all."""
     loose: NDArray[np.int64] | None = None
-    """Which images of the listing lie in no class folder and are not among these."""
+    """Indices of the images outside of class folders, which are not part of this source."""
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -36,17 +36,17 @@ class Folder:
 
     @property
     def ignored(self) -> int:
-        """How many files in the folder are not among these images, hidden ones not counted."""
+        """Number of files in the folder that are not used, without hidden ones."""
         return len(self.listing.others) + (0 if self.loose is None else len(self.loose))
 
     def skipped(self) -> Iterator[SkippedFile]:
-        """Give the files whose names do not end as an image's."""
+        """Yield the files without an image suffix."""
         for number in range(len(self.listing.others)):
             path = os.path.join(os.fsencode(self.root), self.listing.other_path(number))
             yield SkippedFile(shown(path), path)
 
     def outside(self) -> Iterator[str]:
-        """Give the paths of the images that lie in no class folder, as a person reads them."""
+        """Yield the paths of the images outside of class folders, in readable form."""
         numbers = () if self.loose is None else self.loose.tolist()
         return (shown(os.path.join(os.fsencode(self.root), self.listing.path(number))) for number in numbers)
 
@@ -74,11 +74,11 @@ def open_folder(
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Folder:
-    """Open a folder with a sub-folder for each class.
+    """Open a folder with one sub-folder per class.
 
-    With `unlabelled`, images that lie in no class folder are taken too, with label -1, and a folder without images
-    is no class; else such images are passed over, and such a folder is refused. With `faults`, what cannot be used is
-    left out and named there.
+    With `unlabelled`, images outside of class folders are included with label -1, and a folder without images is not a
+    class; otherwise such images are skipped, and an empty class folder is a fault. With `faults`, unusable items are
+    skipped and named there.
     """
     root = os.fspath(root)
     listing = list_images(root, on_progress=on_progress)
@@ -90,7 +90,7 @@ def open_folder(
     if not unlabelled:
         found += _empty_classes(root, listing, class_folders, filled, number_of_folder)
     found += [text for folder in class_folders for text in _wrong_name(root, folder)]
-    settle(found, shown(root), faults)
+    report_faults(found, shown(root), faults)
     classes = tuple(
         folder.decode("utf-8", "backslashreplace") for folder, some in zip(class_folders, filled, strict=True) if some
     )
@@ -102,38 +102,38 @@ def open_folder(
 
 
 def _class_folders(listing: Listing) -> tuple[list[bytes], Labels]:
-    """Return the names of the folders at the top, and for every folder the number of the one it lies in, or -1."""
+    """Return the names of the top-level folders, and for every folder the index of its top-level folder, or -1."""
     names: list[bytes] = []
     numbers = np.full(len(listing.folders), -1, np.int64)
     for folder in range(1, len(numbers)):
         top = listing.folders[folder].split(b"/", 1)[0]
-        if not names or names[-1] != top:  # folders are listed depth first, so those of a class follow each other
+        if not names or names[-1] != top:  # folders are listed depth first, so those of a class are consecutive
             names.append(top)
         numbers[folder] = len(names) - 1
     return names, numbers
 
 
 def _check_any(root: str, listing: Listing, class_folders: list[bytes], loose: int, *, unlabelled: bool) -> None:
-    """Refuse a folder of which nothing can be used."""
+    """Raise if nothing in a folder can be used."""
     wrong = None
     if not len(listing.files):
-        what = "some" if unlabelled else "a sub-folder of images for each class"
-        wrong = f"{shown(root)} has no images; give a folder with {what}"
+        what = "images" if unlabelled else "one sub-folder of images per class"
+        wrong = f"{shown(root)} has no images; use a folder with {what}"
     elif not unlabelled and not class_folders:
         wrong = (
             f"{shown(root)} has {loose} images but no class folders; "
-            "put the images of each class in a folder of its own, or give a manifest with their labels"
+            "put the images of each class in their own folder, or use a manifest with labels"
         )
     elif not unlabelled and loose == len(listing.files):
-        wrong = f"{shown(root)} has no images in its class folders; move the {loose:,} that lie beside them there"
+        wrong = f"{shown(root)} has no images in its class folders; move the {loose:,} images next to them there"
     if wrong is not None:
-        settle([*listing.faults, wrong], shown(root), None)
+        report_faults([*listing.faults, wrong], shown(root), None)
 
 
 def _empty_classes(
     root: str, listing: Listing, class_folders: list[bytes], filled: NDArray[np.bool_], class_of: Labels
 ) -> list[str]:
-    """Say which class folders have no images, and what they have instead."""
+    """Report class folders without images, and what they contain instead."""
     texts = []
     for number in np.flatnonzero(~filled).tolist():
         path = shown(os.path.join(os.fsencode(root), class_folders[number]))
@@ -141,9 +141,7 @@ def _empty_classes(
         instead = ""
         if len(others):
             files = "1 file" if len(others) == 1 else f"{len(others):,} files"
-            instead = (
-                f" ({files}, such as {shown(listing.others[others.item(0)])}, whose names do not end as an image's)"
-            )
+            instead = f" ({files}, such as {shown(listing.others[others.item(0)])}, without an image suffix)"
         texts.append(f"the class folder {path} has no images{instead}; add some, or remove the folder")
     return texts
 

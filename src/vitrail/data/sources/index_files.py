@@ -1,4 +1,4 @@
-"""Names of very many images, held compactly, and the index on disk that saves listing them again."""
+"""Compact storage of many image names, and the index on disk that saves listing them again."""
 
 import contextlib
 import hashlib
@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 from vitrail.io import follow_umask, open_regular
 
 Progress = Callable[[int], None]
-"""Called now and then with the number of images found so far."""
+"""Called with the number of images found so far."""
 VERSION = 1
-"""Of the index on disk: another number makes all earlier files be written anew."""
+"""Version of the index on disk; a new version invalidates all earlier files."""
 YOUNG_NS = 2_000_000_000
-"""A change this recent could be followed by another one with the same time, which an index would not notice."""
+"""After a change this recent, another change could get the same timestamp and go unnoticed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Many names in one buffer: a million Python strings would take ten times the memory, and seconds to copy."""
+    """Many names in one buffer: a million Python strings would take ten times the memory and seconds to copy."""
 
     buffer: NDArray[np.uint8]
     ends: NDArray[np.int64]
 
     @classmethod
     def of(cls, names: Iterable[bytes]) -> Self:
-        """Hold these names."""
+        """Create from an iterable of names."""
         builder = NamesBuilder()
         builder.extend(list(names))
         return cls(*builder.arrays())
@@ -51,14 +51,14 @@ class Names:
 
 
 class NamesBuilder:
-    """Collects names until their number is known."""
+    """Collects names."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._lengths: list[NDArray[np.int64]] = []
 
     def extend(self, names: list[bytes]) -> None:
-        """Add names at the end."""
+        """Append names."""
         self._buffer += b"".join(names)
         self._lengths.append(np.fromiter(map(len, names), np.int64, len(names)))
 
@@ -69,7 +69,7 @@ class NamesBuilder:
 
 
 def shown(path: bytes | str) -> str:
-    """Return a path as a person can read it, on one line, whatever bytes it has.
+    """Return a path in printable form, on one line, whatever bytes it contains.
 
     >>> shown(b"caf\\xe9/new\\nline.jpg")
     'caf�/new\\\\nline.jpg'
@@ -81,34 +81,34 @@ def shown(path: bytes | str) -> str:
 
 
 def cache_folder() -> Path:
-    """Return where Vitrail keeps what it can make again: $VITRAIL_CACHE, or the user's folder for such things."""
+    """Return Vitrail's cache folder: $VITRAIL_CACHE, or the one in the user's cache folder."""
     if own := os.environ.get("VITRAIL_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vitrail"
 
 
 def index_file(kind: str, places: Iterable[str]) -> Path:
-    """Return the file for the index of these files or folders, whether it is there or not."""
+    """Return the index file of these files or folders, which may not exist."""
     digest = hashlib.sha256(kind.encode())
     for place in places:
         digest.update(b"\0" + os.fsencode(os.path.abspath(place)))
     return cache_folder() / "index" / f"{digest.hexdigest()[:32]}.npz"
 
 
-def load_index(path: Path, wanted: Iterable[str] | None = None) -> dict[str, NDArray[Any]] | None:
-    """Return the wanted arrays, or all, that `save_index` wrote; None where some are not there or damaged."""
+def load_index(path: Path, names: Iterable[str] | None = None) -> dict[str, NDArray[Any]] | None:
+    """Return the named arrays, or all, written by `save_index`; None if some are missing or corrupt."""
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             if any(member.compress_type != zipfile.ZIP_STORED for member in arrays.zip.infolist()):
-                return None  # not ours: a few bytes could fill the memory
-            names = set(arrays.files) - {"version"} if wanted is None else wanted
-            return {name: arrays[name] for name in names} if int(arrays["version"]) == VERSION else None
-    except Exception:  # whatever is wrong with the file, the answer is the same: list again
+                return None  # not written here: a few bytes could fill the memory
+            chosen = set(arrays.files) - {"version"} if names is None else names
+            return {name: arrays[name] for name in chosen} if int(arrays["version"]) == VERSION else None
+    except Exception:  # whatever is wrong with the file: list again
         return None
 
 
 def save_index(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write arrays for `load_index`, all or nothing. A place that cannot be written to only costs time later."""
+    """Write arrays for `load_index`, atomically. Failure is ignored: it only costs time later."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,10 +124,10 @@ def save_index(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def settled(times_ns: NDArray[np.int64], began_ns: int) -> bool:
-    """Tell whether all last changes lie so far before the listing began that any later one has another time."""
+    """Return whether all changes are old enough that any later change gets another timestamp."""
     return not len(times_ns) or int(times_ns.max()) < began_ns - YOUNG_NS
 
 
 def now_ns() -> int:
-    """Return the time as file systems count it."""
+    """Return the time as file systems record it."""
     return time.time_ns()

@@ -1,4 +1,4 @@
-"""Lists of images with their labels: what CSV, JSONL and Parquet files have in common, and the first two."""
+"""Manifests: lists of images with labels, as CSV or JSONL; and what these share with Parquet."""
 
 import csv
 import itertools
@@ -20,7 +20,7 @@ from vitrail.data.sources.columns import (
     ManifestRow,
     choose_columns,
 )
-from vitrail.data.sources.faults import Faults, settle
+from vitrail.data.sources.faults import Faults, report_faults
 from vitrail.data.sources.index_files import Names, NamesBuilder, Progress, shown
 from vitrail.data.sources.source import Labels, read_file, reason_of, stamp_file
 from vitrail.errors import DataError
@@ -29,19 +29,19 @@ from vitrail.io import open_text
 DELIMITERS = ",;\t"
 PROGRESS_EVERY = 10_000
 MOST_FAULTS = 1000
-"""So many rows of a manifest are named as faulty."""
+"""Most rows of a manifest that are reported as faulty."""
 
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """Images in files that a manifest lists, by paths relative to the manifest's folder."""
+    """Image files listed in a manifest, by paths relative to its folder."""
 
     place: str
     paths: Names
     classes: tuple[str, ...]
     labels: Labels
     split_of: NDArray[np.int8] | None
-    """Of every image, 0 for train, 1 for val, 2 for test, where the manifest says so."""
+    """The split of every image: 0 train, 1 validation, 2 test; None if the manifest has no split column."""
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -51,7 +51,7 @@ class Manifest:
         return os.path.join(os.fsencode(os.path.dirname(self.place)), self.paths[index])
 
     def key(self, index: int) -> str:
-        """Return the path of a file as the manifest has it."""
+        """Return the path of a file as written in the manifest."""
         return self.paths[index].decode("utf-8", "backslashreplace")
 
     def name(self, index: int) -> str:
@@ -74,9 +74,9 @@ def open_manifest(
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Manifest:
-    """Open a CSV file with a header, or a JSONL file. With `unlabelled` it need not have a column of labels.
+    """Open a CSV file with a header, or a JSONL file. With `unlabelled`, a label column is not required.
 
-    With `faults`, rows that cannot be used are left out and named there.
+    With `faults`, unusable rows are skipped and named there.
     """
     place = os.fspath(place)
     read = read_jsonl if place.lower().endswith(".jsonl") else read_csv
@@ -87,7 +87,7 @@ def open_manifest(
 
 
 def _to_the_end(place: str, rows: Iterable[ManifestRow]) -> Iterator[ManifestRow]:
-    """Give rows; what ends them before their time is the fault of a last one, so that those before are not lost."""
+    """Yield rows; an error that stops the reader becomes a last, faulty row, so that earlier rows are not lost."""
     number = 0
     try:
         with read_in_words(place):
@@ -104,7 +104,7 @@ def _faulty(number: int, fault: str) -> ManifestRow:
 
 @contextmanager
 def read_in_words(place: str) -> Iterator[None]:
-    """Say in a sentence why a list of images cannot be read."""
+    """Turn errors of reading a manifest into `DataError`."""
     try:
         yield
     except UnicodeDecodeError as fault:
@@ -126,7 +126,7 @@ def manifest_of(
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Manifest:
-    """Make the source of rows whose images are paths."""
+    """Create a source from rows whose images are paths."""
     labels = LabelCollector(place, columns, unit=unit, any_label=unlabelled)
     paths = NamesBuilder()
     first: dict[bytes, tuple[int, int]] = {}
@@ -139,7 +139,7 @@ def manifest_of(
             file = os.path.normpath(os.path.join(folder, path))
             before, its_code = first.setdefault(file, (row.number, code))
             if before != row.number:
-                _refuse_twice(place, unit, path, (before, row.number), several=code != its_code)
+                _raise_duplicate(place, unit, path, (before, row.number), several=code != its_code)
         except DataError as fault:
             wrong.add(str(fault))
             continue
@@ -150,12 +150,12 @@ def manifest_of(
             missing.add(shown(path))
         if on_progress is not None and not count % PROGRESS_EVERY:
             on_progress(count)
-    settle([*wrong.sentences(), *_not_there(place, missing, faults is not None)], shown(place), faults)
+    report_faults([*wrong.sentences(), *_not_there(place, missing, faults is not None)], shown(place), faults)
     return Manifest(place, Names(*paths.arrays()), *labels.finish(names))
 
 
 class _Several:
-    """Texts of which only the first are kept, and all counted."""
+    """Counts texts and keeps the first ones."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []
@@ -171,33 +171,33 @@ class _Several:
 
 
 def _not_there(place: str, missing: _Several, each: bool) -> list[str]:
-    """Say which files are not there: all in one sentence, or a sentence for `each`."""
+    """Report missing files: in one message, or one message for `each`."""
     help = "correct the paths, which are relative to the manifest's folder"
     if each or not missing.count:
-        return [f"{name}, which {shown(place)} lists, is not there; {help}" for name in missing.sentences()]
-    files = "1 file is" if missing.count == 1 else f"{missing.count} files are"
+        return [f"{name}, listed in {shown(place)}, does not exist; {help}" for name in missing.sentences()]
+    files = "1 file" if missing.count == 1 else f"{missing.count} files"
     more = " and others" if missing.count > 3 else ""
-    return [f"{files} not where {shown(place)} says ({', '.join(missing.kept[:3])}{more}); {help}"]
+    return [f"{files} listed in {shown(place)} not found ({', '.join(missing.kept[:3])}{more}); {help}"]
 
 
 def path_of(row: ManifestRow, where: str) -> bytes:
-    """Return the path that a row names; `where` is what messages call the row."""
+    """Return the path in a row; `where` names the row in messages."""
     if row.fault is not None:
         raise DataError(row.fault)
     value = row.image.get("path") if isinstance(row.image, dict) else row.image
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where} has {value!r} where the path of an image should be; write a path")
+        raise DataError(f"{where} has {value!r} instead of an image path; write a path")
     try:
         return os.fsencode(value)
     except UnicodeEncodeError:
-        raise DataError(f"{where} has {value!r}, which cannot be a path; correct it") from None
+        raise DataError(f"{where} has {value!r}, which is not a valid path; correct it") from None
 
 
-def _refuse_twice(place: str, unit: str, path: bytes, lines: tuple[int, int], *, several: bool) -> None:
+def _raise_duplicate(place: str, unit: str, path: bytes, lines: tuple[int, int], *, several: bool) -> None:
     where = f"{shown(path)} is listed twice in {shown(place)}, on {unit}s {lines[0]} and {lines[1]}"
     if several:
         raise DataError(
-            f"{where}: several labels per image are not possible, single-label classification only, for now"
+            f"{where}: several labels per image are not supported, only single-label classification for now"
         )
     raise DataError(f"{where}; list each image once")
 
@@ -210,25 +210,25 @@ def _is_file(path: bytes) -> bool:
 
 
 def read_csv(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRow]]:
-    """Return the columns and the rows of a CSV file, whose fields are divided by commas, semicolons or tabs."""
+    """Return the columns and rows of a CSV file, with commas, semicolons or tabs as separators."""
     delimiter, header = _header(place)
     columns = choose_columns(place, header, unlabelled=unlabelled)
     return columns, _csv_rows(place, delimiter, header, columns)
 
 
 def _header(place: str) -> tuple[str, list[str]]:
-    """Return the delimiter by which the first line has most of the columns that we look for, and that line."""
+    """Return the delimiter that gives the header the most known columns, and the header."""
     with open_text(place, newline="") as file:
         headers = {}
         for delimiter in DELIMITERS:
             file.seek(0)
             headers[delimiter] = next(_csv_lines(place, csv.reader(file, delimiter=delimiter)), [])
-    wanted = {*IMAGE_COLUMNS, *LABEL_COLUMNS, "split"}
+    names = {*IMAGE_COLUMNS, *LABEL_COLUMNS, "split"}
 
     def known(delimiter: str) -> int:
-        return sum(column.strip().lower() in wanted for column in headers[delimiter])
+        return sum(column.strip().lower() in names for column in headers[delimiter])
 
-    chosen = max(DELIMITERS, key=known)  # of equal ones the first: a comma
+    chosen = max(DELIMITERS, key=known)  # on ties the first: a comma
     return chosen, headers[chosen]
 
 
@@ -257,15 +257,15 @@ def _csv_lines(place: str, reader: Iterator[list[str]]) -> Iterator[list[str]]:
     try:
         yield from reader
     except csv.Error as fault:
-        raise DataError(f"{shown(place)} is not a CSV file that can be read: {fault}") from None
+        raise DataError(f"{shown(place)} is not a valid CSV file: {fault}") from None
 
 
 def read_jsonl(place: str, unlabelled: bool) -> tuple[Columns, Iterator[ManifestRow]]:
-    """Return the columns and the rows of a file with a JSON object on every line."""
+    """Return the columns and rows of a file with one JSON object per line."""
     lines = [fields for _, fields in itertools.islice(_json_lines(place), 1)]
     found = next((fields for _, fields in _json_lines(place) if isinstance(fields, dict)), None)
     if found is None:
-        raise DataError(str(lines[0]) if lines else f"{shown(place)} lists no images; add a line for each")
+        raise DataError(str(lines[0]) if lines else f"{shown(place)} lists no images; add one line per image")
     columns = choose_columns(place, list(found), unlabelled=unlabelled)
     return columns, _json_rows(place, columns)
 
@@ -280,7 +280,7 @@ def _json_rows(place: str, columns: Columns) -> Iterator[ManifestRow]:
 
 
 def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:
-    """Give the number of each line with the object on it, or with what is wrong there."""
+    """Yield the number of each line with its object, or with an error message."""
     with open_text(place) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -288,9 +288,9 @@ def _json_lines(place: str) -> Iterator[tuple[int, dict[str, object] | str]]:
             try:
                 fields = json.loads(line)
             except (ValueError, RecursionError):
-                yield number, f"{shown(place)}, line {number} is not JSON; write one object on each line"
+                yield number, f"{shown(place)}, line {number} is not JSON; write one object per line"
                 continue
             if isinstance(fields, dict):
                 yield number, fields
             else:
-                yield number, f"{shown(place)}, line {number} is not a JSON object; write one object on each line"
+                yield number, f"{shown(place)}, line {number} is not a JSON object; write one object per line"

@@ -1,4 +1,4 @@
-"""Finding out what a person gave as data, and opening it."""
+"""Detect the kind of a dataset, and open it."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail.data.sources.builtin import digits
-from vitrail.data.sources.faults import Faults, settle
+from vitrail.data.sources.faults import Faults, report_faults
 from vitrail.data.sources.folders import open_folder
 from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.manifests import open_manifest
@@ -38,7 +38,7 @@ _SHARD_OF_SPLIT = re.compile(r"(" + "|".join(SPLITS) + r")(?![a-z])", re.IGNOREC
 
 @dataclass(frozen=True, eq=False)
 class Renumbered:
-    """A source whose classes are counted as another one counts them, so that one model fits both."""
+    """A source whose class indices are those of another source, so that one model fits both."""
 
     whole: Source
     classes: tuple[str, ...]
@@ -53,7 +53,7 @@ class Renumbered:
         return self.whole.key(index) if isinstance(self.whole, Keyed) else self.whole.name(index)
 
     def name(self, index: int) -> str:
-        """Return what a person would call an image."""
+        """Return a readable name of an image."""
         return self.whole.name(index)
 
     def read(self, index: int) -> bytes | Pixels:
@@ -75,12 +75,12 @@ def open_data(
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Splits:
-    """Open data to train on, in three splits: those that the data itself names, the others drawn from train.
+    """Open training data in three splits: those that the data defines, the others drawn from train.
 
-    `place` is a folder with a sub-folder for each class (or with such folders in train/, val/ and test/), a manifest
+    `place` is a folder with one sub-folder per class (or with such folders in train/, val/ and test/), a manifest
     (.csv, .tsv, .jsonl, .parquet), tar shards or Parquet files (one, a folder of them, a pattern), or the word
-    "digits". With the `record` of an earlier split the splits are the same as then, whatever `seed` and the shares say.
-    With `faults`, what cannot be used is left out and named there, and data that cannot be divided is all for training.
+    "digits". The `record` of an earlier split reproduces it, regardless of `seed` and the fractions. With `faults`,
+    unusable items are skipped and named there, and data that cannot be split is used for training only.
     """
     place = place_of(place)
     named = _open_splits(place, faults, on_progress)
@@ -93,24 +93,24 @@ def open_data(
             named[name] = split_of(named[name], np.flatnonzero(known))
         wrong += strange
     if faults is None:
-        settle(wrong, shown(place), None)
+        report_faults(wrong, shown(place), None)
     named |= {name: renumber(named[name], train) for name in named.keys() - {"train"}}
     if record is not None:
         return _as_recorded(named, record)
     alone = len(named) == 1
-    shares = {"val": val, "test": test} if alone else {"val": val} if "val" not in named and val > 0 else {}
+    fractions = {"val": val, "test": test} if alone else {"val": val} if "val" not in named and val > 0 else {}
     if faults is not None:
-        few = too_few(train.labels, val=shares.get("val", 0), test=shares.get("test", 0), classes=train.classes)
+        few = too_few(train.labels, val=fractions.get("val", 0), test=fractions.get("test", 0), classes=train.classes)
         faults += [*wrong, *few]
         if wrong or few:
             return Splits(train, named.get("val"), named.get("test"), {})
     if alone:
         return split_source(train, seed=seed, val=val, test=test)
-    if shares:
+    if fractions:
         for_train, for_val, _ = split_indices(train.labels, seed=seed, val=val, test=0, classes=train.classes)
         named |= {"train": split_of(train, for_train), "val": split_of(train, for_val)}
     splits = (named["train"], named.get("val"), named.get("test"))
-    return Splits(*splits, make_record("given", *splits, seed=seed if shares else None, shares=shares))
+    return Splits(*splits, make_record("given", *splits, seed=seed if fractions else None, fractions=fractions))
 
 
 def _too_few_classes(place: str, train: Source) -> list[str]:
@@ -118,11 +118,11 @@ def _too_few_classes(place: str, train: Source) -> list[str]:
     if len(present) > 1:
         return []
     found = f"only one class, {train.classes[present[0]]!r}" if len(present) else "no images to train on"
-    return [f"{shown(place)} has {found}; training needs images of at least two classes"]
+    return [f"{shown(place)} has {found}; training needs at least two classes"]
 
 
 def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None = None) -> Source:
-    """Open data as one source, to predict or measure on. Images without a class have label -1."""
+    """Open data as one source, to predict or evaluate. Images without a class have label -1."""
     place = place_of(place)
     if not os.path.lexists(place):
         if place == "digits":
@@ -130,9 +130,9 @@ def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None =
         return _one(place, _group_shards(_existing_shards(place)), on_progress)
     if os.path.isdir(place):
         inside = _look_into(place)
-        if found := _part_folders(place, inside.folders):
+        if found := _split_folders(place, inside.folders):
             splits = ", ".join(sorted(os.path.basename(folder) for folder in found.values()))
-            raise DataError(f"{shown(place)} has the splits {splits}; name the folder of one of them")
+            raise DataError(f"{shown(place)} has the splits {splits}; give the folder of one of them")
         if inside.shards:
             return _one(place, _group_shards(inside.shards), on_progress)
         return open_folder(place, unlabelled=True, on_progress=on_progress)
@@ -142,11 +142,9 @@ def open_source(place: str | os.PathLike[str], *, on_progress: Progress | None =
 
 
 def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None) -> Source:
-    """Open shards as one source, if they are not those of several splits."""
+    """Open shards as one source, unless they belong to several splits."""
     if len(shards) > 1:
-        raise DataError(
-            f"{shown(place)} has shards of the splits {', '.join(shards)}; name those of one split by a pattern"
-        )
+        raise DataError(f"{shown(place)} has shards of the splits {', '.join(shards)}; select one split with a pattern")
     paths = next(iter(shards.values()))
     if _are_tables(paths):
         return open_tables(paths, unlabelled=True, on_progress=on_progress)
@@ -154,30 +152,32 @@ def _one(place: str, shards: dict[str, list[str]], on_progress: Progress | None)
 
 
 def _open_splits(place: str, faults: Faults | None, on_progress: Progress | None) -> dict[str, Source]:
-    """Open the splits that the data names; one that names none is "train" as a whole."""
+    """Open the splits that the data defines; data without splits is all "train"."""
     if not os.path.lexists(place):
         if place == "digits":
             return {"train": digits()}
         return _open_shards_of_splits(place, _existing_shards(place), faults, on_progress)
     if os.path.isdir(place):
         inside = _look_into(place)
-        if found := _part_folders(place, inside.folders):
+        if found := _split_folders(place, inside.folders):
             return {name: _open_split(folder, faults, on_progress) for name, folder in found.items()}
         if inside.shards:
             return _open_shards_of_splits(place, inside.shards, faults, on_progress)
         return {"train": open_folder(place, faults=faults, on_progress=on_progress)}
     if _kind_of_file(place) == "shard":
         return {"train": open_shards([place], on_progress=on_progress)}
-    return _parts_in(place, _open_table(place, False, faults, on_progress))
+    return _splits_in(place, _open_table(place, False, faults, on_progress))
 
 
-def _parts_in(place: str, table: Table | Tables) -> dict[str, Source]:
-    """Divide a manifest by its column of splits, where it has one."""
+def _splits_in(place: str, table: Table | Tables) -> dict[str, Source]:
+    """Split a manifest by its split column, if it has one."""
     if table.split_of is None:
         return {"train": table}
     rows = {name: np.flatnonzero(table.split_of == number) for number, name in enumerate(("train", "val", "test"))}
     if not len(rows["train"]):
-        raise DataError(f"{shown(place)} has no row of the training split; write train in the split column of some")
+        raise DataError(
+            f"{shown(place)} has no rows of the training split; write train in the split column of some rows"
+        )
     return {name: split_of(table, indices) for name, indices in rows.items() if len(indices)}
 
 
@@ -204,7 +204,7 @@ def _open_shards_of_splits(
         return {name: open_shards(group, on_progress=on_progress) for name, group in groups.items()}
     tables = {name: open_tables(group, faults=faults, on_progress=on_progress) for name, group in groups.items()}
     if len(tables) == 1:
-        return _parts_in(place, tables["train"])
+        return _splits_in(place, tables["train"])
     return dict(tables)
 
 
@@ -213,15 +213,15 @@ def _are_tables(paths: Sequence[str]) -> bool:
 
 
 class _Inside(NamedTuple):
-    """What lies in a folder."""
+    """The contents of a folder."""
 
     folders: list[str]
     shards: list[str]
-    """Tar shards or Parquet files, sorted, where there are no folders beside them."""
+    """Tar shards or Parquet files, sorted; empty if there are sub-folders."""
 
 
 def _look_into(place: str) -> _Inside:
-    """Return the paths of the sub-folders and of the shards in a folder, sorted."""
+    """Return the sorted paths of the sub-folders and shards in a folder."""
     try:
         with os.scandir(place) as entries:
             seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
@@ -232,18 +232,18 @@ def _look_into(place: str) -> _Inside:
     if folders:
         return _Inside(folders, [])
     if tars and tables:
-        raise DataError(f"{shown(place)} has tar shards and Parquet files; name those of one kind by a pattern")
+        raise DataError(f"{shown(place)} has both tar shards and Parquet files; select one kind with a pattern")
     return _Inside([], tars or tables)
 
 
-def _part_folders(place: str, folders: list[str]) -> dict[str, str]:
-    """Return the folders of the splits, if these are some: train with another split beside it, or train alone."""
+def _split_folders(place: str, folders: list[str]) -> dict[str, str]:
+    """Return the folders of the splits, if there are any: train with another split, or train alone."""
     found: dict[str, str] = {}
     for folder in folders:
         split = SPLITS.get(os.path.basename(folder).lower())
         if split is not None and split in found:
             both = f"{shown(os.path.basename(found[split]))}/ and {shown(os.path.basename(folder))}/"
-            raise DataError(f"{shown(place)} has {both}, which are the same split; keep one of them")
+            raise DataError(f"{shown(place)} has {both}, which are the same split; keep one")
         if split is not None:
             found[split] = folder
     if "train" not in found or (len(found) == 1 and len(folders) > 1):
@@ -252,19 +252,19 @@ def _part_folders(place: str, folders: list[str]) -> dict[str, str]:
     others = [shown(os.path.basename(folder)) for folder in beside]
     if others:
         raise DataError(
-            f"{shown(place)} has the splits {', '.join(found)} and beside them images in {', '.join(others)}, which "
-            f"would be passed over; move them away, or into one of the splits"
+            f"{shown(place)} has the splits {', '.join(found)}, but also images in {', '.join(others)}, which would be "
+            f"ignored; move them away, or into one of the splits"
         )
     return found
 
 
 def _holds_images(folder: str) -> bool:
-    """Tell whether there is an image in a folder, at any depth."""
+    """Return whether a folder contains an image, at any depth."""
     return any(name.rpartition(".")[2].lower() in SUFFIXES for _, _, names in os.walk(folder) for name in names)
 
 
 def _group_shards(tars: list[str]) -> dict[str, list[str]]:
-    """Sort shards by the split that their names begin with ("val-0001.tar"), if all do so and some are for training."""
+    """Group shards by the split their names start with ("val-0001.tar"), if all do and some are for training."""
     groups: dict[str, list[str]] = {}
     for tar in tars:
         match = _SHARD_OF_SPLIT.match(os.path.basename(tar))
@@ -273,30 +273,30 @@ def _group_shards(tars: list[str]) -> dict[str, list[str]]:
 
 
 def _existing_shards(place: str) -> list[str]:
-    """Return the shards that a pattern stands for."""
+    """Return the shards that match a pattern."""
     if not is_pattern(place):
-        raise DataError(f"there is no {shown(place)}; give a folder, a manifest, tar shards, or the word digits")
+        raise DataError(f"{shown(place)} does not exist; give a folder, a manifest, tar shards, or the word digits")
     return expand_pattern(place)
 
 
 def _kind_of_file(place: str) -> str:
     lower = place.lower()
     if not os.path.exists(place):
-        raise DataError(f"{shown(place)} is a link to nothing; correct the link")
+        raise DataError(f"{shown(place)} is a dangling link; correct the link")
     if lower.endswith(PACKED):
-        raise DataError(f"{shown(place)} is compressed, which allows no random access; unpack it and give the result")
+        raise DataError(f"{shown(place)} is compressed, which prevents random access; unpack it and use the result")
     if lower.endswith(".tar"):
         return "shard"
     if lower.endswith(MANIFESTS):
         return "manifest"
     raise DataError(
-        f"{shown(place)} is neither a folder nor a file of a known kind; give a folder, "
+        f"{shown(place)} is neither a folder nor a file of a known type; give a folder, "
         f"a manifest ({', '.join(MANIFESTS)}) or tar shards"
     )
 
 
 def strange_classes(source: Source, train: Source, place: str) -> list[str]:
-    """Say which classes a split has that the training split does not have. `place` is what messages call the split."""
+    """Report classes of a split that the training split does not have. `place` names the split in messages."""
     trained = {train.classes[label] for label in np.unique(train.labels).tolist()}
     present = [source.classes[label] for label in np.unique(source.labels).tolist()]
     return [
@@ -307,7 +307,7 @@ def strange_classes(source: Source, train: Source, place: str) -> list[str]:
 
 
 def renumber(source: Source, train: Source) -> Source:
-    """Return a source with its classes counted as the training split counts them, which has them all."""
+    """Return a source with the class indices of the training split, which has all of its classes."""
     if source.classes == train.classes:
         return source
     numbers = {name: number for number, name in enumerate(train.classes)}
@@ -316,7 +316,7 @@ def renumber(source: Source, train: Source) -> Source:
 
 
 def _as_recorded(named: Mapping[str, Source], record: Mapping[str, Any]) -> Splits:
-    """Return the splits as a record says: those that the data names must have as many images, the others are drawn."""
+    """Return the recorded splits: those that the data defines must have the recorded counts, others are restored."""
     drawn = {
         key: {
             split: value for split, value in dict(record.get(key, {})).items() if split == "train" or split not in named

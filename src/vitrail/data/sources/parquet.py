@@ -1,4 +1,4 @@
-"""Parquet manifests: paths of images, or the images themselves as bytes, as Hugging Face datasets writes them."""
+"""Parquet manifests: image paths, or the image bytes, as written by Hugging Face datasets."""
 
 import importlib
 import itertools
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.sources.columns import IMAGE_COLUMNS, Columns, LabelCollector, ManifestRow, choose_columns
-from vitrail.data.sources.faults import Faults, settle
+from vitrail.data.sources.faults import Faults, report_faults
 from vitrail.data.sources.index_files import Progress, shown
 from vitrail.data.sources.manifests import PROGRESS_EVERY, Manifest, manifest_of
 from vitrail.data.sources.source import Labels, reason_of, stamp_file
@@ -21,15 +21,15 @@ from vitrail.errors import DataError
 from vitrail.io import open_regular
 
 GROUPS_HELD = 4
-"""How many row groups a process keeps in memory."""
+"""Number of row groups a process keeps in memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParquetImages:
-    """Images that lie as bytes in a column of a Parquet file, read a row group at a time.
+    """Image bytes in a column of a Parquet file, read one row group at a time.
 
-    Fast in the order of the rows. In random order every image costs the reading of its row group: to train on many,
-    write small row groups, or tar shards.
+    Fast in row order. In random order every image costs reading its row group: for training on many images, write
+    small row groups, or tar shards.
     """
 
     place: str
@@ -39,11 +39,11 @@ class ParquetImages:
     classes: tuple[str, ...]
     labels: Labels
     split_of: NDArray[np.int8] | None
-    """Of every image, 0 for train, 1 for val, 2 for test, where the file says so."""
+    """The split of every image: 0 train, 1 validation, 2 test; None if the file has no split column."""
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Row groups stay in the process that read them.
+        # Row groups are not pickled.
         return {**self.__dict__, "_held": OrderedDict()}
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class ParquetImages:
         start = int(self.group_ends[group - 1]) if group else 0
         value = self._group(group, index)[index - start].as_py()
         if value is None:
-            raise DataError(f"{self.name(index)} has no image; write its bytes, or remove the row")
+            raise DataError(f"{self.name(index)} has no image; add its bytes, or remove the row")
         return bytes(value)
 
     def _group(self, group: int, index: int) -> Any:
@@ -74,7 +74,7 @@ class ParquetImages:
             try:
                 with open_regular(self.place) as raw, arrow.parquet.ParquetFile(raw) as file:
                     table = file.read_row_group(group, columns=[self.column], use_threads=False)
-            except _damage(arrow) as fault:
+            except _read_errors(arrow) as fault:
                 raise DataError(f"{self.name(index)} cannot be read: {_one_line(fault)}") from None
             values = table.column(0)
             for inner in self.column.split(".")[1:]:
@@ -84,8 +84,8 @@ class ParquetImages:
             self._held.popitem(last=False)
         return values
 
-    def let_go(self) -> None:
-        """Forget the row groups that are held."""
+    def release(self) -> None:
+        """Release the cached row groups."""
         self._held.clear()
 
     def stamp(self, index: int) -> tuple[int, int]:
@@ -94,13 +94,13 @@ class ParquetImages:
 
 
 def import_pyarrow(place: str) -> Any:
-    """Return pyarrow, which only Parquet files need."""
+    """Import pyarrow, which only Parquet files need."""
     try:
         importlib.import_module("pyarrow.compute")
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
     except ImportError:
-        raise DataError(f"{shown(place)} needs pyarrow to be read: pip install 'vitrail[parquet]'") from None
+        raise DataError(f"{shown(place)} cannot be read without pyarrow: pip install 'vitrail[parquet]'") from None
 
 
 def open_parquet(
@@ -110,16 +110,16 @@ def open_parquet(
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Manifest | ParquetImages:
-    """Open a Parquet file. With `unlabelled` it need not have a column of labels.
+    """Open a Parquet file. With `unlabelled`, a label column is not required.
 
-    With `faults`, rows whose files cannot be used are left out and named there.
+    With `faults`, rows with unusable files are skipped and named there.
     """
     place = os.fspath(place)
     arrow = import_pyarrow(place)
     try:
         with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             return _open(place, arrow, file, unlabelled, faults, on_progress)
-    except _damage(arrow) as fault:
+    except _read_errors(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
@@ -138,7 +138,7 @@ def _open(
             place, columns, rows, unit="row", names=names, unlabelled=unlabelled, faults=faults, on_progress=on_progress
         )
     _check_no_empty(place, file, column)
-    # Hugging Face writes -1 where a label is not known.
+    # Hugging Face writes -1 for an unknown label.
     unknown = "-1" if names and unlabelled else None
     collector = LabelCollector(place, columns, unit="row", unknown=unknown, any_label=unlabelled)
     wrong: list[str] = []
@@ -149,25 +149,25 @@ def _open(
             wrong.append(str(fault))
         if on_progress is not None and not row.number % PROGRESS_EVERY:
             on_progress(row.number)
-    settle(wrong, shown(place), None)  # an image is its row's number, so that no row can be left out
+    report_faults(wrong, shown(place), None)  # images are addressed by row number, so no row can be skipped
     groups = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     return ParquetImages(place, column, np.cumsum(groups, dtype=np.int64), *collector.finish(names))
 
 
 def read_parquet(place: str) -> Iterator[ManifestRow]:
-    """Go through a file without holding its rows; `Row.image` is an image's bytes, its path, or both in a dict."""
+    """Iterate over a file lazily; `ManifestRow.image` is an image's bytes, its path, or both in a dict."""
     arrow = import_pyarrow(place)
     try:
         with open_regular(place) as raw, arrow.parquet.ParquetFile(raw) as file:
             columns = Columns(_columns(place, arrow, file, True).image, None, None, None)
             at_once = 65_536 if _bytes_column(arrow, file, columns.image) is None else 16
             yield from _rows(file, columns, at_once)
-    except _damage(arrow) as fault:
+    except _read_errors(arrow) as fault:
         raise DataError(f"{shown(place)} cannot be read as Parquet: {_one_line(fault)}") from None
 
 
 def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
-    # Bytes before paths: where a file has both, the paths tell where the bytes once came from.
+    # Bytes before paths: if a file has both, the paths are the origin of the bytes.
     names = file.schema_arrow.names
     binary = [name for name in names if _bytes_column(arrow, file, name) is not None]
     preferred = sorted(IMAGE_COLUMNS, key=lambda name: not any(name == found.strip().lower() for found in binary))
@@ -175,7 +175,7 @@ def _columns(place: str, arrow: Any, file: Any, unlabelled: bool) -> Columns:
 
 
 def _bytes_column(arrow: Any, file: Any, name: str) -> str | None:
-    """Return the path of the bytes in a column, or None where it holds paths."""
+    """Return the schema path of a column's bytes, or None if it holds file paths."""
     kind = file.schema_arrow.field(name).type
     if arrow.types.is_binary(kind) or arrow.types.is_large_binary(kind):
         return name
@@ -187,7 +187,7 @@ def _bytes_column(arrow: Any, file: Any, name: str) -> str | None:
 
 
 def _empty_cells(file: Any, column: str) -> int | None:
-    """Return how many rows have nothing in a column, without reading it; None where the file does not say."""
+    """Return the null count of a column from the file's statistics; None if it has none."""
     total = 0
     for group in range(file.num_row_groups):
         cells = file.metadata.row_group(group)
@@ -208,7 +208,7 @@ def _check_no_empty(place: str, file: Any, column: str) -> None:
 
 
 def _class_names(schema: Any, label: str | None) -> list[str] | None:
-    """Return the names that Hugging Face datasets wrote for whole-number labels, if it did."""
+    """Return the class names that Hugging Face datasets stored for integer labels, if any."""
     text = (schema.metadata or {}).get(b"huggingface")
     try:
         names = json.loads(text)["info"]["features"][label]["names"] if text is not None else None
@@ -218,20 +218,20 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
 
 
 def _rows(file: Any, columns: Columns, at_once: int = 65_536) -> Iterator[ManifestRow]:
-    """Go through the rows, reading the columns asked for and of an image only its path."""
-    wanted = [column for column in columns if column]
+    """Iterate over the rows, reading only the given columns."""
+    names = [column for column in columns if column]
     numbers = itertools.count(1)
-    if not wanted:
+    if not names:
         yield from (ManifestRow(next(numbers), None, None, None, None) for _ in range(file.metadata.num_rows))
         return
-    for batch in file.iter_batches(batch_size=at_once, columns=wanted, use_threads=False):
+    for batch in file.iter_batches(batch_size=at_once, columns=names, use_threads=False):
         cells = [batch.column(column).to_pylist() if column else itertools.repeat(None) for column in columns]
         for image, label, name, split in zip(*cells, strict=False):
             yield ManifestRow(next(numbers), image, label, name, split)
 
 
-def _damage(arrow: Any) -> tuple[type[Exception], ...]:
-    """Return what comes out of pyarrow for a damaged file, or for one that is not Parquet."""
+def _read_errors(arrow: Any) -> tuple[type[Exception], ...]:
+    """Return the exceptions that pyarrow raises for a corrupt file, or for one that is not Parquet."""
     return OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError, arrow.ArrowException
 
 

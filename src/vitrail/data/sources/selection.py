@@ -1,4 +1,4 @@
-"""Choosing the images that a model is measured on, and counting their classes as the model does."""
+"""Select the images to evaluate a model on, and match their classes to the model's."""
 
 import os
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ CONTENT = "content"
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Several sources, one after the other, that have the same classes."""
+    """The concatenation of several sources with the same classes."""
 
     sources: tuple[Source, ...]
     labels: Labels
@@ -40,7 +40,7 @@ class Joined:
         return len(self.labels)
 
     def name(self, index: int) -> str:
-        """Return what a person would call an image."""
+        """Return a readable name of an image."""
         source, inner = self._find(index)
         return source.name(inner)
 
@@ -62,14 +62,14 @@ class Joined:
         raise IndexError(index)
 
 
-class Chosen(NamedTuple):
-    """The images to measure on."""
+class Selection(NamedTuple):
+    """The images to evaluate on."""
 
     source: Source
     split: str
     """One of `CHOICES`."""
     held_out: bool
-    """Whether somebody said, the data or the model's own run, that these are not for training."""
+    """Whether the data or the model's own run declares that these were held out from training."""
 
 
 def choose_images(
@@ -78,85 +78,87 @@ def choose_images(
     *,
     record: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
-) -> Chosen:
-    """Open the images that a model is measured on.
+) -> Selection:
+    """Open the images to evaluate a model on.
 
-    By default they are the test split that the data names, else its validation split. Where it names neither they are
-    the test split of `record`, the split that the model was trained with, if this is the data of that split; else all
-    of them. Asked for a split that nobody has named, it takes the one that training would draw by default.
+    By default they are the test split that the data defines, else its validation split. If it defines neither, they
+    are the test split of `record`, the split the model was trained with, if it fits this data; else all images. A
+    requested split that is not defined anywhere is drawn as training would by default.
     """
     if split is not None and split not in CHOICES:
-        raise ConfigError(f"no split is called {split!r}; choose {', '.join(CHOICES)}")
+        raise ConfigError(f"unknown split {split!r}; choose {', '.join(CHOICES)}")
     place = place_of(place)
     whole, own = _open(place, on_progress)
     if split is None:
         split = next((name for name in ("test", "val") if name in own), None)
     if split is None:
-        return _recorded_test(place, record, on_progress) or Chosen(whole, "all", False)
+        return _recorded_test(place, record, on_progress) or Selection(whole, "all", False)
     if split == "all":
-        return Chosen(whole, "all", False)
-    # Where a run drew its validation split from the training split, only the record knows what was trained on.
+        return Selection(whole, "all", False)
+    # If a run drew its validation split from train, only the record knows what it trained on.
     if split in own and not (split == "train" and record is not None):
-        return Chosen(own[split], split, split != "train")
+        return Selection(own[split], split, split != "train")
     if own and record is None:
         raise DataError(f"{shown(os.fspath(place))} has no {split} split; it has {', '.join(own)}")
     splits = open_data(place, record=record, on_progress=on_progress)
     source = {"train": splits.train, "val": splits.val, "test": splits.test}[split]
     if source is None:
-        raise DataError(f"the split that the model was trained with has no {split} split")
-    return Chosen(source, split, record is not None and split != "train")
+        raise DataError(f"the model was trained without a {split} split")
+    return Selection(source, split, record is not None and split != "train")
 
 
-class Seen(NamedTuple):
-    """What the run that a model comes from did with the images it is evaluated on."""
+class SeenInTraining(NamedTuple):
+    """How many of the images that a model is evaluated on were used in its training run."""
 
     selected_on: int = 0
-    """How many of them are in the run's validation split, which picked the best checkpoint."""
+    """Number of images in the run's validation split, which selected the best checkpoint."""
     trained_on: int = 0
     compared_by: str | None = None
-    """How they were compared with the images of the run: by "content", by "name", or by what is known of both; None
-    where nothing is known."""
+    """How they were compared with the run's images: by "content", by "name", or by both as far as known; None if
+    nothing is known."""
 
-    def said(self, images: int) -> str:
-        """Say it as a caveat; nothing where all is known and the model has never met them."""
-        said = ""
+    def caveat(self, images: int) -> str:
+        """Return a caveat for a summary; empty if the model has certainly not seen the images."""
+        caveat = ""
         if self.selected_on:
-            said += (
+            caveat += (
                 f"; selected on {'these' if self.selected_on == images else f'{self.selected_on:,} of these'} images"
             )
         if self.trained_on:
-            said += f"; trained on {'these' if self.trained_on == images else f'{self.trained_on:,} of these'} images"
+            caveat += f"; trained on {'these' if self.trained_on == images else f'{self.trained_on:,} of these'} images"
         if self.compared_by not in (None, CONTENT):
-            said += f"; compared with the images of its run by {self.compared_by} only"
-        return said
+            caveat += f"; compared with the images of its run by {self.compared_by} only"
+        return caveat
 
 
-def seen_by_run(source: Source, record: Mapping[str, Any] | None, contents: Contents | None = None) -> Seen:
-    """Find images among those of a run: by content where the digests of all are known, else by name as well."""
-    by_name = Seen() if record is None else _seen_by_name(source, record)
+def seen_in_training(
+    source: Source, record: Mapping[str, Any] | None, contents: Contents | None = None
+) -> SeenInTraining:
+    """Count the images that a run has used: by content if all digests are known, else also by name."""
+    by_name = SeenInTraining() if record is None else _seen_by_name(source, record)
     if contents is None:
         return by_name
     digests = digests_of(source)
     selected, trained = (int(np.isin(digests, split).sum()) for split in (contents.val, contents.train))
     if contents.complete:
-        return Seen(selected, trained, CONTENT)
+        return SeenInTraining(selected, trained, CONTENT)
     known, of = len(contents.train) + len(contents.val), sum(contents.images)
     split = f"the content of {known:,} of {of:,}"
     compared = split if record is None else f"name and {split}"
-    return Seen(max(selected, by_name.selected_on), max(trained, by_name.trained_on), compared)
+    return SeenInTraining(max(selected, by_name.selected_on), max(trained, by_name.trained_on), compared)
 
 
-def _seen_by_name(source: Source, record: Mapping[str, Any]) -> Seen:
-    """Find images among those that a run's record of its split names."""
+def _seen_by_name(source: Source, record: Mapping[str, Any]) -> SeenInTraining:
+    """Count the images whose names are in a run's split record."""
     names = record["names"] if isinstance(record["names"], Mapping) else {}
     val, test = (set(names.get(split) or ()) for split in ("val", "test"))
     keys = set(_keys_of(source))
-    if keys <= test:  # folders of val and test may hold files of the same names
-        return Seen(compared_by="name")
-    # The names of the training images are not recorded; where all others are there, the rest are those.
+    if keys <= test:  # val and test folders may contain files of the same names
+        return SeenInTraining(compared_by="name")
+    # Names of training images are not recorded; if all val and test images are present, the rest are training images.
     whole = bool(val | test) and (val | test) <= keys
     trained = min(len(keys - val - test), _trained_on(record)) if whole else 0
-    return Seen(len(keys & val), trained, "name")
+    return SeenInTraining(len(keys & val), trained, "name")
 
 
 def _trained_on(record: Mapping[str, Any]) -> int:
@@ -171,7 +173,7 @@ def _keys_of(source: Source) -> list[str]:
 
 
 def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
-    """Return the split of the run that a bundle lies in, so that no image it was trained on is taken for a test."""
+    """Return the split record of a bundle's run, so that no training image is used for testing."""
     if bundle is None:
         return None
     place = bundle.absolute().parent / "split.json"
@@ -181,7 +183,7 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
         return None
     except ContentError as error:
         raise DataError(
-            f"{place} {error}, so nobody knows which images the model was trained on; restore the file, or copy "
+            f"{place} {error}, so the training images of the model are unknown; restore the file, or copy "
             f"{bundle.name} out of its run"
         ) from None
     return record if isinstance(record, dict) and {"names", "counts"} <= record.keys() else None
@@ -189,8 +191,8 @@ def recorded_split(bundle: Path | None) -> dict[str, Any] | None:
 
 def _recorded_test(
     place: str | os.PathLike[str], record: Mapping[str, Any] | None, on_progress: Progress | None
-) -> Chosen | None:
-    """Return the test split of a recorded split, or its val split; None if these are not the images that were split."""
+) -> Selection | None:
+    """Return the test split of a record, or its validation split; None if the record does not fit the data."""
     if record is None:
         return None
     try:
@@ -198,15 +200,15 @@ def _recorded_test(
     except DataError:
         return None
     if splits.test is not None:
-        return Chosen(splits.test, "test", True)
-    return None if splits.val is None else Chosen(splits.val, "val", True)
+        return Selection(splits.test, "test", True)
+    return None if splits.val is None else Selection(splits.val, "val", True)
 
 
 def _open(place: str | os.PathLike[str], on_progress: Progress | None) -> tuple[Source, dict[str, Source]]:
-    """Return all images, and those of each split where the data names splits."""
+    """Return all images, and those of each split if the data defines splits."""
     try:
         source = open_source(place, on_progress=on_progress)
-    except DataError:  # several splits are no single source; what cannot be opened at all fails again
+    except DataError:  # several splits are not one source; data that cannot be opened at all fails again
         return _whole_and_splits(open_data(place, val=0, test=0, on_progress=on_progress))
     if not isinstance(source, Manifest | ParquetImages | Tables) or source.split_of is None:
         return source, {}
@@ -223,23 +225,23 @@ def _whole_and_splits(splits: Splits) -> tuple[Source, dict[str, Source]]:
 
 
 def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *, by_number: bool = False) -> Source:
-    """Return a source with its classes counted as a model counts its outputs, which are called `names` if anything.
+    """Return a source with the class indices of a model's outputs.
 
-    They are matched by name where the model has names, else by number, for which both must have as many.
+    Classes are matched by name if the model has `names`, else by index, for which the numbers of classes must agree.
     """
     check_source(source)
     unknown = np.flatnonzero(source.labels < 0)
     if len(unknown):
         more = f" and {len(unknown) - 1:,} more have" if len(unknown) > 1 else " has"
         raise DataError(
-            f"{source.name(int(unknown[0]))}{more} no class, so a prediction cannot be called right or "
-            "wrong; put images into class folders or name labels in a manifest, or use vitrail predict"
+            f"{source.name(int(unknown[0]))}{more} no class, so predictions cannot be evaluated; "
+            "put images into class folders, add labels in a manifest, or use vitrail predict"
         )
     if names is None or by_number:
         if len(source.classes) != outputs:
             raise DataError(
-                f"the data has {len(source.classes):,} classes and the model {outputs:,}, so that they cannot be "
-                "matched by number; give data of the model's classes"
+                f"the data has {len(source.classes):,} classes and the model {outputs:,}, so they cannot be "
+                "matched by index; use data with the model's classes"
             )
         return source if names is None else Renumbered(source, names, source.labels)
     if tuple(source.classes) == names:
@@ -252,7 +254,7 @@ def match_classes(source: Source, names: tuple[str, ...] | None, outputs: int, *
 
 
 def _check_names(present: list[str], names: tuple[str, ...]) -> None:
-    """See to it that the model has one class of each name."""
+    """Raise unless the model has exactly one class of each name."""
     if strange := [name for name in present if name not in names]:
         more = f" (and {len(strange) - 1:,} more)" if len(strange) > 1 else ""
         known = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
@@ -261,4 +263,4 @@ def _check_names(present: list[str], names: tuple[str, ...]) -> None:
             f"are {known}{suggest(strange[0], names)}"
         )
     if twice := [name for name in present if names.count(name) > 1]:
-        raise DataError(f"the model has several classes called {twice[0]!r}; match the classes by number")
+        raise DataError(f"the model has several classes named {twice[0]!r}; match the classes by index")

@@ -1,4 +1,4 @@
-"""Tar shards in WebDataset layout: files with one key are an image and its label. Indexed once, then read anywhere."""
+"""Tar shards in WebDataset layout: files with one key are an image and its label. Indexed once for random access."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from vitrail.io import ContentError, open_regular, read_text
 
 CLASSES_FILE = "classes.txt"
 LABEL_SUFFIXES = (b"cls", b"json", b"txt")
-"""Where a label may be; the first of them that a key has holds."""
+"""Suffixes of label files; the first one that a key has is used."""
 _IMAGES = frozenset(suffix.encode() for suffix in SUFFIXES)
 _INDEX = (
     "stamps", "shard_of", "starts", "sizes", "names", "name_ends", "codes", "found", "others", "other_ends",
@@ -40,30 +40,30 @@ _WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
-    """Where the images of some shards lie, and what their labels are."""
+class ShardIndex:
+    """The offsets and labels of the images in shards."""
 
     stamps: NDArray[np.int64]
-    """Of every shard, its size and the time of its last change."""
+    """Size and change time of every shard."""
     shard_of: NDArray[np.int32]
     starts: NDArray[np.int64]
     sizes: NDArray[np.int64]
     names: Names
     codes: NDArray[np.int64]
-    """Of every image, the place of its label in `found`, or -1."""
+    """For every image, the index of its label in `found`, or -1."""
     found: list[str]
     others: Names
-    """The files that are not used."""
+    """Unused files."""
     other_places: NDArray[np.int64]
-    """(3, files): of each the shard, where it begins and how long it is; 0 where its content need not be looked at."""
+    """(3, files): shard, offset and size of each; size 0 if its content should not be sniffed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Images inside tar files. No file stays open: opening one costs little beside decoding an image."""
+    """Images in tar files. No file stays open: opening one is cheap compared to decoding an image."""
 
     paths: tuple[str, ...]
-    index: Index
+    index: ShardIndex
     classes: tuple[str, ...]
     labels: Labels
 
@@ -75,7 +75,7 @@ class Shards:
         return self.paths[int(self.index.shard_of[index])]
 
     def key(self, index: int) -> str:
-        """Return the name of the shard, with as many folders as tell it from the others, and the path in it."""
+        """Return the path of the shard relative to the shards' common folder, and the path inside."""
         shard = os.path.relpath(os.path.abspath(self._path(index)), self._home)
         return os.path.join(os.fsencode(shard), self.index.names[index]).decode("utf-8", "backslashreplace")
 
@@ -84,11 +84,11 @@ class Shards:
         return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in self.paths])
 
     def name(self, index: int) -> str:
-        """Return the path of the shard and the path in it."""
+        """Return the path of the shard and the path inside."""
         return shown(os.path.join(os.fsencode(self._path(index)), self.index.names[index]))
 
     def skipped(self) -> Iterator[SkippedFile]:
-        """Give the files that are neither images nor their labels."""
+        """Yield the files that are neither images nor labels."""
         for number, (shard, start, size) in enumerate(self.index.other_places.T.tolist()):
             path = os.fsencode(self.paths[shard])
             yield SkippedFile(shown(os.path.join(path, self.index.others[number])), path, start, size)
@@ -102,18 +102,18 @@ class Shards:
         except OSError as fault:
             raise DataError(f"{self.name(index)} cannot be read: {reason_of(fault)}") from None
         if len(content) < size:
-            raise DataError(f"{self.name(index)} cannot be read: the shard has become shorter since it was indexed")
+            raise DataError(f"{self.name(index)} cannot be read: the shard was truncated after it was indexed")
         return content
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return the place and the size of an image in one number, and the time of the shard's last change."""
+        """Return offset and size of an image in one integer, and the change time of the shard."""
         start, size = int(self.index.starts[index]), int(self.index.sizes[index])
         changed = stamp_file(self._path(index), self.name(index))[1]
         return ((start // 512) << 31 | size & (2**31 - 1)) & (2**63 - 1), changed
 
 
 def read_at(file: int, size: int, start: int) -> bytes:
-    """Read from a place of a file; the system may give less at once than asked for."""
+    """Read `size` bytes at an offset; a single pread may return less."""
     content = os.pread(file, size, start)
     while len(content) < size and (more := os.pread(file, size - len(content), start + len(content))):
         content += more
@@ -121,9 +121,9 @@ def read_at(file: int, size: int, start: int) -> bytes:
 
 
 def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: Progress | None = None) -> Shards:
-    """Open tar shards as one source. With `unlabelled`, an image may be without a label and then has label -1.
+    """Open tar shards as one source. With `unlabelled`, an image without a label has label -1.
 
-    A file classes.txt beside the first shard names classes that are whole numbers, one on each line.
+    A file classes.txt next to the first shard names integer classes, one per line.
     """
     index = index_shards(paths, on_progress=on_progress)
     shown_paths = shown(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
@@ -131,14 +131,14 @@ def open_shards(paths: Sequence[str], *, unlabelled: bool = False, on_progress: 
         files = "1 other file" if len(index.others) == 1 else f"{len(index.others):,} other files"
         instead = f" ({files}, such as {shown(index.others[0])})" if len(index.others) else ""
         raise DataError(
-            f"{shown_paths} has no images{instead}; give their names one dot and one of the suffixes "
+            f"{shown_paths} has no images{instead}; name them with one dot and one of the suffixes "
             f"{', '.join(sorted(SUFFIXES))}"
         )
     names = _read_classes(paths[0])
     if names is None and not unlabelled:
         counts = np.bincount(index.codes[index.codes >= 0], minlength=len(index.found)).tolist()
         images = dict(zip(index.found, counts, strict=True))
-        check_classes(images, shown_paths, f"list the classes in {CLASSES_FILE} beside the shards")
+        check_classes(images, shown_paths, f"list the classes in {CLASSES_FILE} next to the shards")
     classes, lookup = order_classes(index.found, names, place=shown_paths)
     source = Shards(tuple(paths), index, classes, lookup[index.codes])
     if not unlabelled and (source.labels < 0).any():
@@ -161,8 +161,8 @@ def _read_classes(shard: str) -> list[str] | None:
         raise DataError(f"{shown(path)} cannot be read: {reason_of(fault)}") from None
 
 
-def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> Index:
-    """Find the images in shards, or take the index from the disk where no shard has changed since."""
+def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -> ShardIndex:
+    """Index the images in shards, or load the index from disk if no shard has changed."""
     stamps = np.array([stamp_file(path, shown(path)) for path in paths], np.int64)
     place = index_file("shards", paths)
     arrays = load_index(place, _INDEX)
@@ -173,7 +173,7 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
             on_progress(len(names))
         others = Names(arrays["others"], arrays["other_ends"])
         places = (arrays["shard_of"], arrays["starts"], arrays["sizes"])
-        return Index(stamps, *places, names, arrays["codes"], found, others, arrays["other_places"])
+        return ShardIndex(stamps, *places, names, arrays["codes"], found, others, arrays["other_places"])
     began = now_ns()
     index = _index(paths, stamps, on_progress)
     if settled(stamps[:, 1], began):
@@ -187,7 +187,7 @@ def index_shards(paths: Sequence[str], *, on_progress: Progress | None = None) -
     return index
 
 
-def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progress | None) -> Index:
+def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progress | None) -> ShardIndex:
     names, others = NamesBuilder(), NamesBuilder()
     other_places: list[NDArray[np.int64]] = []
     places: list[NDArray[np.int64]] = []
@@ -210,14 +210,14 @@ def _index(paths: Iterable[str], stamps: NDArray[np.int64], on_progress: Progres
             on_progress(sum(counts))
     starts, sizes, codes_of_all = np.concatenate(places, axis=1)
     shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    return Index(
+    return ShardIndex(
         stamps, shard_of, starts, sizes, Names(*names.arrays()), codes_of_all, list(code_of),
         Names(*others.arrays()), np.concatenate(other_places, axis=1),
     )  # fmt: skip
 
 
 class _Group:
-    """The files of one key."""
+    """The files with one key."""
 
     __slots__ = ("image", "labels")
 
@@ -227,12 +227,12 @@ class _Group:
 
 
 class _Contents(NamedTuple):
-    """What a shard holds."""
+    """The contents of a shard."""
 
     images: list[tuple[Member, str | None]]
-    """In their order, each with the text of its label."""
+    """In order, each with the text of its label."""
     others: list[Member]
-    """What is not used. What goes with an image of its key has the size 0: it is not taken for a misnamed image."""
+    """Unused files. A file that shares its key with an image gets size 0: it is not sniffed as a misnamed image."""
 
 
 def _contents(path: str) -> _Contents:
@@ -251,7 +251,7 @@ def _contents(path: str) -> _Contents:
 
 
 def _groups(path: str, file: int) -> tuple[dict[bytes, _Group], list[Member]]:
-    """Return the files by their keys, and those that are neither images nor labels."""
+    """Return the files by key, and those that are neither images nor labels."""
     groups: dict[bytes, _Group] = {}
     others: list[tuple[bytes, Member]] = []
     for member in members(path, file):
@@ -270,11 +270,11 @@ def _groups(path: str, file: int) -> tuple[dict[bytes, _Group], list[Member]]:
             if group.image is not None:
                 raise DataError(
                     f"{_inside(path, member)} is the second image of its key, after {shown(group.image.name)}; "
-                    "give every image a key of its own"
+                    "give every image a unique key"
                 )
             group.image = member
         elif suffix in group.labels:
-            raise DataError(f"{_inside(path, member)} is there twice; give every image a key of its own")
+            raise DataError(f"{_inside(path, member)} occurs twice; give every image a unique key")
         else:
             group.labels[suffix] = member
     used = {key for key, group in groups.items() if group.image is not None}
@@ -286,7 +286,7 @@ def _inside(path: str, member: Member) -> str:
 
 
 def _label(path: str, file: int, group: _Group) -> str | None:
-    """Return the text of a label, or None where the key has none."""
+    """Return the text of a label, or None if the key has none."""
     for suffix in LABEL_SUFFIXES:
         member = group.labels.get(suffix)
         if member is None:
@@ -300,8 +300,8 @@ def _label(path: str, file: int, group: _Group) -> str | None:
         except UnicodeDecodeError:
             raise DataError(f"{where} is not UTF-8; write the label as UTF-8") from None
         if suffix == b"cls":
-            what = "a .cls file holds a whole number, a .txt file the name of a class"
-            raise DataError(f"{where} holds {text[:40]!r}; {what}")
+            what = "a .cls file contains an integer, a .txt file a class name"
+            raise DataError(f"{where} contains {text[:40]!r}; {what}")
         label = _label_in_json(text, where) if suffix == b"json" else label_text(text, where)
         if label is not None:
             return label

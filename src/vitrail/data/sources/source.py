@@ -1,4 +1,4 @@
-"""`Source`: images with labels, by number. Every kind of data is one: folders, manifests, shards, arrays."""
+"""`Source`: the protocol of a labelled image dataset: folders, manifests, shards, arrays."""
 
 import os
 import zlib
@@ -19,62 +19,62 @@ Labels = NDArray[np.int64]
 SUFFIXES = frozenset(
     {"jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff", "npy", "heic", "heif", "hif", "avif"}
 )
-"""What the names of image files end with, after the dot and without regard to case.
+"""Suffixes of image files, without the dot; case is ignored.
 
-HEIC is listed also where pillow-heif is not installed, so that a folder has the same images everywhere."""
+HEIC is included even if pillow-heif is not installed, so that a folder has the same images everywhere."""
 
 
 class SkippedFile(NamedTuple):
-    """A file among the images that is not used, because its name does not end as an image's."""
+    """A file without an image suffix, which is not used."""
 
     name: str
-    """As a person reads it."""
+    """In readable form."""
     path: bytes
-    """The file that it is, or lies in."""
+    """The file itself, or the shard it is in."""
     start: int | None = None
-    """Where in a shard it begins; None where it is a file itself."""
+    """Its offset in a shard; None for a file of its own."""
     size: int | None = None
-    """How long it is in the shard; 0 where its content need not be looked at."""
+    """Its size in the shard; 0 if its content should not be sniffed."""
 
 
 class Source(Protocol):
-    """Images that can be asked for by number, from any process.
+    """Images by index, readable from any process.
 
-    A source is cheap to copy to another process (it holds names, not images) and keeps no file open across a fork.
+    A source is cheap to pickle (it holds names, not images) and keeps no file open across a fork.
     """
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes, in the order of their numbers."""
+        """Class names, by class index."""
 
     @property
     def labels(self) -> Labels:
-        """The class of every image, by number; -1 where it is not known."""
+        """The class index of every image; -1 if unknown."""
 
     def __len__(self) -> int:
         """Return the number of images."""
 
     def name(self, index: int) -> str:
-        """Return what a person would call an image: the path of its file, or where in a file it is."""
+        """Return a readable name of an image: its file path, or its position in a file."""
 
     def read(self, index: int) -> bytes | Pixels:
-        """Return an image as it is stored: the content of its file, or its pixels where it has no file."""
+        """Return an image as stored: the bytes of its file, or its pixels if it has no file."""
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return two numbers that change when the stored image does, without reading it."""
+        """Return two integers that change when the stored image changes, without reading it."""
 
 
 @runtime_checkable
 class Keyed(Protocol):
-    """A source whose images have keys: names that stay the same when the data as a whole lies elsewhere."""
+    """A source whose images have keys: names that stay the same when the dataset is moved."""
 
     def key(self, index: int) -> str:
-        """Return a text that no other image of the source has."""
+        """Return a name that is unique within the source."""
 
 
 @dataclass(frozen=True, eq=False)
 class Subset:
-    """Some images of a source, as a source: the part for training, for instance."""
+    """A subset of a source, for example the training split."""
 
     whole: Source
     indices: NDArray[np.int64]
@@ -94,7 +94,7 @@ class Subset:
         return len(self.indices)
 
     def name(self, index: int) -> str:
-        """Return what a person would call an image."""
+        """Return a readable name of an image."""
         return self.whole.name(int(self.indices[index]))
 
     def read(self, index: int) -> bytes | Pixels:
@@ -108,7 +108,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Images that lie in memory: (images, height, width) or (images, height, width, channels)."""
+    """Images in memory: (images, height, width) or (images, height, width, channels)."""
 
     images: Pixels
     labels: Labels
@@ -117,10 +117,10 @@ class Arrays:
     def __post_init__(self) -> None:
         if self.images.ndim not in (3, 4):
             raise DataError(
-                f"images in memory have axes (images, height, width[, channels]), found {self.images.shape}"
+                f"images in memory should have shape (images, height, width[, channels]), found {self.images.shape}"
             )
         if len(self.images) != len(self.labels):
-            raise DataError(f"{len(self.images)} images with {len(self.labels)} labels; give one for each")
+            raise DataError(f"{len(self.images)} images with {len(self.labels)} labels; give one label per image")
         check_labels(self.labels, self.classes)
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class Arrays:
         return len(self.images)
 
     def name(self, index: int) -> str:
-        """Return what a person would call an image."""
+        """Return a readable name of an image."""
         return f"image {index}"
 
     def read(self, index: int) -> Pixels:
@@ -136,31 +136,33 @@ class Arrays:
         return np.asarray(self.images[index])
 
     def stamp(self, index: int) -> tuple[int, int]:
-        """Return where the image is, and a checksum of it: nothing else tells one array from another."""
+        """Return the index and a checksum of an image."""
         return index, zlib.crc32(np.ascontiguousarray(self.images[index]).data)
 
 
-KINDS = "a folder with a sub-folder for each class, a manifest (.csv, .jsonl, .parquet), tar shards, or the word digits"
-"""What data can be."""
+SUPPORTED_DATA = (
+    "a folder with one sub-folder per class, a manifest (.csv, .jsonl, .parquet), tar shards, or the word digits"
+)
+"""Supported datasets, for messages."""
 
 
 def place_of(data: object) -> str:
-    """Return the path that somebody gave as data; anything that is not a path is refused in words."""
+    """Return the path of a dataset; raise for anything that is not a path."""
     if isinstance(data, str | bytes | os.PathLike):
         place = os.fsdecode(data)
         if not place:
-            raise DataError(f"the path of the data is empty; give {KINDS}")
+            raise DataError(f"the data path is empty; give {SUPPORTED_DATA}")
         return place
     kind = type(data)
     home = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__.partition('.')[0]}."
     raise InputError(
-        f"the data is of type {home}{kind.__name__}, which is not supported yet; give a path: {KINDS}; images in "
-        "memory can be written to files, or their bytes to a Parquet file (docs/guides/data.md)"
+        f"the data is of type {home}{kind.__name__}, which is not supported yet; give a path: {SUPPORTED_DATA}; "
+        "images in memory can be written to files, or their bytes to a Parquet file (docs/guides/data.md)"
     )
 
 
 def check_source(source: object) -> None:
-    """Refuse what is not a source of images, such as a path, where a source is asked for."""
+    """Raise if an object is not a source, for example a path."""
     if not all(hasattr(source, name) for name in ("classes", "labels", "read", "name")):
         raise InputError(
             f"expected a source of images, found {type(source).__name__}; open a path with open_source(path) "
@@ -169,18 +171,18 @@ def check_source(source: object) -> None:
 
 
 def check_labels(labels: Labels, classes: Sequence[str]) -> None:
-    """See to it that every label is the number of a class, or -1."""
+    """Raise unless every label is a class index, or -1."""
     if len(labels) and not -1 <= int(labels.min()) <= int(labels.max()) < len(classes):
-        raise DataError(f"labels go from {labels.min()} to {labels.max()}, but there are {len(classes)} classes")
+        raise DataError(f"labels range from {labels.min()} to {labels.max()}, but there are {len(classes)} classes")
 
 
 def reason_of(fault: OSError | ValueError) -> str:
-    """Say in a few words why the system refused a file."""
+    """Return the system's reason for an error."""
     return (fault.strerror if isinstance(fault, OSError) else None) or str(fault) or type(fault).__name__
 
 
 def read_file(path: str | bytes, name: str) -> bytes:
-    """Return the content of a file; `name` is what messages call it."""
+    """Return the bytes of a file; `name` is for messages."""
     try:
         with open_regular(path) as file:
             return file.readall()
@@ -189,10 +191,9 @@ def read_file(path: str | bytes, name: str) -> bytes:
 
 
 def stamp_file(path: str | bytes, name: str) -> tuple[int, int]:
-    """Return the size and the time of the last change of a file; `name` is what messages call it.
+    """Return the size and change time of a file; `name` is for messages.
 
-    The change time (ctime) is taken: unlike the time of the last write it cannot be set back, and a file that takes
-    another one's name gets a new one.
+    The change time is ctime: unlike mtime it cannot be set back, and a file that replaces another gets a new one.
     """
     try:
         status = os.stat(path)

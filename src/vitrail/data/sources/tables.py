@@ -1,4 +1,4 @@
-"""Several Parquet files as one source, as Hugging Face datasets writes them: train-00000-of-00004.parquet and so on."""
+"""Several Parquet files as one source, like Hugging Face's train-00000-of-00004.parquet."""
 
 import os
 from collections import OrderedDict
@@ -20,22 +20,22 @@ from vitrail.errors import DataError
 
 Table = Manifest | ParquetImages
 FILES_HELD = 2
-"""Of so many files a process keeps row groups in memory."""
+"""Number of files whose row groups a process keeps in memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """The images of several Parquet files, one file after the other."""
+    """The images of several Parquet files, concatenated."""
 
     tables: tuple[Table, ...]
     classes: tuple[str, ...]
     labels: Labels
     split_of: NDArray[np.int8] | None
-    """Of every image, 0 for train, 1 for val, 2 for test, where the files say so."""
+    """The split of every image: 0 train, 1 validation, 2 test; None if the files have no split column."""
     _recent: OrderedDict[int, None] = field(default_factory=OrderedDict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Row groups stay in the process that read them.
+        # Row groups are not pickled.
         return {**self.__dict__, "_recent": OrderedDict()}
 
     @cached_property
@@ -47,7 +47,7 @@ class Tables:
         return os.path.commonpath([os.path.dirname(os.path.abspath(table.place)) for table in self.tables])
 
     def _find(self, index: int) -> tuple[int, int]:
-        """Return the number of the file that an image is in, and its number there."""
+        """Return the index of an image's file, and its index there."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         return number, index - (int(self._ends[number - 1]) if number else 0)
 
@@ -56,13 +56,13 @@ class Tables:
         return len(self.labels)
 
     def key(self, index: int) -> str:
-        """Return the file, with as many folders as tell it from the others, and what is the image's key there."""
+        """Return the path of the file relative to the files' common folder, and the image's key there."""
         number, inner = self._find(index)
         table = self.tables[number]
         return f"{shown(os.path.relpath(os.path.abspath(table.place), self._home))}, {table.key(inner)}"
 
     def name(self, index: int) -> str:
-        """Return what a person would call an image."""
+        """Return a readable name of an image."""
         number, inner = self._find(index)
         return self.tables[number].name(inner)
 
@@ -74,7 +74,7 @@ class Tables:
         if len(self._recent) > FILES_HELD:
             oldest = self.tables[self._recent.popitem(last=False)[0]]
             if isinstance(oldest, ParquetImages):
-                oldest.let_go()
+                oldest.release()
         return self.tables[number].read(inner)
 
     def stamp(self, index: int) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def open_tables(
     faults: Faults | None = None,
     on_progress: Progress | None = None,
 ) -> Table | Tables:
-    """Open Parquet files as one source. Their classes may differ; all or none have a column of splits."""
+    """Open Parquet files as one source. Their classes may differ; all or none must have a split column."""
     tables = tuple(open_parquet(path, unlabelled=unlabelled, faults=faults, on_progress=on_progress) for path in paths)
     if len(tables) == 1:
         return tables[0]
@@ -99,7 +99,7 @@ def open_tables(
         has, lacks = (
             next(table.place for table in tables if (table.split_of is None) is without) for without in (False, True)
         )
-        raise DataError(f"{shown(has)} has a column of splits and {shown(lacks)} has none; add it there, or remove it")
+        raise DataError(f"{shown(has)} has a split column and {shown(lacks)} has none; add it there, or remove it")
     classes = tables[0].classes
     if any(table.classes != classes for table in tables):
         found = list(dict.fromkeys(name for table in tables for name in table.classes))

@@ -1,4 +1,4 @@
-"""Listing the images below a folder: their names, what lies beside them, and what cannot be listed."""
+"""List the images below a folder, the other files, and what cannot be listed."""
 
 import errno
 import os
@@ -31,17 +31,17 @@ _INDEX_OF_OTHERS = ("other_of", "other_names", "other_ends")
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The images in a folder and all that lie inside it, each as the number of its folder and its file's name."""
+    """The images below a folder, each as the index of its folder and its file name."""
 
     folders: Names
-    """Relative to the root, which is the first, with an empty name; each comes after the one that it lies in."""
+    """Relative to the root, which is first, with an empty name; parents precede their sub-folders."""
     stamps: NDArray[np.int64]
-    """Of every folder, the time of its last change and its number in the file system."""
+    """Modification time and inode of every folder."""
     folder_of: NDArray[np.int32]
     files: Names
     other_of: NDArray[np.int32]
     others: Names
-    """Files that were skipped, because their names do not end as an image's or they are not files."""
+    """Skipped entries: without an image suffix, or not regular files."""
     faults: tuple[str, ...] = ()
     """What could not be listed, and why."""
 
@@ -59,9 +59,9 @@ def _joined(folder: bytes, name: bytes) -> bytes:
 
 
 def list_images(root: str, *, on_progress: Progress | None = None) -> Listing:
-    """List all images below a folder, or take the list from the index where no folder has changed since.
+    """List all images below a folder, or load the listing from the index if no folder has changed.
 
-    Files that change without their folder changing (a link's target, say) are noticed when they are read.
+    A file that changes without its folder changing (such as a link's target) is noticed when it is read.
     """
     path = index_file("folder", [root])
     arrays = load_index(path, (*_INDEX, *_INDEX_OF_OTHERS))
@@ -80,7 +80,7 @@ def list_images(root: str, *, on_progress: Progress | None = None) -> Listing:
 
 
 def _unchanged(root: str, arrays: dict[str, NDArray[Any]]) -> Listing | None:
-    """Return the listing of an index if every folder is as it was."""
+    """Return the listing of an index if no folder has changed."""
     folders = Names(arrays["folder_names"], arrays["folder_ends"])
     for number, stamp in enumerate(arrays["stamps"].tolist()):
         try:
@@ -94,28 +94,28 @@ def _unchanged(root: str, arrays: dict[str, NDArray[Any]]) -> Listing | None:
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int]:
-    # Some file systems count inodes up to 2**64, of which an array of signed numbers holds half.
+    # Some file systems have inodes up to 2**64, beyond the range of int64.
     return status.st_mtime_ns, status.st_ino % 2**63
 
 
 class _Open(NamedTuple):
-    """A folder that is still to be listed."""
+    """A folder still to be listed."""
 
     path: bytes
     """Relative to the root."""
     around: frozenset[tuple[int, int]]
-    """The folders it lies in, by device and inode: meeting one of them again inside is a loop."""
+    """Its parent folders, by device and inode: meeting one of them again is a loop."""
 
 
 class _Tree:
-    """What a walk has gathered."""
+    """The result of a walk so far."""
 
     def __init__(self) -> None:
         self.folders: list[bytes] = []
         self.stamps: list[tuple[int, int]] = []
         self.files, self.others = NamesBuilder(), NamesBuilder()
         self.counts: list[tuple[int, int]] = []
-        """Of every folder, how many images and how many other files it has."""
+        """Number of images and other files of every folder."""
         self.faults: list[str] = []
 
     def add(self, path: bytes, status: os.stat_result, found: "_Entries") -> None:
@@ -136,7 +136,7 @@ class _Tree:
 
 
 def _walk(root: str, on_progress: Progress | None) -> Listing:
-    """List the images of a tree, depth first, in the order of the names."""
+    """List the images of a tree, depth first, sorted by name."""
     tree = _Tree()
     total = 0
     waiting = [_Open(b"", frozenset())]
@@ -147,7 +147,7 @@ def _walk(root: str, on_progress: Progress | None) -> Listing:
             status = os.stat(path)
             identity = (status.st_dev, status.st_ino)
             if identity in folder.around:
-                tree.faults.append(f"{shown(path)} is a link to a folder that it lies in; remove the link")
+                tree.faults.append(f"{shown(path)} is a link to a folder that contains it; remove the link")
                 continue
             found = _scan(path, total, on_progress)
         except OSError as fault:
@@ -166,7 +166,7 @@ def _walk(root: str, on_progress: Progress | None) -> Listing:
 
 
 class _Entries(NamedTuple):
-    """What lies in one folder."""
+    """The entries of one folder."""
 
     images: list[bytes]
     folders: list[bytes]
@@ -175,7 +175,7 @@ class _Entries(NamedTuple):
 
 
 def _scan(path: bytes, total: int, on_progress: Progress | None) -> _Entries:
-    """Sort what lies in one folder."""
+    """Scan one folder."""
     found = _Entries([], [], [], [])
     with os.scandir(path) as entries:
         for entry in _visible(entries):
@@ -198,13 +198,13 @@ def _visible(entries: Iterator[os.DirEntry[bytes]]) -> Iterator[os.DirEntry[byte
 
 
 def _wrong_link(entry: os.DirEntry[bytes]) -> str | None:
-    """Say what is wrong with a link."""
+    """Return what is wrong with a link, if anything."""
     try:
-        entry.stat()  # remembered by the entry: telling file from folder asks no more
+        entry.stat()  # cached by the entry: is_dir and is_file need no further call
     except OSError as fault:
         if fault.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return f"{shown(entry.path)} cannot be read: {reason_of(fault)}"
         target = shown(os.readlink(entry.path))
-        what = "in a circle" if fault.errno == errno.ELOOP else f"to {target}, which is not there"
-        return f"{shown(entry.path)} is a link {what}; correct or remove the link"
+        what = "a circular link" if fault.errno == errno.ELOOP else f"a link to {target}, which does not exist"
+        return f"{shown(entry.path)} is {what}; correct or remove the link"
     return None

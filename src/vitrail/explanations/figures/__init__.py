@@ -1,7 +1,7 @@
 """The figures of the ViT paper (arXiv 2010.11929, figures 6, 7 and 11), drawn from any bundle.
 
-Each comes twice: as numbers (`filters`, `position_similarity`, `attention_distance`), and drawn, as a `Figure` with a
-caption. A model that has nothing to draw gives an `Absent`, which says why.
+Each comes as numbers (`filters`, `position_similarity`, `attention_distance`) and as a `Figure` with a caption. For a
+model without such a figure it is an `Absent`, which gives the reason.
 """
 
 from vitrail.explanations.figures.distance import attention_distance, distance_figure, even_distance

@@ -1,10 +1,9 @@
-"""Mean attention distance (the paper's figure 11): how far each head looks, in pixels of the image.
+"""Mean attention distance (the paper's figure 11): how far each head attends, in pixels of the image.
 
-For one head of one layer: the attention between patches is taken and special tokens are left out, so every row is
-divided by its sum to add up to 1 again. Each query's distance is the mean of the Euclidean distances between its
-patch's centre and every patch's centre (its own included, at distance 0), weighted by its row. The head's number is
-the mean over all queries of all images. A query that gives patches no attention at all has no distance, and is left
-out of the mean.
+For one head of one layer: special tokens are dropped and every row is renormalised to sum to 1. Each query's distance
+is the mean of the Euclidean distances between its patch's centre and every patch's centre (its own included, at
+distance 0), weighted by its row. The head's distance is the mean over all queries of all images. A query without any
+attention to patches has no distance and is left out of the mean.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,7 @@ from vitrail.checkpoints.bundle import Bundle
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import Diverged, InputError
 from vitrail.evaluation import eval_mode
-from vitrail.explanations.attention import attention_walk
+from vitrail.explanations.attention import iter_attention
 from vitrail.explanations.figures.figure import Absent, Figure
 from vitrail.models.config import ViTConfig
 from vitrail.models.vit import ViT
@@ -27,9 +26,9 @@ from vitrail.runtime import choose_device
 
 NAME, TITLE = "distance", "How far each head looks"
 IMAGES = 128
-"""As many images as in the paper."""
+"""The number of images in the paper."""
 AT_ONCE = 2**24
-"""Most attention weights of a layer that are in memory at a time, if one image has no more: 64 MB."""
+"""Attention weights of a layer in memory at a time, unless one image has more: 64 MB."""
 
 
 @torch.no_grad()
@@ -37,8 +36,7 @@ def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.floa
     """Return the mean attention distance of every layer and head, (depth, heads), in pixels.
 
     `batches` are normalised images (B, C, H, W) on the model's device. One layer's attention is held at a time, so
-    that memory grows neither with depth nor with the number of batches. A head whose queries give patches no
-    attention at all gets NaN.
+    memory grows neither with depth nor with the number of batches. A head without any attention to patches gets NaN.
     """
     config, parameter = model.config, next(model.parameters())
     between = patch_distances(config).to(parameter.device, torch.float32)
@@ -47,22 +45,22 @@ def attention_distance(model: ViT, batches: Iterable[Tensor]) -> NDArray[np.floa
     with eval_mode(model):
         for batch in batches:
             layer = 0
-            for tokens, weights in attention_walk(model, batch):
+            for tokens, weights in iter_attention(model, batch):
                 if not tokens.isfinite().all():
-                    raise Diverged(f"what leaves block {layer + 1} is not finite; the model's weights are damaged")
+                    raise Diverged(f"the output of block {layer + 1} is not finite; the model's weights are corrupt")
                 summed, counted = _summed(weights[:, :, config.layout.patches, config.layout.patches], between)
-                del weights  # the next layer's take its place
+                del weights  # make room for the next layer's
                 sums[layer] += summed
                 counts[layer] += counted
-                layer += 1  # noqa: SIM113 - enumerate() would hold on to the last layer's weights
+                layer += 1  # noqa: SIM113 - enumerate() would keep the last layer's weights alive
     if not counts.any():
-        raise InputError("attention distance needs at least one image, and there is none")
+        raise InputError("attention distance needs at least one image, found none")
     with np.errstate(invalid="ignore"):
         return sums / counts
 
 
 def patch_distances(config: ViTConfig) -> Tensor:
-    """Return the distance in pixels between the centres of every two patches, (N, N), float64."""
+    """Return the distance in pixels between the centres of all pairs of patches, (N, N), float64."""
     (rows, columns), (height, width) = config.grid, config.patch_size
     y, x = torch.meshgrid(
         torch.arange(rows, dtype=torch.float64) * height,
@@ -74,21 +72,20 @@ def patch_distances(config: ViTConfig) -> Tensor:
 
 
 def even_distance(config: ViTConfig) -> float:
-    """Return the distance of a head that looks at every patch alike, in pixels."""
+    """Return the distance of a head with uniform attention, in pixels."""
     return float(patch_distances(config).mean())
 
 
 def distance_figure(
     bundle: Bundle, pixels: Tensor, *, device: str = "auto", standalone: bool = True
 ) -> Figure | Absent:
-    """Draw how far each head looks in images: `pixels` (N, C, H, W), uint8, as `preprocess.pixels` makes them.
+    """Plot the attention distance of each head: `pixels` (N, C, H, W), uint8, as returned by `preprocess.pixels`.
 
-    The paper takes 128 images; more than that are not looked at. A page that has the charts' style draws with
-    `standalone=False`.
+    At most 128 images are used, as in the paper. `standalone=False` is for a page that has the charts' style.
     """
     config = bundle.model.config
     if config.patches == 1:
-        return Absent(NAME, TITLE, "the whole image is one patch, so there is no distance to look across.")
+        return Absent(NAME, TITLE, "the whole image is one patch, so there is no distance to plot.")
     if pixels.ndim != 4 or not len(pixels):
         raise InputError(
             f"attention distance needs pixels of at least one image, (images, channels, height, width), found "
@@ -107,12 +104,12 @@ def _summed(among: Tensor, between: Tensor) -> tuple[NDArray[np.float64], NDArra
 
     Both are (heads,).
     """
-    given = among.sum(dim=-1)  # (B, heads, N), how much of each row goes to patches
-    far = (among * between).sum(dim=-1)
-    there = given > 0
-    each = torch.where(there, far / given.clamp_min(torch.finfo(given.dtype).tiny), 0)
+    total = among.sum(dim=-1)  # (B, heads, N), how much of each row goes to patches
+    weighted = (among * between).sum(dim=-1)
+    valid = total > 0
+    each = torch.where(valid, weighted / total.clamp_min(torch.finfo(total.dtype).tiny), 0)
     # On the CPU, because some devices have no float64.
-    return each.cpu().double().sum(dim=(0, 2)).numpy(), there.cpu().double().sum(dim=(0, 2)).numpy()
+    return each.cpu().double().sum(dim=(0, 2)).numpy(), valid.cpu().double().sum(dim=(0, 2)).numpy()
 
 
 def _batches(pixels: Tensor, preprocess: Preprocess, config: ViTConfig, device: torch.device) -> Iterator[Tensor]:
@@ -122,13 +119,13 @@ def _batches(pixels: Tensor, preprocess: Preprocess, config: ViTConfig, device: 
 
 
 def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> str:
-    """Draw a point for each head over the number of its block."""
+    """Plot one point per head over the index of its block."""
     depth, heads = distances.shape
     blocks = [float(number) for number in range(1, depth + 1)]
-    # A series for each head: one of very many points would be thinned out.
+    # One series per head: a series of very many points would be thinned out.
     points = [Series("" if head else "a head", blocks, distances[:, head].tolist()) for head in range(heads)]
     lines = [
-        Series("a head that looks everywhere alike", [0.5, depth + 0.5], [even, even], colour=2, dashed=True),
+        Series("a head with uniform attention", [0.5, depth + 0.5], [even, even], colour=2, dashed=True),
         Series("mean of a block's heads", blocks, _means(distances).tolist(), colour=3) if heads > 1 else None,
     ]
     return scatter(
@@ -139,7 +136,7 @@ def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> 
         y_label="pixels",
         x_unit="integer",
         y_low=0.0,
-        # In a page the letters must be read on a phone, too.
+        # In a page the text must be legible on a phone, too.
         width=640 if standalone else 440,
         height=380 if standalone else 300,
         standalone=standalone,
@@ -147,9 +144,9 @@ def _drawn(distances: NDArray[np.float64], even: float, *, standalone: bool) -> 
 
 
 def _means(distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean of each block's heads, without those that have no distance."""
-    there = np.isfinite(distances)
-    sums, counts = np.where(there, distances, 0).sum(axis=1), there.sum(axis=1)
+    """Return the mean over each block's heads, ignoring NaN."""
+    valid = np.isfinite(distances)
+    sums, counts = np.where(valid, distances, 0).sum(axis=1), valid.sum(axis=1)
     means: NDArray[np.float64] = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
     return means
 
@@ -160,17 +157,15 @@ def _each(count: int, what: str) -> str:
 
 def _caption(config: ViTConfig, distances: NDArray[np.float64], images: int) -> str:
     (rows, columns), (height, width) = config.grid, config.patch_size
-    few = f" (the paper takes {IMAGES})" if images < IMAGES else ""
-    special = (
-        "; attention to special tokens is left out and each row divided by its sum" if config.special_tokens else ""
-    )
+    few = f" (the paper uses {IMAGES})" if images < IMAGES else ""
+    special = "; special tokens are dropped and each row is renormalised" if config.special_tokens else ""
     silent = int(np.isnan(distances).sum())
-    left_out = f" {silent} of {distances.size} heads attend to no patch at all and have no point." if silent else ""
+    left_out = f" {silent} of {distances.size} heads do not attend to any patch and have no point." if silent else ""
     return (
-        f"How far {_each(config.heads, 'head')} in {_each(config.depth, 'block')} looks, in pixels of the image of "
-        f"{config.image_size[0]}×{config.image_size[1]}: the distance between the centres of the patch that looks and "
-        f"the patch looked at ({rows}×{columns} patches of {height}×{width} pixels), weighted by attention, averaged "
-        f"over all patches of {images:,} image{'s' * (images != 1)}{few}{special}. A head that looks at all "
-        f"patches alike would have {even_distance(config):.1f} pixels. Low points are heads that look near by; in "
-        f"trained models the first blocks have both kinds, and the last ones look far.{left_out}"
+        f"Mean attention distance of {_each(config.heads, 'head')} in {_each(config.depth, 'block')}, in pixels of the "
+        f"{config.image_size[0]}×{config.image_size[1]} image: the distance between the centres of the query patch and "
+        f"the attended patch ({rows}×{columns} patches of {height}×{width} pixels), weighted by attention, averaged "
+        f"over all patches of {images:,} image{'s' * (images != 1)}{few}{special}. A head with uniform attention "
+        f"would have {even_distance(config):.1f} pixels. Low points are heads with local attention; in trained models "
+        f"the first blocks have both local and global heads, and the last ones attend globally.{left_out}"
     )

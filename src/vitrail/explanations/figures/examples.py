@@ -1,4 +1,4 @@
-"""Attention rollout examples (the paper's figure 6): an image, and beside it what the model looked at."""
+"""Attention rollout examples (the paper's figure 6): each image next to what the model attends to."""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -16,25 +16,25 @@ from vitrail.explanations.explain import explain
 from vitrail.explanations.figures.colours import INK, PALE, PAPER
 from vitrail.explanations.figures.figure import Absent, Figure
 
-NAME, TITLE = "rollout", "What the model looks at"
+NAME, TITLE = "rollout", "What the model attends to"
 EXAMPLES = 12
-"""Most images in one figure."""
+"""Maximum number of images in one figure."""
 SIDE, GAP, MARGIN, TEXT = 200, 6, 24, 17
-"""In pixels: the longer side of an image, between the two of a pair, around all, and the size of letters."""
+"""In pixels: the longer side of an image, the gap within a pair, the margin, and the font size."""
 PAIRS = 3
-"""Pairs in a row."""
-VEIL = (44, 48, 92)
+"""Pairs per row."""
+MASK = (44, 48, 92)
 CAPTION = (
-    "Attention rollout: in every layer the heads' mean attention and the residual, half each, multiplied through all "
-    "layers, from what the head reads back to the patches. The right image of each pair is the left one under a dark "
-    "blue veil, which is clear where the map is largest and full where it is 0: what can be seen is where the answer's "
-    "information comes from."
+    "Attention rollout: in every layer the mean attention of the heads and the residual, half each, multiplied through "
+    "all layers, from what the head reads back to the patches. The right image of each pair is the left one under a "
+    "dark blue mask, transparent where the map is largest and opaque where it is 0: the visible regions contribute "
+    "most to the prediction."
 )
-BELOW = "Below each stands the class that is explained."
+BELOW = "The explained class is below each pair."
 
 
 class Explained(Protocol):
-    """What this figure takes of an explanation."""
+    """The parts of an explanation that this figure uses."""
 
     @property
     def map(self) -> NDArray[np.float32]:
@@ -46,13 +46,13 @@ class Explained(Protocol):
 
     @property
     def target(self) -> str | int | None:
-        """The class that is explained, where one is."""
+        """The explained class, if any."""
 
 
 def examples_figure(explanations: Sequence[Explained]) -> Figure:
-    """Draw pairs of an image and the same image, veiled where the model looks less."""
+    """Draw pairs of an image and the same image, masked by its map."""
     if not explanations:
-        raise InputError("attention rollout needs at least one image, and there is none")
+        raise InputError("attention rollout needs at least one image, found none")
     width, height = _shown_size(explanations[0].image.size)
     columns = 2 if len(explanations) == 4 else min(PAIRS, len(explanations))
     lines = -(-len(explanations) // columns)
@@ -75,27 +75,27 @@ def examples_figure(explanations: Sequence[Explained]) -> Figure:
 
 
 def rollout_figure(bundle: Bundle, images: Iterable[ImageInput], *, device: str = "auto") -> Figure | Absent:
-    """Draw what a model attends to in images, by attention rollout; only the first `EXAMPLES` are drawn."""
+    """Draw the attention rollout of images; only the first `EXAMPLES` are drawn."""
     if bundle.model.config.patches == 1:
-        return Absent(NAME, TITLE, "the whole image is one patch, so the model has no choice where to look.")
+        return Absent(NAME, TITLE, "the whole image is one patch, so there is nothing to choose from.")
     return examples_figure(explain(bundle, list(islice(images, EXAMPLES)), method="rollout", device=device))
 
 
 def attended(image: Image.Image, map: NDArray[np.floating]) -> Image.Image:
-    """Veil an image by its map: as it is where the map is largest, all veil where the map is 0.
+    """Mask an image by its map: transparent where the map is largest, opaque where it is 0.
 
-    The paper's veil is black, under which nothing can be told of an image that is black itself.
+    The paper's mask is black, which is invisible on dark images.
     """
     largest = float(map.max())
-    share = np.clip(np.asarray(map, np.float32) / (largest if largest > 0 else 1), 0, 1)
-    light = np.asarray(Image.fromarray(share).resize(image.size, Image.Resampling.BICUBIC))
+    alpha = np.clip(np.asarray(map, np.float32) / (largest if largest > 0 else 1), 0, 1)
+    light = np.asarray(Image.fromarray(alpha).resize(image.size, Image.Resampling.BICUBIC))
     light = np.clip(light, 0, 1)[:, :, None]
-    pixels = np.asarray(image.convert("RGB"), np.float32) * light + np.array(VEIL, np.float32) * (1 - light)
+    pixels = np.asarray(image.convert("RGB"), np.float32) * light + np.array(MASK, np.float32) * (1 - light)
     return Image.fromarray(pixels.round().astype(np.uint8))
 
 
 def _shown_size(size: tuple[int, int]) -> tuple[int, int]:
-    """Return the (width, height) at which images are shown: tiny ones are enlarged by a whole number."""
+    """Return the (width, height) of displayed images: tiny ones are enlarged by an integer factor."""
     ratio = SIDE / max(size)
     if ratio >= 2:
         return size[0] * int(ratio), size[1] * int(ratio)
@@ -107,8 +107,8 @@ def _enlarged(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image.convert("RGB").resize(size, Image.Resampling.NEAREST if whole else Image.Resampling.LANCZOS)
 
 
-def _shortened(name: str, font: "ImageFont.FreeTypeFont | ImageFont.ImageFont", room: float) -> str:
+def _shortened(name: str, font: "ImageFont.FreeTypeFont | ImageFont.ImageFont", width: float) -> str:
     text = name
-    while len(text) > 1 and font.getlength(text) > room:
+    while len(text) > 1 and font.getlength(text) > width:
         text = text[:-2] + "…"
     return text

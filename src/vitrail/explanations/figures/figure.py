@@ -1,4 +1,4 @@
-"""What a figure is: a drawing and the words below it; or the reason why a model has none."""
+"""`Figure`: a drawing with a caption; `Absent`: the reason why a model has none."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,13 @@ from vitrail.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing, as pixels or as SVG."""
+    """A drawing, as pixels or SVG."""
 
     name: str
-    """What its file is called, without the ending: filters, positions, distance or rollout."""
+    """The file's stem: filters, positions, distance or rollout."""
     title: str
     caption: str
-    """What one sees, and how it was made."""
+    """What it shows, and how it was computed."""
     image: Image.Image | None = None
     svg: str | None = None
 
@@ -27,7 +27,7 @@ class Figure:
         return f"{self.name}.svg" if self.image is None else f"{self.name}.png"
 
     def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the drawing into a folder, whole or not at all, and return its path."""
+        """Write the drawing into a folder atomically, and return its path."""
         path = Path(folder) / self.file_name
         with atomic_file(path, overwrite=overwrite) as temporary:
             if self.image is not None:
@@ -44,12 +44,12 @@ class Absent:
     name: str
     title: str
     reason: str
-    """Why there is none, in a sentence, and what there is instead."""
+    """Why there is none, and what there is instead."""
 
 
-def check_room(folder: Path, names: list[str], *, overwrite: bool) -> None:
-    """Refuse to write where somebody else's files would be lost, before anything is computed."""
+def check_writable(folder: Path, names: list[str], *, overwrite: bool) -> None:
+    """Raise, before anything is computed, if writing would overwrite other files."""
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder} is a file, and figures are written to a folder; choose another name")
+        raise CheckpointError(f"{folder} is a file, but figures need a folder; choose another name")
     for name in names:
         check_target(folder / name, overwrite=overwrite, folder=False)

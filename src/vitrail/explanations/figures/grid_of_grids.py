@@ -1,4 +1,4 @@
-"""Drawing a grid of grids: for every patch a map over all patches, where the patch lies."""
+"""Draw a grid of grids: for every patch a map over all patches, at the patch's position."""
 
 from typing import NamedTuple
 
@@ -10,22 +10,22 @@ from vitrail.explanations.figures.colours import INK, PALE, PAPER, coloured
 from vitrail.models.config import ViTConfig
 
 CHOICES = (16, 12, 8, 6, 4)
-"""Most rows and columns of patches whose maps are drawn; fewer of them where the maps would be too thin to see."""
+"""Candidates for the number of rows and columns of maps; the first at which maps are not too thin is used."""
 THINNEST = 8
-"""Least pixels along a side of a map, where that is possible."""
+"""Minimum side of a map in pixels, where possible."""
 LARGEST_MAP, LARGEST_PATCH = 64, 24
-"""Most pixels along a side of a map whose grid is larger than that, and of one patch in a small one."""
-ROOM, ROOM_OF_MANY = 840, 440
-"""About how many pixels the maps are wide or high, all together."""
+"""Maximum side in pixels of a map with a large grid, and of one patch in a small grid."""
+EXTENT, EXTENT_OF_MANY = 840, 440
+"""Approximate width or height of all maps together, in pixels: of a single panel, and of one of several."""
 MARGIN, TEXT, SCALE = 20, 34, 220
-"""In pixels: around all, the size of letters (a phone shows a third of it), and the width of the scale of colours."""
+"""In pixels: the margin, the font size (a phone shows a third of it), and the width of the colour scale."""
 COLUMN, ROW = "column of the patch", "row of the patch"
 LEAST_HEIGHT = 220
-"""In pixels, so that the scale of colours has room."""
+"""In pixels, so that the colour scale fits."""
 
 
-class Maps(NamedTuple):
-    """Whose maps are drawn, and how large."""
+class MapGrid(NamedTuple):
+    """Which maps are drawn, and their size."""
 
     rows: list[int]
     columns: list[int]
@@ -34,25 +34,25 @@ class Maps(NamedTuple):
     """The height and width of one map, in pixels."""
 
 
-def arranged(config: ViTConfig, room: int) -> Maps:
-    """Choose which maps are drawn, and their size; a map has the shape of the image."""
+def arranged(config: ViTConfig, extent: int) -> MapGrid:
+    """Choose which maps are drawn, and their size; a map has the aspect ratio of the image."""
     height, width = config.grid
     tall = min(4.0, max(0.25, config.patch_size[0] / config.patch_size[1]))
-    # Of a patch: the shorter side is 1, so that no patch is lost where the image is drawn as small as can be.
+    # The shorter side of a patch is 1, so that no patch is lost at the smallest scale.
     patch = (tall, 1.0) if tall >= 1 else (1.0, 1 / tall)
     shrink = LARGEST_MAP / max(height * patch[0], width * patch[1], LARGEST_MAP)
     for most in CHOICES:
         rows, columns = evenly(height, most), evenly(width, most)
-        zoom = min(room / (len(rows) * height * patch[0]), room / (len(columns) * width * patch[1]))
+        zoom = min(extent / (len(rows) * height * patch[0]), extent / (len(columns) * width * patch[1]))
         scale = max(shrink, min(LARGEST_PATCH / max(patch), float(int(zoom))))
         down, across = (max(THINNEST // 2, round(n * side * scale)) for n, side in zip(config.grid, patch, strict=True))
         if min(down, across) >= THINNEST:
             break
-    return Maps(rows, columns, down, across)
+    return MapGrid(rows, columns, down, across)
 
 
-def panel(similar: NDArray[np.float64], maps: Maps, heading: str) -> Image.Image:
-    """Draw maps (R, C, rows, columns), each where its patch lies, with the numbers of rows and columns beside them."""
+def panel(similar: NDArray[np.float64], maps: MapGrid, heading: str) -> Image.Image:
+    """Draw maps (R, C, rows, columns), each at its patch's position, with row and column numbers."""
     rows, columns, down, across = maps
     gap = max(3, min(down, across) // 10)
     left, top = round(_font().getlength("000")) + 2 * TEXT, (2 * TEXT if heading else 0)
@@ -73,8 +73,8 @@ def panel(similar: NDArray[np.float64], maps: Maps, heading: str) -> Image.Image
     return sheet
 
 
-def _write_beside(sheet: Image.Image, maps: Maps, gap: int, inner: tuple[int, int, int, int]) -> None:
-    """Write the numbers of rows and columns, as many as have room, and what they are."""
+def _write_beside(sheet: Image.Image, maps: MapGrid, gap: int, inner: tuple[int, int, int, int]) -> None:
+    """Draw the axis labels, and as many row and column numbers as fit."""
     pen, font = ImageDraw.Draw(sheet), _font()
     left, top, width, height = inner
     bottom = top + height
@@ -94,7 +94,7 @@ def _write_beside(sheet: Image.Image, maps: Maps, gap: int, inner: tuple[int, in
 
 
 def joined(panels: list[Image.Image]) -> Image.Image:
-    """Put panels side by side, two in a row, and the scale of colours to their right."""
+    """Arrange panels two per row, with the colour scale to their right."""
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     width, height = panels[0].size
@@ -108,7 +108,7 @@ def joined(panels: list[Image.Image]) -> Image.Image:
 
 
 def _draw_scale(sheet: Image.Image, place: tuple[int, int], length: int) -> None:
-    """Draw which colour means which similarity."""
+    """Draw the colour scale."""
     pen, font = ImageDraw.Draw(sheet), _font()
     left, top = place
     pen.text((left, top + TEXT), "similarity", fill=INK, font=font, anchor="ls")
@@ -116,12 +116,12 @@ def _draw_scale(sheet: Image.Image, place: tuple[int, int], length: int) -> None
     ramp = coloured(np.linspace(1, -1, bar), -1, 1)[:, None].repeat(22, axis=1)
     sheet.paste(Image.fromarray(ramp), (left, start))
     words = ((0, "1, the same"), (0.5, "0"), (1, "-1")) if bar > 4 * TEXT else ((0, "1"), (1, "-1"))
-    for share, text in words:
-        pen.text((left + 30, start + share * (bar - 1)), text, fill=PALE, font=font, anchor="lm")
+    for position, text in words:
+        pen.text((left + 30, start + position * (bar - 1)), text, fill=PALE, font=font, anchor="lm")
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Choose at most `most` of `count` numbers evenly, the first and the last among them.
+    """Choose at most `most` of `count` indices evenly, including the first and the last.
 
     >>> evenly(3, 5), evenly(9, 3)
     ([0, 1, 2], [0, 4, 8])

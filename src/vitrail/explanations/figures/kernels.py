@@ -1,4 +1,4 @@
-"""The filters that read a patch (the paper's figure 7, left): their principal components, as images."""
+"""Patch embedding filters (the paper's figure 7, left): their principal components, as images."""
 
 from typing import NamedTuple, cast
 
@@ -16,61 +16,61 @@ from vitrail.models.resnet import StdConv
 from vitrail.models.vit import ViT
 
 COUNT = 28
-"""As many components as the paper shows."""
-NAME, TITLE = "filters", "What the model sees in a patch: principal components of its filters"
+"""The number of components in the paper."""
+NAME, TITLE = "filters", "Principal components of the patch embedding filters"
 TILE, GAP, MARGIN = 96, 8, 16
-"""In pixels: the side of one filter, between two of them, and around all."""
+"""In pixels: the side of one filter, the gap between two, and the margin."""
 SHAPE = 7 / 4
-"""Columns for each row of the figure, as in the paper."""
+"""Columns per row, as in the paper."""
 
 
 class Filters(NamedTuple):
-    """Principal components of a layer's kernels, the most important first."""
+    """Principal components of a layer's kernels, by decreasing variance."""
 
     components: NDArray[np.float64]
     """(count, height, width, channels), each of length 1; its sign makes the largest weight positive."""
-    shares: NDArray[np.float64]
-    """(count,), the share of the kernels' variance that each explains."""
+    explained: NDArray[np.float64]
+    """(count,), the fraction of the kernels' variance that each explains."""
     kernels: int
-    """How many kernels there are."""
+    """Number of kernels."""
     layer: str
-    """Whose kernels these are, in words."""
+    """The name of the layer, for captions."""
     of_patches: bool
-    """Whether they are the patch embedding's; else they are those of the first convolution of its stem."""
+    """Whether they belong to the patch embedding, not to the first convolution of a stem."""
 
 
 def filters(model: ViT, count: int = COUNT) -> Filters:
-    """Return the first principal components of the kernels that read the image.
+    """Return the first principal components of the kernels applied to the image.
 
-    There are fewer than `count` where the kernels span fewer dimensions, and none where all kernels are alike.
+    There are fewer than `count` if the kernels span fewer dimensions, and none if all kernels are equal.
     """
     if count < 1:
         raise ConfigError(f"count is {count}; it should be 1 or more")
     weight, layer = _first_kernels(model)
     kernels = weight.detach().double().cpu().permute(0, 2, 3, 1).contiguous().numpy()
     if not np.isfinite(kernels).all():
-        raise Diverged("the kernels of the patch embedding are not all finite numbers; the weights are damaged")
+        raise Diverged("the kernels of the patch embedding are not finite; the weights are corrupt")
     flat = kernels.reshape(len(kernels), -1)
     _, spread, directions = np.linalg.svd(flat - flat.mean(axis=0), full_matrices=False)
-    # Beyond the rank, directions are whatever rounding leaves.
+    # Beyond the rank, directions are rounding noise.
     rank = int((spread > spread[0] * 1e-10).sum()) if np.abs(flat).max() > 0 and spread[0] > 1e-12 else 0
     chosen = directions[: min(count, rank)]
     largest = np.take_along_axis(chosen, np.abs(chosen).argmax(axis=1)[:, None], axis=1)
     components = (chosen * np.where(largest < 0, -1, 1)).reshape(-1, *kernels.shape[1:])
-    shares = (spread**2 / max((spread**2).sum(), np.finfo(np.float64).tiny))[: len(components)]
-    return Filters(components, shares, len(kernels), layer, model.config.stem not in ("conv_stem", "resnet"))
+    explained = (spread**2 / max((spread**2).sum(), np.finfo(np.float64).tiny))[: len(components)]
+    return Filters(components, explained, len(kernels), layer, model.config.stem not in ("conv_stem", "resnet"))
 
 
 def filters_figure(bundle: Bundle, *, count: int = COUNT) -> Figure | Absent:
-    """Draw the first principal components of the kernels that read the image."""
+    """Draw the first principal components of the kernels applied to the image."""
     found = filters(bundle.model, count)
     if not len(found.components):
-        return Absent(NAME, TITLE, f"all kernels of {found.layer} are alike, so they have no principal components.")
+        return Absent(NAME, TITLE, f"all kernels of {found.layer} are equal, so they have no principal components.")
     return Figure(NAME, TITLE, _caption(found), image=_sheet(found.components))
 
 
 def _first_kernels(model: ViT) -> tuple[torch.Tensor, str]:
-    """Return the kernels (count, channels, height, width) that see the image itself, and their name."""
+    """Return the kernels (count, channels, height, width) applied to the image, and their layer's name."""
     stem = model.patch_embed
     match model.config.stem:
         case "conv_stem":
@@ -81,10 +81,10 @@ def _first_kernels(model: ViT) -> tuple[torch.Tensor, str]:
             root = cast("StdConv", cast("nn.Module", cast("nn.Module", stem.backbone).stem).conv)
             weight = root.weight.double()
             variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
-            # The layer forgets each kernel's mean and scale, so they have no part in the figure.
+            # The layer standardises each kernel, so the figure ignores mean and scale, too.
             return (weight - mean) / (variance.sqrt() + 1e-5), (
                 "its ResNet's first convolution, standardised as the layer does (a hybrid has no patch projection that "
-                "sees pixels)"
+                "is applied to pixels)"
             )
         case "linear_norm":
             return cast("nn.Conv2d", stem.proj).weight, "the patch embedding, which follows a LayerNorm"
@@ -103,15 +103,15 @@ def _caption(found: Filters) -> str:
         drawn = f"Of {channels} channels {which}, and grey is a weight of zero"
     first = f"The first {count} principal components" if count > 1 else "The only principal component"
     meaning = (
-        "A trained model's first components are smooth, like a basis for the fine structure within a patch; noise "
-        "means that the model has learned little about it."
+        "The first components of a trained model are smooth, like a basis for the fine structure within a patch; noise "
+        "means that the model has learned little."
         if found.of_patches
-        else "Trained kernels find edges, spots and contrasts of colour; noise means that they have learned little."
+        else "Trained kernels detect edges, blobs and colour contrasts; noise means that the model has learned little."
     )
     return (
-        f"{first} of the {found.kernels:,} kernels ({height}×{width} pixels) of {found.layer}, the most important at "
-        f"the top left; together they explain {found.shares.sum():.0%} of the kernels' variance. {drawn}; each has a "
-        f"contrast of its own. {meaning}"
+        f"{first} of the {found.kernels:,} kernels ({height}×{width} pixels) of {found.layer}, by decreasing "
+        f"variance; together they explain {found.explained.sum():.0%} of the kernels' variance. {drawn}; each is "
+        f"scaled to full contrast. {meaning}"
     )
 
 
@@ -133,14 +133,14 @@ def _sheet(components: NDArray[np.float64]) -> Image.Image:
     for number, tile in enumerate(pixels):
         row, column = divmod(number, columns)
         left, top = MARGIN + column * (across + GAP), MARGIN + row * (down + GAP)
-        # An edge, because a filter may be as white as the paper.
+        # An outline, because a filter may be as white as the background.
         pen.rectangle((left - 1, top - 1, left + across, top + down), outline=LINE)
         sheet.paste(Image.fromarray(tile).resize((across, down), Image.Resampling.NEAREST), (left, top))
     return sheet
 
 
 def _columns(count: int) -> int:
-    """Choose how many filters stand in a row: about as in the paper, with few empty places at the end.
+    """Choose the number of filters per row: about as in the paper, with few empty cells at the end.
 
     >>> _columns(28), _columns(9), _columns(5), _columns(1)
     (7, 3, 5, 1)
