@@ -88,7 +88,7 @@ def reference(model: ViT, case: Case, data: list[Batch]) -> Reference:
         loss = reference_loss(model, case, batch)
         gradients = torch.autograd.grad(loss, parameters)
         norm = math.sqrt(sum(float((gradient * gradient).sum()) for gradient in gradients))
-        clip = case.optimizer.clip
+        clip = case.optimizer.max_grad_norm
         factor = 1.0 if clip is None or norm <= clip else clip / norm
         with torch.no_grad():
             for name, parameter, gradient in zip(names, parameters, gradients, strict=True):

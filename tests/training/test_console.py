@@ -84,9 +84,9 @@ def test_the_pace_of_the_first_step_counts_for_nothing() -> None:
     shown.update(row(1, seconds=60.0))
     assert printed(shown, 140)[0].endswith("step 1/12,000   … left")
     assert "  … images/s  " in str(shown)
-    assert shown.waited_share == 0
+    assert shown.waiting_fraction == 0
     shown.update(row(2))
-    assert shown.waited_share == pytest.approx(0.25)
+    assert shown.waiting_fraction == pytest.approx(0.25)
     assert "  4,267 images/s  " in str(shown)
     assert str(shown).endswith("24:00 left")
     alone = Status()
@@ -96,7 +96,7 @@ def test_the_pace_of_the_first_step_counts_for_nothing() -> None:
 
 def test_a_status_before_the_first_step_is_nothing() -> None:
     assert printed(Status(), 80) == []
-    assert Status().waited_share == 0
+    assert Status().waiting_fraction == 0
 
 
 def test_memory_is_the_most_so_far() -> None:

@@ -81,7 +81,7 @@ def test_it_follows_the_class_weights(uneven: Path, tmp_path: Path) -> None:
         assert read_recipe(folder / "recipe.toml").criterion == expected
         assert any(choice.field == "criterion" for choice in run.defaults) == (expected != "accuracy")
     weighted = read_recipe("scratch-small", ["data.balance=true", "criterion=loss"])
-    assert weighted.settled_criterion() == "loss"
+    assert weighted.resolved_criterion() == "loss"
     with pytest.raises(ConfigError, match=r"criterion is 'acuracy', .*did you mean 'accuracy'"):
         read_recipe("scratch-small", ["criterion=acuracy"])
 

@@ -16,7 +16,7 @@ from tests.damaging import RECIPE, make_run, train_tiny
 from vitrail.__main__ import main
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.runtime import Processes
-from vitrail.training.best import Best, put_aside
+from vitrail.training.best import Best, move_aside
 from vitrail.training.distributed import Ranks
 from vitrail.training.state import Progress, Setting, State, save_state
 from vitrail.training.train import Run, train
@@ -136,9 +136,9 @@ def test_nothing_that_was_put_aside_is_overwritten(tmp_path: Path) -> None:
     for name in ("damaged-best", "damaged-best-2"):
         (tmp_path / "best").mkdir()
         (tmp_path / "best" / "file").write_text(name)
-        assert put_aside(tmp_path / "best") == tmp_path / name
+        assert move_aside(tmp_path / "best") == tmp_path / name
         assert (tmp_path / name / "file").read_text() == name
-    assert put_aside(tmp_path / "best") is None
+    assert move_aside(tmp_path / "best") is None
 
 
 def test_best_of_a_run_that_was_killed_before_it_saved_is_no_damage(tmp_path: Path) -> None:

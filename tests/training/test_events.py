@@ -66,13 +66,13 @@ def test_a_run_killed_and_resumed_has_no_point_twice_and_none_too_few(tmp_path: 
     assert len(list((folder / "tensorboard").iterdir())) == 2
     assert_the_same(found, metrics_file(folder))
     assert set(found) == set(TAGS.values())
-    for tag in ("speed/images_per_second", "speed/waiting_share"):
+    for tag in ("speed/images_per_second", "speed/waiting_fraction"):
         points = [step for step, _ in found[tag]]
         # The first step, of the run and after the resume, compiles and opens libraries: it has no pace.
         assert points[0] == 2
         assert points[-1] == steps[-1]
         assert len(points) == len(steps) - 2
-    assert all(0 <= share <= 1 for _, share in found["speed/waiting_share"])
+    assert all(0 <= share <= 1 for _, share in found["speed/waiting_fraction"])
 
 
 def test_steps_taken_again_replace_what_was_there(tmp_path: Path) -> None:

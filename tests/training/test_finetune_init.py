@@ -13,7 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.resample import resample_grid
 from vitrail.models.vit import ViT
-from vitrail.training.finetune_init import FinetuneInit, fitted, planned_model
+from vitrail.training.finetune_init import FinetuneInit, fitted, planned_config
 from vitrail.training.recipe import read_recipe
 from vitrail.training.train import train
 
@@ -31,7 +31,7 @@ def old_bundle(**options: Any) -> Bundle:
 
 
 def fit(pretrained: Bundle, how: FinetuneInit, classes: tuple[str, ...] = DIGITS, **fields: Any) -> Bundle:
-    return fitted(pretrained, how, planned_model(pretrained, how, fields, len(classes)), classes)
+    return fitted(pretrained, how, planned_config(pretrained, how, fields, len(classes)), classes)
 
 
 def weights(bundle: Bundle) -> dict[str, torch.Tensor]:
@@ -151,7 +151,7 @@ def test_a_linear_probe_changes_the_head_alone(tmp_path: Path) -> None:
 
 
 def test_two_runs_begin_with_the_same_new_head(tmp_path: Path) -> None:
-    changes = ("steps=1", "schedule.warmup_share=0.0", "optimizer.lr=1e-9")
+    changes = ("steps=1", "schedule.warmup_fraction=0.0", "optimizer.lr=1e-9")
     found: list[torch.Tensor] = []
     for name in ("one", "other"):
         torch.manual_seed(len(found))

@@ -19,7 +19,7 @@ from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import Splits, split_of
 from vitrail.errors import ConfigError
 from vitrail.runtime import faster_in_bf16
-from vitrail.training.auto_batch import fit_batch_to_memory, is_lack_of_memory, shown, within_memory
+from vitrail.training.auto_batch import fit_batch_to_memory, is_out_of_memory, shown, within_memory
 from vitrail.training.memory import Forecast, forecast, resident_images
 from vitrail.training.memory_limits import MemoryLimit, machine_memory
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
@@ -283,13 +283,13 @@ def test_what_a_batch_cannot_be(batch: object) -> None:
     ],
 )
 def test_which_errors_are_a_lack_of_memory(error: Exception, is_one: bool) -> None:
-    assert is_lack_of_memory(error) is is_one
+    assert is_out_of_memory(error) is is_one
 
 
 def test_a_machine_that_refuses_is_understood() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
-    assert is_lack_of_memory(caught.value)
+    assert is_out_of_memory(caught.value)
 
 
 def test_a_lack_that_was_not_foreseen_still_names_a_smaller_batch(tmp_path: Path) -> None:

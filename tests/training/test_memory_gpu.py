@@ -10,7 +10,7 @@ from tests.training.jobs import IMAGES, job, train_two_steps
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
 from vitrail.training.auto_batch import fit_batch_to_memory, shown, within_memory
-from vitrail.training.memory import fits_really, forecast
+from vitrail.training.memory import forecast, step_fits
 from vitrail.training.memory_limits import memory_limit
 
 pytestmark = [
@@ -57,11 +57,11 @@ def test_a_batch_is_found_that_fits_and_no_larger_one_is_taken(tmp_path: Path) -
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(forecast(usual).total / 3 / total)
     try:
-        assert not fits_really(usual, forecast(usual))
+        assert not step_fits(usual, forecast(usual))
         # The forecast is told of the whole GPU, so that only the real try can find out.
         found = fit_batch_to_memory(planned, tmp_path, IMAGES, memory_limit(planned.device))
         assert 2 <= found.batch <= 32
-        assert fits_really(planned._replace(plan=found), forecast(planned._replace(plan=found)))
+        assert step_fits(planned._replace(plan=found), forecast(planned._replace(plan=found)))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()

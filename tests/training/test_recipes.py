@@ -111,7 +111,7 @@ def value_at(recipe: Recipe, path: str) -> Any:
 
 
 CROPS = {"augmentation.crop": "inception_tf", "augmentation.crop_area": [0.05, 1.0], "augmentation.flip": 0.5}
-ADAM = {"optimizer.kind": "adamw", "optimizer.betas": [0.9, 0.999], "optimizer.clip": 1.0}
+ADAM = {"optimizer.kind": "adamw", "optimizer.betas": [0.9, 0.999], "optimizer.max_grad_norm": 1.0}
 WARM = {"schedule.kind": "cosine", "schedule.warmup_steps": 10_000}
 PLAIN = {"objective.loss": "softmax", "objective.label_smoothing": 0.0, "averaging.kind": "none", "patience": 0}
 BIG_VISION = {"augmentation.randaugment.layers": 2, "augmentation.randaugment.operations": "big_vision"}
@@ -122,7 +122,7 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "finetune-paper": {
         **CROPS, **PLAIN, "batch": 512, "steps": 500, "gradient_accumulation": 8, "optimizer.kind": "sgd",
-        "optimizer.momentum": 0.9, "optimizer.nesterov": False, "optimizer.weight_decay": 0.0, "optimizer.clip": 1.0,
+        "optimizer.momentum": 0.9, "optimizer.nesterov": False, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": 1.0,
         "schedule.kind": "cosine", "augmentation.randaugment": None, "mixing.mixup": 0.0, "pretrained.head": "zero",
         "pretrained.positions": "google", "data.val": 0.1,
     },
@@ -211,7 +211,11 @@ def test_the_columns_of_table_3() -> None:
     i21k = changes_in(rows[rows.index("ImageNet-21k") : rows.index("JFT-300M")])
     plan = planned("pretrain-paper", *i21k)
     assert (plan.rate, plan.recipe.optimizer.weight_decay, plan.recipe.epochs) == (1e-3, 0.03, 90)
-    assert (plan.recipe.schedule.kind, plan.recipe.optimizer.clip, plan.model.mlp_dropout) == ("linear", None, 0.1)
+    assert (plan.recipe.schedule.kind, plan.recipe.optimizer.max_grad_norm, plan.model.mlp_dropout) == (
+        "linear",
+        None,
+        0.1,
+    )
     jft = changes_in(rows[rows.index("JFT-300M") : rows.index("Another model")])
     recipe = read_recipe("pretrain-paper", [*jft, "epochs=14", "optimizer.lr=3e-4", "model.name=H/14"])
     plan = resolve_defaults(recipe, IMAGENET._replace(images=303_000_000), None)

@@ -233,7 +233,13 @@ def test_a_run_in_use(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_explodes_is_explained(tmp_path: Path) -> None:
-    changes = [*TINY, "optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
+    changes = [
+        *TINY,
+        "optimizer.lr=1000.0",
+        "optimizer.kind=sgd",
+        "optimizer.max_grad_norm=none",
+        "schedule.kind=constant",
+    ]
     with pytest.raises(
         Diverged, match=r"step \d+: the loss is .*; the losses before it were .*; the first split whose"
     ):
@@ -363,9 +369,18 @@ def test_compiled_it_learns_the_same(tmp_path: Path) -> None:
 
 
 def test_none_is_a_word_where_it_is_a_choice() -> None:
-    changes = ["averaging.kind=none", "model.class_token=none", "optimizer.clip=none", "objective.class_weights=none"]
+    changes = [
+        "averaging.kind=none",
+        "model.class_token=none",
+        "optimizer.max_grad_norm=none",
+        "objective.class_weights=none",
+    ]
     recipe = read_recipe("scratch-small", [*changes, "augmentation.crop=none", "augmentation.randaugment=none"])
-    assert (recipe.averaging.kind, recipe.model["class_token"], recipe.optimizer.clip) == ("none", "none", None)
+    assert (recipe.averaging.kind, recipe.model["class_token"], recipe.optimizer.max_grad_norm) == (
+        "none",
+        "none",
+        None,
+    )
     assert recipe.objective.class_weights == "none"
     assert (recipe.augmentation.crop, recipe.augmentation.randaugment) == ("none", None)
 

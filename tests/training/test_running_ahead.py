@@ -144,7 +144,7 @@ def test_a_signal_saves_a_step_whose_numbers_are_told(straight: Path, tmp_path: 
 def test_a_loss_that_explodes_is_explained_as_if_it_had_been_waited_for(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    changes = ["optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
+    changes = ["optimizer.lr=1000.0", "optimizer.kind=sgd", "optimizer.max_grad_norm=none", "schedule.kind=constant"]
     said = []
     for way in ("waited", "ahead"):
         if way == "ahead":

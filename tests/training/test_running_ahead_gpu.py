@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
 def test_a_steps_numbers_are_here_before_its_end(kind: str) -> None:
-    model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind=kind, lr=0.01, clip=1.0))
+    model, recipe = tiny().to(CUDA), Recipe(optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=1.0))
     state = State(model, make_optimizer(model, recipe.optimizer), None, Progress())
     exact = Preprocess(size=(8, 8), mean=(0.0,) * 3, std=(1 / 255,) * 3)
     stepper = Stepper(recipe, exact, CUDA, "float32", None, Ranks(Processes(), CUDA))

@@ -61,7 +61,7 @@ def test_no_warmup_begins_at_the_peak() -> None:
 )
 @settings(derandomize=True, deadline=None, max_examples=100)
 def test_rises_to_the_peak_then_falls(kind: str, total: int, share: float, end: float, peak: float) -> None:
-    schedule = Schedule(kind=kind, warmup_share=share, end=0.0 if kind == "constant" else end)
+    schedule = Schedule(kind=kind, warmup_fraction=share, end=0.0 if kind == "constant" else end)
     warmup, found = warmup_of(schedule, total), rates(schedule, total, peak)
     assert 0 <= warmup < total
     assert all(0 < rate <= peak * (1 + 1e-12) for rate in found)
@@ -80,7 +80,7 @@ def test_after_the_end_it_stays_there(step: int) -> None:
 
 
 def test_share_and_steps_are_the_same_warmup() -> None:
-    assert rates(Schedule(warmup_share=0.1), 50, 1.0) == rates(Schedule(warmup_steps=5), 50, 1.0)
+    assert rates(Schedule(warmup_fraction=0.1), 50, 1.0) == rates(Schedule(warmup_steps=5), 50, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_share_and_steps_are_the_same_warmup() -> None:
     [(0.1, 14, 1), (0.1, 16, 2), (0.1, 4, 0), (0.99, 10, 9), (0.5, 1, 0), (0.9, 2, 1)],
 )
 def test_a_share_is_rounded_to_steps_and_leaves_one_at_the_peak(share: float, total: int, warmup: int) -> None:
-    assert warmup_of(Schedule(warmup_share=share), total) == warmup
-    found = rates(Schedule(warmup_share=share), total, 1.0)
+    assert warmup_of(Schedule(warmup_fraction=share), total) == warmup
+    found = rates(Schedule(warmup_fraction=share), total, 1.0)
     assert found[warmup] == 1.0
     assert all(rate == pytest.approx((step + 1) / warmup) for step, rate in enumerate(found[:warmup]))
 
@@ -97,13 +97,13 @@ def test_a_share_is_rounded_to_steps_and_leaves_one_at_the_peak(share: float, to
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"warmup_steps": 5, "warmup_share": 0.1}, "warmup_steps is 5 and warmup_share is 0.1"),
+        ({"warmup_steps": 5, "warmup_fraction": 0.1}, "warmup_steps is 5 and warmup_fraction is 0.1"),
         ({"end": 0.1, "end_lr": 1e-5}, "end is 0.1 of the peak and end_lr is 1e-05"),
         ({"kind": "constant", "end_lr": 1e-5}, "end_lr 1e-05 means nothing"),
         ({"kind": "constant", "end": 0.5}, "end 0.5 means nothing"),
         ({"kind": "cosin"}, "did you mean 'cosine'"),
         ({"warmup": 5}, "did you mean 'warmup_s"),
-        ({"warmup_share": 1.0}, "warmup_share is 1.0"),
+        ({"warmup_fraction": 1.0}, "warmup_fraction is 1.0"),
     ],
 )
 def test_contradictions_are_refused(fields: dict[str, object], words: str) -> None:

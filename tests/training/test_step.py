@@ -67,9 +67,9 @@ CASES = {
     "sgd": Case(SGD),
     "sgd without momentum": Case(SGD.replace(momentum=0.0)),
     "nesterov": Case(SGD.replace(nesterov=True, momentum=0.8)),
-    "clipped": Case(SGD.replace(clip=0.5)),
-    "a limit that is not reached": Case(SGD.replace(clip=1e6)),
-    "clipped adamw": Case(ADAMW.replace(clip=0.5)),
+    "clipped": Case(SGD.replace(max_grad_norm=0.5)),
+    "a limit that is not reached": Case(SGD.replace(max_grad_norm=1e6)),
+    "clipped adamw": Case(ADAMW.replace(max_grad_norm=0.5)),
     "ema": Case(ADAMW, averaging=Averaging(kind="ema", decay=0.6)),
     "ema with a warm-up and a start": Case(SGD, averaging=Averaging(kind="ema", decay=0.9, warmup=True, start=1)),
     "polyak": Case(SGD, averaging=Averaging(kind="polyak", start=1)),
@@ -84,7 +84,7 @@ CASES = {
         SGD, Objective(loss="sigmoid"), mixed="mixup", weights=(2.0, 0.5, 0.0, 3.0)
     ),
     "everything": Case(
-        ADAMW.replace(clip=0.1, layer_decay=0.7), Objective(label_smoothing=0.125), Averaging(kind="ema", decay=0.8),
+        ADAMW.replace(max_grad_norm=0.1, layer_decay=0.7), Objective(label_smoothing=0.125), Averaging(kind="ema", decay=0.8),
         "both", 2, (2.0, 0.5, 0.25, 3.0),
     ),
 }  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_step_is_the_definition(name: str, steps: int) -> None:
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state, stepped = ours(model, case, data)
     # torch clips by limit / (norm + 1e-6).
-    assert_same(state, stepped, expected, atol=1e-9 if case.optimizer.clip is None else 1e-6)
+    assert_same(state, stepped, expected, atol=1e-9 if case.optimizer.max_grad_norm is None else 1e-6)
     assert state.progress.step == steps
     # What is compared has moved, so that doing nothing would not pass.
     assert all(float((p.detach() - before[name]).abs().max()) > 1e-5 for name, p in model.named_parameters())

@@ -26,7 +26,7 @@ from vitrail.training.sweep import Sweep, sweep
 from vitrail.training.train import train
 
 MODEL = ["model.width=16", "model.depth=1", "model.heads=1", "model.patch_size=4"]
-SGD = ["optimizer.kind=sgd", "optimizer.clip=none", "schedule.kind=constant"]
+SGD = ["optimizer.kind=sgd", "optimizer.max_grad_norm=none", "schedule.kind=constant"]
 TINY = ["epochs=0.25", "batch=32", "evaluations=2", *MODEL, *SGD]
 RATES: dict[str, list[Any]] = {"optimizer.lr": [0.01, 0.1, 1000.0]}
 
@@ -217,7 +217,7 @@ def test_the_folder_is_found_by_the_sweep(tmp_path: Path, monkeypatch: pytest.Mo
         ("optimizer.lr=.003,.01, 1e-3,+.5,3", [0.003, 0.01, 0.001, 0.5, 3]),
         ("augmentation.crop_area=[0.2,1.0],[0.5,1.0]", [[0.2, 1.0], [0.5, 1.0]]),
         ("optimizer.kind=sgd,adamw", ["sgd", "adamw"]),
-        ("optimizer.clip=none,1.0", [None, 1.0]),
+        ("optimizer.max_grad_norm=none,1.0", [None, 1.0]),
         ("compile=true,false", [True, False]),
         ("freeze=[],['a,b']", [[], ["a,b"]]),
         ("x='1,2',2020-01-01,{a=1,b=[2,3]}", ["1,2", "2020-01-01", {"a": 1, "b": [2, 3]}]),

@@ -49,7 +49,7 @@ def test_a_mean_of_rates_would_be_twice_the_truth() -> None:
     assert shown.throughput.rate == pytest.approx(512 * 2 / 0.22)  # 4,655; the mean of 25,600 and 2,560 is 14,080
     assert "4,655 images/s" in str(shown)
     assert seconds_left(shown) == pytest.approx(400 * 0.11, abs=1)
-    assert shown.waited_share == pytest.approx(0.1 / 0.22, abs=0.01)
+    assert shown.waiting_fraction == pytest.approx(0.1 / 0.22, abs=0.01)
 
 
 def test_the_pace_is_that_of_the_recent_past() -> None:
@@ -68,7 +68,7 @@ def test_steps_in_which_a_model_is_compiled_do_not_count() -> None:
             throughput.add(images=10, seconds=100.0, waited=5.0)
             assert throughput.rate is None
         throughput.add(images=10, seconds=0.5, waited=0.5)
-        assert (throughput.rate, throughput.waiting_share, throughput.whole_waiting_share) == (10.0, 0.5, 0.5)
+        assert (throughput.rate, throughput.waiting_fraction, throughput.total_waiting_fraction) == (10.0, 0.5, 0.5)
 
 
 @PROPERTY
@@ -77,6 +77,6 @@ def test_shares_are_shares(times: list[tuple[float, float]]) -> None:
     throughput = Throughput()
     for seconds, waited in times:
         throughput.add(images=8, seconds=seconds, waited=waited)
-        assert 0 <= throughput.waiting_share <= 1
-        assert 0 <= throughput.whole_waiting_share <= 1
+        assert 0 <= throughput.waiting_fraction <= 1
+        assert 0 <= throughput.total_waiting_fraction <= 1
         assert throughput.rate is None or throughput.rate > 0

@@ -13,7 +13,7 @@ from vitrail.errors import Diverged
 from vitrail.runtime import Processes
 from vitrail.training.averaging import Averaging
 from vitrail.training.distributed import Ranks
-from vitrail.training.forward import forget_compiled, forward_of
+from vitrail.training.forward import forward_of, reset_compiled
 from vitrail.training.optimizers import Optimizer
 from vitrail.training.recipe import Recipe
 from vitrail.training.run_folder import MetricsFile
@@ -55,7 +55,9 @@ def test_steps_are_those_of_a_processor(name: str) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_replayed_steps_are_those_that_are_not(kind: str) -> None:
     """With stochastic depth, an average of the weights, and a measurement between two steps."""
-    recipe = Recipe(compile=True, optimizer=Optimizer(kind=kind, lr=0.01, clip=1.0), averaging=Averaging(kind="ema"))
+    recipe = Recipe(
+        compile=True, optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=1.0), averaging=Averaging(kind="ema")
+    )
     ranks, found = Ranks(Processes(), CUDA), []
     for replayed in (True, False):
         model = tiny(width=32, stochastic_depth=0.5).to(CUDA)
@@ -69,7 +71,7 @@ def test_replayed_steps_are_those_that_are_not(kind: str) -> None:
                     model.eval()(torch.randn(3, 3, 8, 8, device=CUDA))
                 model.train()
         found.append((torch.tensor(losses), {key: value.cpu() for key, value in model.state_dict().items()}))
-        forget_compiled(CUDA)
+        reset_compiled(CUDA)
     assert torch.allclose(found[0][0], found[1][0], rtol=1e-3)
     for key, value in found[1][1].items():
         assert torch.allclose(found[0][1][key], value, rtol=1e-2, atol=1e-3), key
@@ -88,7 +90,7 @@ def test_what_is_drawn_in_a_replayed_step_follows_from_its_number() -> None:
     first = [loss_of(step) for step in range(6)]
     assert len(set(first)) > 3
     assert [loss_of(step) for step in range(6)] == pytest.approx(first, rel=1e-6)
-    forget_compiled(CUDA)
+    reset_compiled(CUDA)
 
 
 def test_a_run_gives_its_memory_back(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_a_run_gives_its_memory_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_step_that_diverges_changes_no_weight_and_is_told_when_it_is_read(kind: str) -> None:
-    recipe = Recipe(optimizer=Optimizer(kind=kind, lr=0.01, clip=0.5))
+    recipe = Recipe(optimizer=Optimizer(kind=kind, lr=0.01, max_grad_norm=0.5))
     model, (first, second, third) = tiny().to(CUDA), batches(3)
     state = begin(model, recipe)
     stepper = Stepper(recipe, EXACT, CUDA, "float32", None, Ranks(Processes(), CUDA))
