@@ -15,7 +15,7 @@ from vitrail.models.config import CALLED_ELSEWHERE, ViTConfig
 from vitrail.models.variants import PAPER, variant_config
 from vitrail.runtime import choose_device
 from vitrail.training.defaults import DataFacts, resolve_defaults
-from vitrail.training.recipe import ALSO_CALLED, full_name, option_names, read_recipe
+from vitrail.training.recipe import ALIASES, full_name, option_names, read_recipe
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_short_name_is_answered_with_the_full_one(change: str, full: str) -> N
 
 def test_what_is_advised_exists() -> None:
     names = option_names()
-    assert set(ALSO_CALLED.values()) <= set(names)
+    assert set(ALIASES.values()) <= set(names)
     assert len(names) == len(set(names))
     assert full_name("lr") == "optimizer.lr"
     assert full_name("epochs") == "epochs"

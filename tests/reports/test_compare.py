@@ -13,8 +13,8 @@ from tests.reports.test_report import Page
 
 from vitrail.metrics.pairs import paired
 from vitrail.reports.compare import _statement
-from vitrail.reports.formatting import share
-from vitrail.reports.predictions import answers_of_both
+from vitrail.reports.formatting import as_percent
+from vitrail.reports.predictions import paired_predictions
 from vitrail.reports.report import report
 from vitrail.reports.run_record import read_run
 
@@ -27,7 +27,7 @@ def page(run: Path, other_run: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_both_numbers_are_there_with_their_names(page: Page, run: Path, other_run: Path) -> None:
     for folder in (run, other_run):
         result = json.loads((folder / "result.json").read_text())
-        assert share(result["top1"]) in page.sections["result"]
+        assert as_percent(result["top1"]) in page.sections["result"]
         assert folder.name in page.sections["result"]
 
 
@@ -62,7 +62,7 @@ def test_classes_that_changed_are_in_the_order_of_the_change(page: Page) -> None
 def test_other_images_are_not_compared_one_by_one(run: Path, copy: Path) -> None:
     table = pq.read_table(copy / "test_predictions.parquet")
     pq.write_table(table.slice(1), copy / "test_predictions.parquet")
-    both, why = answers_of_both(read_run(run), read_run(copy))
+    both, why = paired_predictions(read_run(run), read_run(copy))
     assert both is None
     assert "evaluated on different images" in why
     assert "evaluated on different images" in Page(report(run, copy, copy / "both.html")).sections["pairs"]
@@ -90,7 +90,7 @@ def test_runs_on_different_data_are_shown_side_by_side_and_neither_is_better(
     assert not [cell for cell in page.all("span") if cell.get("class") in ("up", "down")]
     assert "where the images are the same" in page.sections["classes"]
     for folder in (run, copy):
-        assert share(json.loads((folder / "result.json").read_text())["top1"]) in page.sections["result"]
+        assert as_percent(json.loads((folder / "result.json").read_text())["top1"]) in page.sections["result"]
 
 
 def test_the_same_data_in_another_place_is_the_same(run: Path, copy: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_same_data_in_another_place_is_the_same(run: Path, copy: Path) -> No
     place = table.schema.get_field_index("name")
     moved = pa.array([f"elsewhere/{number}.png" for number in range(table.num_rows)])
     pq.write_table(table.set_column(place, "name", moved), copy / "test_predictions.parquet")
-    both, _ = answers_of_both(read_run(run), read_run(copy))
+    both, _ = paired_predictions(read_run(run), read_run(copy))
     assert both is not None
 
 

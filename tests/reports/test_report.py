@@ -20,7 +20,7 @@ from vitrail.data.sources.source import Arrays
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions, measure
 from vitrail.metrics.intervals import wilson_interval
-from vitrail.reports.formatting import points, share, span
+from vitrail.reports.formatting import as_percent, points, span
 from vitrail.reports.report import report, report_of_finished
 from vitrail.reports.run_artifacts import RunArtifacts
 from vitrail.reports.run_record import read_run
@@ -94,7 +94,7 @@ def test_baselines_are_named_and_what_a_result_lacks_is_at_the_top(page: Page, r
     assert result["warnings"], "the classes of this run are hard to tell apart"
     for text in result["warnings"]:
         assert text[1:] in page.sections[""]
-    assert f"gives {share(result['baselines']['majority'])}, chance 33.3%." in page.sections[""]
+    assert f"gives {as_percent(result['baselines']['majority'])}, chance 33.3%." in page.sections[""]
     assert "chance 33.3%" in page.sections["result"]
     log = (run / "log.txt").read_text()
     assert f"WARNING: {result['warnings'][0]}\n" in log
@@ -157,8 +157,8 @@ def test_the_head_says_how_good_the_model_is(page: Page, run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     low, high = result["top1_interval"]
     text = " ".join(page.sections[""].split())
-    assert f"Right on {share(result['top1'])} of {result['images']} held-out images" in text
-    assert f"between {share(low)} and {share(high)}" in text
+    assert f"Right on {as_percent(result['top1'])} of {result['images']} held-out images" in text
+    assert f"between {as_percent(low)} and {as_percent(high)}" in text
     assert f"95% interval {span(tuple(result['macro_f1_interval']))}" in page.sections["result"]
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from vitrail.__main__ import _run
 from vitrail.errors import ConfigError
 from vitrail.evaluation import Predictions
-from vitrail.training.criterion import COLUMNS, Criterion, as_good, score, shared_criterion, validated
+from vitrail.training.criterion import COLUMNS, Criterion, as_good, score, shared_criterion, validation_metrics
 from vitrail.training.grid import combine
 from vitrail.training.recipe import read_recipe
 from vitrail.training.sweep import sweep
@@ -122,7 +122,7 @@ def test_runs_with_and_without_class_weights_are_compared_by_balanced_accuracy()
 def test_scores_are_those_of_the_evaluation(seed: int, classes: int, images: int) -> None:
     rng = np.random.default_rng(seed)
     probabilities = rng.dirichlet(np.ones(classes), images).astype(np.float32)
-    found = validated(Predictions(probabilities, rng.integers(0, classes, images), np.arange(images)))
+    found = validation_metrics(Predictions(probabilities, rng.integers(0, classes, images), np.arange(images)))
     for criterion in CRITERIA:
         sign = -1 if criterion == "loss" else 1
         assert score(found, criterion) == pytest.approx(sign * found[COLUMNS[criterion]], abs=1e-4)

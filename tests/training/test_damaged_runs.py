@@ -129,7 +129,7 @@ def test_a_lost_best_is_replaced_whatever_the_score_there_is(tmp_path: Path) -> 
         "their place"
     ]
     assert state.progress.best_step == 0
-    assert best.check() == "whole", "there is none to be lost any more"
+    assert best.check() == "intact", "there is none to be lost any more"
 
 
 def test_nothing_that_was_put_aside_is_overwritten(tmp_path: Path) -> None:

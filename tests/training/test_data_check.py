@@ -11,7 +11,7 @@ from PIL import Image
 import vitrail
 from vitrail.data.sources.opening import open_data
 from vitrail.training.console import RunConsole
-from vitrail.training.train import _say_check, train
+from vitrail.training.train import _check_data, train
 
 CHANGES = [
     "steps=1", "batch=4", "evaluations=1",
@@ -37,7 +37,7 @@ def test_training_says_conflicting_labels_duplicates_and_what_it_skipped(photos:
     folder, splits = tmp_path / "run", open_data(photos)
     folder.mkdir()
     with RunConsole(folder, quiet=True) as screen:  # what `train` does before the first step
-        _say_check(screen, folder, splits, 16)
+        _check_data(screen, folder, splits, 16)
     check = json.loads((folder / "check.json").read_text())
     names = {copies["kind"]: [Path(one["name"]).name for one in copies["images"]] for copies in check["duplicates"]}
     assert names["conflicting"] == ["0.png", "other.png"] or names["conflicting"] == ["other.png", "0.png"]

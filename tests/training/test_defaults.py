@@ -72,14 +72,14 @@ def test_a_named_model_stays_what_it_is() -> None:
 
 
 def test_muon_learns_faster() -> None:
-    adamw, muon = (planned(PHOTOS, f"optimizer.kind={kind}").rate for kind in ("adamw", "muon"))
+    adamw, muon = (planned(PHOTOS, f"optimizer.kind={kind}").peak_lr for kind in ("adamw", "muon"))
     assert muon == pytest.approx(2.5 * adamw)
 
 
 def test_few_photographs_get_a_shallow_model_and_a_gentle_rate() -> None:
     few, many = planned(PHOTOS), planned(PHOTOS._replace(images=20_000))
     assert (few.model.depth, many.model.depth) == (2, 4)
-    assert few.rate == many.rate / 2
+    assert few.peak_lr == many.peak_lr / 2
     assert planned(PHOTOS._replace(images=270)).recipe.epochs == 225
 
 
@@ -87,7 +87,7 @@ def test_a_trained_model_learns_slower_the_wider_it_is() -> None:
     def rate(width: int) -> float:
         model = ViT(planned(CIFAR, f"model.width={width}", "model.depth=1").model)
         preprocess = Preprocess(size=(32, 32), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-        return planned(CIFAR, pretrained=Bundle(model, preprocess, TEN, {})).rate
+        return planned(CIFAR, pretrained=Bundle(model, preprocess, TEN, {})).peak_lr
 
     assert (rate(64), rate(512)) == (1e-3, 1e-4)
 

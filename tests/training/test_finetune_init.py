@@ -1,4 +1,4 @@
-"""A model that exists, fitted to other data: its head, positions, dropout, and what stays untouched."""
+"""A model that exists, adapted to other data: its head, positions, dropout, and what stays untouched."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from vitrail.errors import ConfigError
 from vitrail.models.config import ViTConfig
 from vitrail.models.resample import resample_grid
 from vitrail.models.vit import ViT
-from vitrail.training.finetune_init import FinetuneInit, fitted, planned_config
+from vitrail.training.finetune_init import FinetuneInit, adapted, planned_config
 from vitrail.training.recipe import read_recipe
 from vitrail.training.train import train
 
@@ -31,7 +31,7 @@ def old_bundle(**options: Any) -> Bundle:
 
 
 def fit(pretrained: Bundle, how: FinetuneInit, classes: tuple[str, ...] = DIGITS, **fields: Any) -> Bundle:
-    return fitted(pretrained, how, planned_config(pretrained, how, fields, len(classes)), classes)
+    return adapted(pretrained, how, planned_config(pretrained, how, fields, len(classes)), classes)
 
 
 def weights(bundle: Bundle) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from vitrail.data.sources.source import Arrays
 from vitrail.data.sources.splits import Splits, split_of
 from vitrail.errors import ConfigError
 from vitrail.runtime import faster_in_bf16
-from vitrail.training.auto_batch import fit_batch_to_memory, is_out_of_memory, shown, within_memory
+from vitrail.training.auto_batch import fit_batch_to_memory, forecast_line, is_out_of_memory, within_memory
 from vitrail.training.memory import Forecast, forecast, resident_images
 from vitrail.training.memory_limits import MemoryLimit, machine_memory
 from vitrail.training.recipe import Recipe, read_recipe, write_toml
@@ -125,10 +125,10 @@ def test_a_forecast_draws_nothing() -> None:
 
 def test_the_line_that_is_shown() -> None:
     known = Forecast(100 * MB, 100 * MB, 200 * MB, 0, 64, 900 * MB, 1)
-    assert shown(known, MemoryLimit(22_000 * MB, "the GPU")) == (
+    assert forecast_line(known, MemoryLimit(22_000 * MB, "the GPU")) == (
         "memory: about 1.3 GB of 22.0 GB (weights 0.1, gradients 0.1, optimiser 0.2, images in flight 0.9)"
     )
-    assert "optimiser 0.2, images that stay there 0.7, images in flight" in shown(
+    assert "optimiser 0.2, images that stay there 0.7, images in flight" in forecast_line(
         known._replace(resident=700 * MB), MemoryLimit(22_000 * MB, "the GPU")
     )
 
@@ -228,7 +228,7 @@ def test_a_batch_is_halved_until_it_fits(changes: dict[str, Any], tmp_path: Path
     assert found.batch % unit == 0
     known = forecast(usual._replace(plan=found))
     assert known.total <= 0.85 * there.free
-    assert known.with_images(3 * known.images, known.parts) > 0.85 * there.free  # not smaller than it must be
+    assert known.with_images(3 * known.images, known.accumulation) > 0.85 * there.free  # not smaller than it must be
     assert "would need about" in found.defaults[-1].reason
 
 

@@ -9,7 +9,7 @@ from tests.training.jobs import IMAGES, job, train_two_steps
 
 from vitrail.errors import ConfigError
 from vitrail.runtime import Precision
-from vitrail.training.auto_batch import fit_batch_to_memory, shown, within_memory
+from vitrail.training.auto_batch import fit_batch_to_memory, forecast_line, within_memory
 from vitrail.training.memory import forecast, step_fits
 from vitrail.training.memory_limits import memory_limit
 
@@ -43,7 +43,7 @@ def test_the_forecast_is_what_a_run_takes(
     with capsys.disabled():
         print(
             f"\n{kind} {name} {precision} checkpointing={checkpointing}: foreseen {known.total / 1e6:.0f} MB, taken "
-            f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; {shown(known, memory_limit(planned.device))}"
+            f"{taken / 1e6:.0f} MB, ratio {known.total / taken:.3f}; {forecast_line(known, memory_limit(planned.device))}"
         )
     assert known.total == pytest.approx(taken, rel=0.2)
 

@@ -15,7 +15,7 @@ def kept(done: bool | None) -> PipelinedStep:
     """Return a step under way on a GPU that says whether it is done; None: on a processor, where it always is."""
     end: Any = None if done is None else SimpleNamespace(query=lambda: done)
     pipelined = PipelinedStep()
-    pipelined.put(PendingStep(0, torch.zeros(3), end, 1, left_out=False, done=end), batches(1)[0], 0.1, 0.0)
+    pipelined.put(PendingStep(0, torch.zeros(3), end, 1, may_skip=False, done=end), batches(1)[0], 0.1, 0.0)
     return pipelined
 
 

@@ -122,7 +122,8 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "finetune-paper": {
         **CROPS, **PLAIN, "batch": 512, "steps": 500, "gradient_accumulation": 8, "optimizer.kind": "sgd",
-        "optimizer.momentum": 0.9, "optimizer.nesterov": False, "optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": 1.0,
+        "optimizer.momentum": 0.9, "optimizer.nesterov": False, "optimizer.weight_decay": 0.0,
+        "optimizer.max_grad_norm": 1.0,
         "schedule.kind": "cosine", "augmentation.randaugment": None, "mixing.mixup": 0.0, "pretrained.head": "zero",
         "pretrained.positions": "google", "data.val": 0.1,
     },
@@ -146,7 +147,7 @@ def test_the_values_are_the_tables(name: str) -> None:
 
 
 def test_the_rates_of_table_4_are_among_those_tried() -> None:
-    assert planned("finetune-paper").rate in (0.001, 0.003, 0.01, 0.03)
+    assert planned("finetune-paper").peak_lr in (0.001, 0.003, 0.01, 0.03)
     rows = re.findall(r"^#   \w.*steps=.*$", header_of("finetune-paper"), re.MULTILINE)
     tried = {row.split()[1].rstrip(","): [float(n) for n in re.findall(r"0\.0\d+(?=[, ])", row)] for row in rows}
     small = [0.001, 0.003, 0.01, 0.03]
@@ -210,7 +211,7 @@ def test_the_columns_of_table_3() -> None:
     rows = header_of("pretrain-paper")
     i21k = changes_in(rows[rows.index("ImageNet-21k") : rows.index("JFT-300M")])
     plan = planned("pretrain-paper", *i21k)
-    assert (plan.rate, plan.recipe.optimizer.weight_decay, plan.recipe.epochs) == (1e-3, 0.03, 90)
+    assert (plan.peak_lr, plan.recipe.optimizer.weight_decay, plan.recipe.epochs) == (1e-3, 0.03, 90)
     assert (plan.recipe.schedule.kind, plan.recipe.optimizer.max_grad_norm, plan.model.mlp_dropout) == (
         "linear",
         None,
@@ -251,7 +252,7 @@ def test_the_learning_rate(name: str, changes: tuple[str, ...], total: int, warm
     plan = planned(name, *changes)
     assert plan.steps == total
     for step in (0, 1, warmup // 2, warmup - 1, warmup, warmup + 1, (warmup + total) // 2, total - 2, total - 1):
-        found = learning_rate(plan.recipe.schedule, step, plan.steps, plan.rate)
+        found = learning_rate(plan.recipe.schedule, step, plan.steps, plan.peak_lr)
         assert found == pytest.approx(straight(step, total, warmup, peak), rel=1e-9)
 
 

@@ -26,7 +26,7 @@ from vitrail.models.config import ViTConfig
 from vitrail.runtime import Processes
 from vitrail.training.distributed import Ranks
 from vitrail.training.recipe import preset_names, read_recipe, write_toml
-from vitrail.training.run_folder import claimed, default_folder, origin_of
+from vitrail.training.run_folder import default_folder, locked, origin_of
 from vitrail.training.schedules import learning_rate
 from vitrail.training.state import Progress, Setting, State, content_digest, load_state, save_state
 from vitrail.training.train import train
@@ -227,7 +227,7 @@ def test_settings_that_cannot_be(change: str, words: str, tmp_path: Path) -> Non
 
 
 def test_a_run_in_use(tmp_path: Path) -> None:
-    with claimed(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         done = run(tmp_path / "run")
     assert (done.returncode, "is in use by another process" in done.stderr) == (2, True)
 
@@ -300,13 +300,13 @@ def test_a_run_folder_without_permission(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from vitrail.errors import CheckpointError
-from vitrail.training.run_folder import claimed
+from vitrail.training.run_folder import locked
 if os.geteuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
 try:
-    with claimed(Path(sys.argv[1])):
-        print("claimed")
+    with locked(Path(sys.argv[1])):
+        print("locked")
 except CheckpointError as error:
     print(error)
 """

@@ -169,12 +169,12 @@ def test_where_a_step_cannot_be_left_out_it_is_waited_for() -> None:
     stepper, state = begin("fp16")
     state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    assert stepper.take(state, state.model, batch, 0.01).ready is None
+    assert stepper.launch(state, state.model, batch, 0.01).ready is None
     assert (same(state.model.state_dict(), before), state.scaler.get_scale()) == (True, 2.0**126)
     stepper, state = begin(fused=False)
-    assert stepper.take(state, state.model, batch, 0.01).ready is None
+    assert stepper.launch(state, state.model, batch, 0.01).ready is None
     stepper, state = begin()
-    assert stepper.take(state, state.model, batch, 0.01).ready is not None
+    assert stepper.launch(state, state.model, batch, 0.01).ready is not None
 
 
 @pytest.mark.usefixtures("ahead")
@@ -182,18 +182,18 @@ def test_where_a_step_cannot_be_left_out_it_is_waited_for() -> None:
 def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(context: str) -> None:
     stepper, state = begin()
     model, (first, second) = state.model, batches(2)
-    stepper.take(state, model, first, 0.01).read()
+    stepper.launch(state, model, first, 0.01).read()
     if context == "gradient":
         model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     else:
         second = second._replace(pixels=torch.full_like(second.pixels, float("nan"), dtype=torch.float32))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    taken = stepper.take(state, model, second, 0.01)
+    taken = stepper.launch(state, model, second, 0.01)
     assert same(model.state_dict(), before)
     with pytest.raises(Diverged, match=r"step 1: the loss is .*, the norm of the gradient nan"):
         taken.read()
 
 
 def test_the_mean_over_parts_and_processes() -> None:
-    taken = PendingStep(4, torch.tensor([1.0, 3.0, 5.0, 2.0, 0.5]), None, processes=2, left_out=False)
+    taken = PendingStep(4, torch.tensor([1.0, 3.0, 5.0, 2.0, 0.5]), None, processes=2, may_skip=False)
     assert taken.read() == (1.0, 7, 0.5)

@@ -33,7 +33,7 @@ def test_a_steps_numbers_are_here_before_its_end(kind: str) -> None:
     state.optimizer.register_step_post_hook(lambda *_: torch.cuda._sleep(4_000_000_000))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        taken = stepper.take(state, model, data[1], 0.01)
+        taken = stepper.launch(state, model, data[1], 0.01)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stepped = taken.read()

@@ -84,7 +84,8 @@ CASES = {
         SGD, Objective(loss="sigmoid"), mixed="mixup", weights=(2.0, 0.5, 0.0, 3.0)
     ),
     "everything": Case(
-        ADAMW.replace(max_grad_norm=0.1, layer_decay=0.7), Objective(label_smoothing=0.125), Averaging(kind="ema", decay=0.8),
+        ADAMW.replace(max_grad_norm=0.1, layer_decay=0.7), Objective(label_smoothing=0.125),
+        Averaging(kind="ema", decay=0.8),
         "both", 2, (2.0, 0.5, 0.25, 3.0),
     ),
 }  # fmt: skip

@@ -38,7 +38,7 @@ def test_steps_are_those_of_a_processor(name: str) -> None:
         model = tiny().to(device)
         state = begin(model, case.recipe())
         stepper = Stepper(case.recipe(), EXACT, device, "float32", None, Ranks(Processes(), device))
-        taken = [stepper.take(state, model, batch, 0.01) for batch in batches(4, case.mixed)]
+        taken = [stepper.launch(state, model, batch, 0.01) for batch in batches(4, case.mixed)]
         found[device.type] = (
             torch.tensor([step.read().loss for step in taken]),
             {key: value.cpu() for key, value in model.state_dict().items()},
@@ -113,7 +113,7 @@ def test_a_step_that_diverges_changes_no_weight_and_is_told_when_it_is_read(kind
     stepper.step(state, model, first, 0.01)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     hook = model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
-    taken = stepper.take(state, model, second, 0.01)
+    taken = stepper.launch(state, model, second, 0.01)
     hook.remove()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     with pytest.raises(Diverged, match=r"step 1: the loss is .*, the norm of the gradient nan"):

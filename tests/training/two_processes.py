@@ -46,10 +46,10 @@ def messages(ranks: Ranks) -> None:
     check(received["a"].tolist() == [0, 1, 2] and float(received["b"]) == 2.5, "the main process's tensors")
     rank = ranks.processes.rank
     numbers = torch.tensor([1.5 + rank, rank])
-    ranks.add_up(numbers)
+    ranks.all_reduce_sum(numbers)
     check(numbers.tolist() == [4.0, 1.0], "sums")
-    check(ranks.largest(3 + rank, 3 - rank, rank == 1) == [4, 3, 1], "the largest")
-    check(ranks.gathered(rank) == [0, 1] and ranks.from_main(rank) == 0, "what the others have")
+    check(ranks.all_reduce_max(3 + rank, 3 - rank, rank == 1) == [4, 3, 1], "the largest")
+    check(ranks.all_gather(rank) == [0, 1] and ranks.from_main(rank) == 0, "what the others have")
     try:
         with ranks.together():
             if rank == 1:
@@ -82,7 +82,7 @@ def a_step(ranks: Ranks) -> None:
     expected = Stepper(recipe, EXACT, CPU, "float32", None, alone).step(state, model, batch, 0.01)
     shared, state, _ = begin("conv")
     share = half_of(batch, ranks.processes.rank)
-    taken = Stepper(recipe, EXACT, CPU, "float32", None, ranks).take(state, ranks.wrapped(shared), share, 0.01)
+    taken = Stepper(recipe, EXACT, CPU, "float32", None, ranks).launch(state, ranks.wrap(shared), share, 0.01)
     stepped = taken.read()
     if ranks.is_main:  # as where one process saves: it may look again, and no other has to join
         check(taken.read() == stepped, "numbers that are read twice")
@@ -99,9 +99,9 @@ def statistics(ranks: Ranks) -> None:
     own, state, recipe = begin("conv_stem")
     Stepper(recipe, EXACT, CPU, "float32", None, Ranks(Processes(), CPU)).step(state, own, share, 0.01)
     shared, state, _ = begin("conv_stem")
-    Stepper(recipe, EXACT, CPU, "float32", None, ranks).step(state, ranks.wrapped(shared), share, 0.01)
+    Stepper(recipe, EXACT, CPU, "float32", None, ranks).step(state, ranks.wrap(shared), share, 0.01)
     name = next(name for name, _ in own.named_buffers() if name.endswith("running_mean"))
-    before, after = (ranks.gathered(model.get_buffer(name).clone()) for model in (own, shared))
+    before, after = (ranks.all_gather(model.get_buffer(name).clone()) for model in (own, shared))
     check(not torch.equal(before[0], before[1]), "images that differ")
     check(torch.equal(after[0], after[1]), "the same statistics everywhere")
     check(torch.allclose(after[0], (before[0] + before[1]) / 2, atol=1e-6), "their mean")

@@ -7,7 +7,7 @@ from vitrail.charts.bars import FEW, Bar, Bin, bar_chart, reliability_diagram
 from vitrail.charts.heat import NAMED, WRITTEN, heat_map
 from vitrail.metrics.classification import most_confused
 from vitrail.metrics.intervals import wilson_interval
-from vitrail.reports.formatting import many, share, span
+from vitrail.reports.formatting import as_percent, plural, span
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, name, paragraph, table
 from vitrail.reports.run_record import Record, RunResult
 
@@ -46,7 +46,7 @@ def _extremes(result: RunResult) -> str:
     drawn = [
         bar_chart(
             [
-                Bar(row.name, row.recall or 0, f"{row.name}: {share(row.recall)} of {many(row.images, 'image')}")
+                Bar(row.name, row.recall or 0, f"{row.name}: {as_percent(row.recall)} of {plural(row.images, 'image')}")
                 for row in rows
             ],
             title=title, unit="percent", colour=colour, high=1.0, width=WIDTH, standalone=False,
@@ -87,7 +87,7 @@ def _table(result: RunResult) -> str:
 
 
 def _percent_cell(value: float | None) -> Cell:
-    return Cell(share(value), "" if value is None else value)
+    return Cell(as_percent(value), "" if value is None else value)
 
 
 def _recall_interval(matrix: NDArray[np.int64], place: int) -> tuple[float, float] | None:
@@ -166,15 +166,15 @@ def calibration(run: Record) -> Section:
     gap = confidence - result.top1
     low, high = result.top1_interval
     if abs(gap) < 0.01 or low <= confidence <= high:
-        tends = "Overall the model is well calibrated, as far as this many images can tell."
+        tends = "Overall the model is well calibrated, as far as this plural images can tell."
     elif gap > 0:
         tends = "Overall the model is overconfident: its confidence is higher than its accuracy."
     else:
         tends = "Overall the model is underconfident: its accuracy is higher than its confidence."
     sentences = [
-        f"The mean confidence is {share(confidence)} and the accuracy {share(result.top1)}. {tends}",
+        f"The mean confidence is {as_percent(confidence)} and the accuracy {as_percent(result.top1)}. {tends}",
         f"The expected calibration error, the mean gap between confidence and accuracy over {len(result.reliability)} "
-        f"bins, is {share(result.ece)}.",
+        f"bins, is {as_percent(result.ece)}.",
         "On the dotted line, accuracy equals confidence; bars that end below it are overconfident. The numbers at the "
         f"bottom count the predictions in each bin; pale bars have fewer than {FEW}, so their height is uncertain.",
     ]

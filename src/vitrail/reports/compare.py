@@ -7,9 +7,9 @@ from vitrail.charts.svg import escape
 from vitrail.metrics.pairs import Paired
 from vitrail.reports.curves import curves_of_two
 from vitrail.reports.disagreements import disagreements
-from vitrail.reports.formatting import cut, loss_span, many, points, share, span
+from vitrail.reports.formatting import as_percent, cut, loss_span, plural, points, span
 from vitrail.reports.page import Cell, Column, Section, absent, name, page, paragraph, table, warnings
-from vitrail.reports.predictions import Both, answers_of_both, evaluated_on_the_same
+from vitrail.reports.predictions import PairedPredictions, evaluated_on_same_images, paired_predictions
 from vitrail.reports.reproduce import command
 from vitrail.reports.run_record import Record, RunResult, settings
 
@@ -30,8 +30,8 @@ class ComparisonRow(NamedTuple):
 def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
     """Return a page that compares two runs; `unreadable` lists their files that could not be read."""
     names = (f"A: {cut(one.name, 28)}", f"B: {cut(other.name, 28)}")
-    both, why_not = answers_of_both(one, other)
-    alike = both is not None or evaluated_on_the_same(one, other)
+    both, why_not = paired_predictions(one, other)
+    alike = both is not None or evaluated_on_same_images(one, other)
     sections = [
         _numbers(one, other, names, alike=alike),
         _pairs(one, both, why_not),
@@ -44,16 +44,16 @@ def compare(one: Record, other: Record, unreadable: Sequence[str] = ()) -> str:
     return page(title=f"{one.name} and {other.name}", head=head, sections=sections)
 
 
-def _head(one: Record, other: Record, both: Both | None, *, alike: bool) -> str:
+def _head(one: Record, other: Record, both: PairedPredictions | None, *, alike: bool) -> str:
     who = f"A is <strong>{name(one.name)}</strong>, B is <strong>{name(other.name)}</strong>"
     above = f'<p class="over-title">{who}</p>'
     a, b = one.result, other.result
     if a is None or b is None:
         why = " ".join(f"{run.name}: {run.why_no_result}" for run in (one, other) if run.result is None)
         return f'{above}<h1>The runs do not both have a result yet</h1><p class="lead">{escape(why)}</p>'
-    accuracies = f"{share(a.top1)} vs. {share(b.top1)}"
+    accuracies = f"{as_percent(a.top1)} vs. {as_percent(b.top1)}"
     if not alike:
-        title = f"Different test images: A {share(a.top1)}, B {share(b.top1)}"
+        title = f"Different test images: A {as_percent(a.top1)}, B {as_percent(b.top1)}"
         lead = _different(a, b)
     elif both is not None:
         title = f"{_which(both.paired)}: {accuracies}"
@@ -69,7 +69,7 @@ def _head(one: Record, other: Record, both: Both | None, *, alike: bool) -> str:
 def _different(a: RunResult, b: RunResult) -> str:
     """Explain that two results cannot be compared, and how to make them comparable."""
     on_a, on_b = (
-        f"{many(found.images, 'image')} of {many(len(found.classes), 'class', 'classes')}" for found in (a, b)
+        f"{plural(found.images, 'image')} of {plural(len(found.classes), 'class', 'classes')}" for found in (a, b)
     )
     return (
         f"A was evaluated on {on_a} and B on {on_b}, and these are not the same images, so the numbers do not show "
@@ -87,10 +87,10 @@ def _statement(result: Paired) -> str:
     """Summarise McNemar's test on the same images."""
     only_one = f"only A is correct on {result.only_first:,} and only B on {result.only_second:,}"
     if not result.only_first + result.only_second:
-        return f"On the same {many(result.images, 'image')} both runs are correct on exactly the same ones."
+        return f"On the same {plural(result.images, 'image')} both runs are correct on exactly the same ones."
     p_value = "p < 0.001" if result.chance < 0.001 else f"p = {result.chance:.2g}"
     so = "so the difference is significant" if result.chance < SIGNIFICANCE else "so the difference is not significant"
-    return f"On the same {many(result.images, 'image')}, {only_one} (exact McNemar test, {p_value}), {so}."
+    return f"On the same {plural(result.images, 'image')}, {only_one} (exact McNemar test, {p_value}), {so}."
 
 
 def _numbers(one: Record, other: Record, names: tuple[str, str], *, alike: bool) -> Section:
@@ -128,7 +128,7 @@ def _span(interval: tuple[float, float] | None) -> str:
 
 def _number_row(row: ComparisonRow) -> list[Cell]:
     def cell(value: float | None, interval: str) -> Cell:
-        number = "–" if value is None else f"{value:.3f}" if row.is_loss else share(value)
+        number = "–" if value is None else f"{value:.3f}" if row.is_loss else as_percent(value)
         return Cell(f'{number}<br><span class="quiet small">{interval}</span>' if interval else number)
 
     first, second = row.values
@@ -141,7 +141,7 @@ def _number_row(row: ComparisonRow) -> list[Cell]:
     return [Cell(row.name), cell(first, row.spans[0]), cell(second, row.spans[1]), difference]
 
 
-def _pairs(one: Record, both: Both | None, why_not: str) -> Section:
+def _pairs(one: Record, both: PairedPredictions | None, why_not: str) -> Section:
     title = "On the same images"
     if both is None:
         return Section("pairs", "Images", title, absent(why_not))
@@ -153,7 +153,7 @@ def _pairs(one: Record, both: Both | None, why_not: str) -> Section:
         [Cell("A wrong"), Cell(f"{result.only_second:,}"), Cell(f"{result.neither:,}")],
     ]
     summary = paragraph(_statement(result)) + paragraph(
-        f"B − A is {points(result.difference)} percentage points, 95% confidence interval {points(low)} to {points(high)}."
+        f"B − A is {points(result.difference)} percentage points, 95% interval {points(low)} to {points(high)}."
     )
     counted = table(columns, rows, caption=title, sortable=False)
     body = f'<div class="pair"><div>{summary}</div><div>{counted}</div></div>{disagreements(one, both)}'
@@ -208,8 +208,8 @@ def _classes(one: Record, other: Record, *, alike: bool) -> Section:
     rows = [
         [
             Cell(name(x.name)),
-            Cell(share(x.recall), x.recall),
-            Cell(share(y.recall), y.recall),
+            Cell(as_percent(x.recall), x.recall),
+            Cell(as_percent(y.recall), y.recall),
             Cell(_coloured(change), change),
             Cell(f"{y.images:,}", y.images),
         ]

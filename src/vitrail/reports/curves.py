@@ -38,7 +38,7 @@ def loss_note(run: Record) -> str:
     """Explain why training and validation loss are not comparable, if they are not."""
     objective = run.recipe.get("objective", {})
     if objective.get("loss", "softmax") == "sigmoid":
-        return "The training loss is a sum of sigmoid losses, the validation loss a log loss: they are on different scales."
+        return "The training loss is a sum of sigmoid losses, the validation loss a log loss, so the scales differ."
     extra = only_in_training(run.recipe)
     if not extra:
         return (
@@ -49,7 +49,9 @@ def loss_note(run: Record) -> str:
     classes = len(run.result.classes) if run.result is not None else 0
     smoothing = float(objective.get("label_smoothing", 0) or 0)
     if smoothing and classes > 1 and "class weights" not in extra:
-        text += f" With this smoothing and {classes} classes, the training loss cannot fall below {_floor(smoothing, classes):.2f}."
+        text += (
+            f" With this smoothing and {classes} classes, training cannot fall below {_floor(smoothing, classes):.2f}."
+        )
     return text
 
 

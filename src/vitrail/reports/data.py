@@ -5,7 +5,7 @@ from PIL import Image
 from vitrail.charts.bars import Bar, bar_chart
 from vitrail.charts.svg import escape
 from vitrail.io import ContentError, read_json
-from vitrail.reports.formatting import many
+from vitrail.reports.formatting import plural
 from vitrail.reports.page import WIDTH, Cell, Column, Section, absent, chart, embedded_image, name, paragraph, table
 from vitrail.reports.run_record import Check, Record
 from vitrail.training.samples import INDEX, SAMPLES, Sample, read_samples
@@ -33,7 +33,7 @@ def data(run: Record) -> Section:
     )
     if check.looked_at < check.images:
         found += paragraph(
-            f"The check covered {many(check.looked_at, 'image')} of {check.images:,}; vitrail check covers all.",
+            f"The check covered {plural(check.looked_at, 'image')} of {check.images:,}; vitrail check covers all.",
             "quiet small",
         )
     if check.not_looked_for:
@@ -58,7 +58,7 @@ def _samples(run: Record) -> str:
         f'<li><p>{name(label)}</p><div class="row">{"".join(images)}</div></li>' for label, images in by_class.items()
     )
     count = sum(map(len, by_class.values()))
-    text = f"{many(count, 'training image')}, reduced in size."
+    text = f"{plural(count, 'training image')}, reduced in size."
     classes = len(run.result.classes) if run.result is not None else len(by_class)
     if classes > len(by_class):
         text += f" They show {len(by_class):,} of {classes:,} classes."

@@ -2,9 +2,9 @@
 
 from vitrail.charts.svg import escape
 from vitrail.errors import VitrailError
-from vitrail.reports.formatting import cut, file_name, share
+from vitrail.reports.formatting import as_percent, cut, file_name
 from vitrail.reports.page import absent, embedded_image, name, path
-from vitrail.reports.predictions import Answers, Both
+from vitrail.reports.predictions import PairedPredictions, RunPredictions
 from vitrail.reports.run_artifacts import RunArtifacts, open_artifacts
 from vitrail.reports.run_record import Record
 
@@ -12,7 +12,7 @@ SHOWN = 6
 """Images to show per run."""
 
 
-def disagreements(run: Record, both: Both) -> str:
+def disagreements(run: Record, both: PairedPredictions) -> str:
     """Return the images on which only one run is correct, by descending confidence of the wrong one."""
     found = both.paired
     if not found.only_first + found.only_second:
@@ -23,7 +23,7 @@ def disagreements(run: Record, both: Both) -> str:
         ("Only A is correct", both.one, both.other),
         ("Only B is correct", both.other, both.one),
     ):
-        rows = [row for row in range(found.images) if right.right[row] and not wrong.right[row]]
+        rows = [row for row in range(found.images) if right.correct[row] and not wrong.correct[row]]
         if rows:
             rows.sort(key=lambda row: -float(wrong.confidence[row]))
             cards = "".join(_card(artifacts, both.one, wrong, row) for row in rows[:SHOWN])
@@ -32,11 +32,11 @@ def disagreements(run: Record, both: Both) -> str:
     return notes + "".join(groups)
 
 
-def _card(artifacts: RunArtifacts, images: Answers, wrong: Answers, row: int) -> str:
+def _card(artifacts: RunArtifacts, images: RunPredictions, wrong: RunPredictions, row: int) -> str:
     image_name, true = images.names[row], images.true[row]
     return (
-        f"<li>{_image(artifacts, int(images.places[row]), image_name, true)}<p><strong>{name(true)}</strong>; the other predicts "
-        f"{name(wrong.predicted[row])}, confidence {share(float(wrong.confidence[row]))}</p>"
+        f"<li>{_image(artifacts, int(images.places[row]), image_name, true)}<p><strong>{name(true)}</strong>; the "
+        f"other predicts {name(wrong.predicted[row])}, confidence {as_percent(float(wrong.confidence[row]))}</p>"
         f'<p class="quiet small file" title="{escape(image_name)}">{path(file_name(image_name, 40))}</p></li>'
     )
 

@@ -5,7 +5,7 @@ from vitrail.evaluation import percent
 Interval = tuple[float, float]
 
 
-def share(value: float | None) -> str:
+def as_percent(value: float | None) -> str:
     """Format a fraction as a percentage; a dash for None."""
     return "–" if value is None else f"{percent(value)}%"
 
@@ -26,7 +26,7 @@ def points(difference: float) -> str:
     return f"{rounded:+.1f}".replace("-", "\N{MINUS SIGN}") if rounded else "0.0"
 
 
-def many(count: int, one: str, more: str = "") -> str:
+def plural(count: int, one: str, more: str = "") -> str:
     """Format a count with its noun: 1 image, 2 images."""
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
@@ -41,7 +41,7 @@ def ended(text: str) -> str:
 
 
 def file_name(path: str, most: int = 56) -> str:
-    """Shorten a path: keep the whole file name if possible, and as many parent folders as fit.
+    """Shorten a path: keep the whole file name if possible, and as plural parent folders as fit.
 
     >>> file_name("/home/someone/photos/of/many/kinds/cat/IMG_1118.JPG", 24)
     '…/kinds/cat/IMG_1118.JPG'

@@ -9,7 +9,7 @@ from vitrail.errors import VitrailError
 from vitrail.explanations.explain import Explainer, as_image
 from vitrail.explanations.overlay import enlarged
 from vitrail.explanations.request import ExplanationRequest
-from vitrail.reports.formatting import cut, file_name, share
+from vitrail.reports.formatting import as_percent, cut, file_name
 from vitrail.reports.page import Section, absent, embedded_image, name, paragraph, path
 from vitrail.reports.run_artifacts import SIDE, RunArtifacts
 from vitrail.reports.run_record import Mistake
@@ -46,12 +46,13 @@ def mistakes(artifacts: RunArtifacts) -> Section:
     if confident:
         title = "Confident mistakes"
         body += f"{_cards(artifacts, confident, missing)}"
-        body += f"<h3>Mistakes with less than {share(HIGH)} confidence</h3>" if others else ""
+        body += f"<h3>Mistakes with less than {as_percent(HIGH)} confidence</h3>" if others else ""
     else:
         title = "Most confident mistakes"
         body = (
             paragraph(
-                f"No mistake has a confidence of {share(HIGH)} or more; the highest is {share(shown[0].confidence)}."
+                f"No mistake has a confidence of {as_percent(HIGH)} or more; the highest is "
+                f"{as_percent(shown[0].confidence)}."
             )
             + body
         )
@@ -92,7 +93,7 @@ def load_views(artifacts: RunArtifacts, index: int, image_name: str, true: str, 
     original = artifacts.original(item)
     try:
         explained = Explainer(
-            artifacts.bundle, ExplanationRequest("relevance"), target=artifacts.numbers.get(predicted)
+            artifacts.bundle, ExplanationRequest("relevance"), target=artifacts.class_indices.get(predicted)
         ).explain(item, image_name)
     except VitrailError:
         return ImageViews(original, enlarged(as_image(fitted(item, artifacts.bundle.preprocess)), SIDE), None)
@@ -113,6 +114,6 @@ def _card(mistake: Mistake, views: ImageViews | None) -> str:
     return (
         f"<li>{pair(views, cut(mistake.name), mistake.predicted)}"
         f"<p><strong>{name(mistake.true)}</strong> predicted as <strong>{name(mistake.predicted)}</strong>, "
-        f'confidence {share(mistake.confidence)}</p><p class="quiet small file" title="{escape(mistake.name)}">'
+        f'confidence {as_percent(mistake.confidence)}</p><p class="quiet small file" title="{escape(mistake.name)}">'
         f"{path(file_name(mistake.name))}</p></li>"
     )

@@ -21,7 +21,7 @@ class Averaging(Frozen):
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """`ema`: the decay per step."""
     warmup: bool = False
-    """`ema`: cap the decay at (1 + t) / (10 + t) after `start` + t steps, so that short runs forget their first weights."""
+    """`ema`: cap the decay at (1 + t) / (10 + t) after `start` + t steps, for short runs."""
     start: Steps = 0
     """Steps before averaging starts; until then the average equals the weights."""
 
@@ -104,8 +104,8 @@ class Average:
             saved = state[name]
             if (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
                 raise CheckpointError(
-                    f"the saved average does not match the model: {name} is {tuple(saved.shape)} {saved.dtype} in it and "
-                    f"{tuple(tensor.shape)} {tensor.dtype} here"
+                    f"the saved average does not match the model: {name} is {tuple(saved.shape)} {saved.dtype} in the "
+                    f"file and {tuple(tensor.shape)} {tensor.dtype} in the model"
                 )
         for name, tensor in self._tensors.items():
             tensor.copy_(state[name])
