@@ -1,4 +1,4 @@
-"""A run whose files were damaged: what can be recovered is, what is lost is said, and no wrong result is given."""
+"""Corrupt run folders: recoverable files are recovered, losses are reported, and no wrong result is given."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from vitrail.training.train import Run, train
 
 SETTING = Setting(threads=1, processes=1, precision="float32")
 STILL = [*RECIPE, "optimizer.lr=1e-30", "criterion=loss", "evaluations=4"]
-"""Nothing is learned, so that the first evaluation stays the best one, and its state is not among the last two."""
+"""Learns nothing, so that the first validation stays the best, and its state is not among the last two."""
 
 
 def flip(file: Path, at: int = -5) -> None:
@@ -63,7 +63,7 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
     make_run(tmp_path)
     best = tmp_path / "run" / "best"
-    # Copied, because what is loaded is the file itself, mapped into memory.
+    # Cloned, because loaded tensors are memory-mapped.
     whole = {name: tensor.clone() for name, tensor in load_file(best / "model.safetensors").items()}
     result = train_tiny(tmp_path).metrics.top1
     match harm:
@@ -84,13 +84,13 @@ def test_best_is_recovered_from_the_state(harm: str, tmp_path: Path) -> None:
     assert str(best) in log(tmp_path)
     found = load_file(best / "model.safetensors")
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert (tmp_path / "run" / "damaged-best").is_dir() == (harm != "missing")
+    assert (tmp_path / "run" / "corrupt-best").is_dir() == (harm != "missing")
     before = log(tmp_path).count("nothing is lost")
     train_tiny(tmp_path)
     assert log(tmp_path).count("nothing is lost") == before
 
 
-def test_best_that_is_lost_is_replaced_and_said(still: Path, tmp_path: Path) -> None:
+def test_a_lost_best_checkpoint_is_replaced_and_reported(still: Path, tmp_path: Path) -> None:
     shutil.copytree(still, tmp_path, dirs_exist_ok=True)
     lost, last = state(tmp_path)["best_step"], state(tmp_path)["step"]
     result = tmp_path / "run" / "result.json"
@@ -107,7 +107,7 @@ def test_best_that_is_lost_is_replaced_and_said(still: Path, tmp_path: Path) -> 
     assert log(tmp_path).count("are lost") == said
 
 
-def test_best_that_is_lost_on_the_way_is_replaced_before_the_run_goes_on(still: Path, tmp_path: Path) -> None:
+def test_a_lost_best_checkpoint_is_replaced_before_resuming(still: Path, tmp_path: Path) -> None:
     shutil.copytree(still, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(states(tmp_path)[-1])
     shutil.rmtree(tmp_path / "run" / "best")
@@ -116,8 +116,8 @@ def test_best_that_is_lost_on_the_way_is_replaced_before_the_run_goes_on(still: 
     assert f"weights of step {here} take their place" in log(tmp_path)
 
 
-def test_a_lost_best_is_replaced_whatever_the_score_there_is(tmp_path: Path) -> None:
-    """By the loss a score can be anything below 0, so that no score stands for a run that has no best model yet."""
+def test_a_lost_best_checkpoint_is_replaced_at_any_score(tmp_path: Path) -> None:
+    """With the loss as criterion any score below 0 is possible, so no score can mean that there is no best model yet."""
     said: list[str] = []
     state = tiny_state(4)
     state.progress.best_step, state.progress.highest = 2, -0.5
@@ -132,8 +132,8 @@ def test_a_lost_best_is_replaced_whatever_the_score_there_is(tmp_path: Path) -> 
     assert best.check() == "intact", "there is none to be lost any more"
 
 
-def test_nothing_that_was_put_aside_is_overwritten(tmp_path: Path) -> None:
-    for name in ("damaged-best", "damaged-best-2"):
+def test_folders_moved_aside_are_not_overwritten(tmp_path: Path) -> None:
+    for name in ("corrupt-best", "corrupt-best-2"):
         (tmp_path / "best").mkdir()
         (tmp_path / "best" / "file").write_text(name)
         assert move_aside(tmp_path / "best") == tmp_path / name
@@ -141,7 +141,7 @@ def test_nothing_that_was_put_aside_is_overwritten(tmp_path: Path) -> None:
     assert move_aside(tmp_path / "best") is None
 
 
-def test_best_of_a_run_that_was_killed_before_it_saved_is_no_damage(tmp_path: Path) -> None:
+def test_best_of_a_run_killed_before_saving_is_intact(tmp_path: Path) -> None:
     make_run(tmp_path)
     shutil.rmtree(states(tmp_path)[-1])
     config = tmp_path / "run" / "best" / "config.json"
@@ -150,12 +150,12 @@ def test_best_of_a_run_that_was_killed_before_it_saved_is_no_damage(tmp_path: Pa
     config.write_text(json.dumps(content), encoding="utf-8")
     train_tiny(tmp_path)
     going_on = log(tmp_path).rindex("going on from step")
-    assert "damaged-best" not in log(tmp_path)[: log(tmp_path).index("memory:", going_on)]
+    assert "corrupt-best" not in log(tmp_path)[: log(tmp_path).index("memory:", going_on)]
 
 
 @pytest.mark.parametrize("file", ["recipe.toml", "split.json", "origin.json"])
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[" * 200_000, b"a = " + b"9" * 5_000, b"[]"])
-def test_a_damaged_file_of_a_run_is_named(file: str, content: bytes, tmp_path: Path) -> None:
+def test_a_corrupt_file_is_named(file: str, content: bytes, tmp_path: Path) -> None:
     make_run(tmp_path)
     (tmp_path / "run" / file).write_bytes(content)
     with pytest.raises((CheckpointError, ConfigError, DataError)) as found:
@@ -164,7 +164,7 @@ def test_a_damaged_file_of_a_run_is_named(file: str, content: bytes, tmp_path: P
     assert "\n" not in str(found.value)
 
 
-def test_the_command_says_it_in_one_sentence(
+def test_the_command_prints_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path)
@@ -180,7 +180,7 @@ def test_the_command_says_it_in_one_sentence(
     assert len(said.strip().splitlines()) == 1
 
 
-def test_a_replaced_image_is_refused(tmp_path: Path) -> None:
+def test_a_replaced_image_raises(tmp_path: Path) -> None:
     make_run(tmp_path)
     train_tiny(tmp_path)
     image = sorted((tmp_path / "data").rglob("*.png"))[3]
@@ -189,7 +189,7 @@ def test_a_replaced_image_is_refused(tmp_path: Path) -> None:
         train_tiny(tmp_path)
 
 
-def test_an_image_written_again_is_said_once(tmp_path: Path) -> None:
+def test_a_rewritten_image_is_reported_once(tmp_path: Path) -> None:
     make_run(tmp_path)
     train_tiny(tmp_path)
     images = sorted((tmp_path / "data").rglob("*.png"))[:2]

@@ -1,4 +1,4 @@
-"""The recipes that come with the package: what their headers promise, and their values beside the papers' tables."""
+"""The bundled recipes: their headers, and their values against the papers' tables."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def changes_in(text: str) -> list[str]:
     return [found.rstrip(".") for found in re.findall(r"[a-z_]+(?:\.[a-z_]+)*=[^\s;,:)]+", text)]
 
 
-# ── what every recipe has ──
+# ── every recipe ──
 
 
 def test_the_help_names_every_recipe() -> None:
@@ -57,7 +57,7 @@ def test_the_help_names_every_recipe() -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_the_header_says_command_cost_and_result(name: str) -> None:
+def test_the_header_has_command_cost_and_result(name: str) -> None:
     header = header_of(name)
     command = re.search(r"^# Command:\n#   (vitrail train .*)$", header, re.MULTILINE)
     assert command is not None
@@ -69,7 +69,7 @@ def test_the_header_says_command_cost_and_result(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_change_the_header_names_can_be_made(name: str) -> None:
+def test_every_change_in_the_header_is_valid(name: str) -> None:
     large = IMAGENET._replace(images=14_000_000)
     for line in header_of(name).splitlines():
         plan = resolve_defaults(read_recipe(name, changes_in(line)), large, old_model() if name in WITH_START else None)
@@ -81,7 +81,7 @@ def test_every_change_the_header_names_can_be_made(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_plan_leaves_nothing_open_and_can_be_repeated(name: str, tmp_path: Path) -> None:
+def test_a_plan_is_complete_and_reproducible(name: str, tmp_path: Path) -> None:
     plan = planned(name)
     settled = plan.recipe
     assert None not in (settled.batch, settled.optimizer.lr, settled.augmentation, settled.mixing)
@@ -94,19 +94,19 @@ def test_a_plan_leaves_nothing_open_and_can_be_repeated(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", sorted(WITH_START))
-def test_a_recipe_for_a_model_that_exists_needs_one(name: str, tmp_path: Path) -> None:
+def test_a_fine_tuning_recipe_needs_a_pretrained_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trains a model that exists; say which with --from"):
         train("digits", recipe=name, folder=tmp_path / "run", device="cpu", quiet=True)
     assert not (tmp_path / "run").exists()
 
 
-# ── values beside the tables ──
+# ── values against the papers' tables ──
 
 
 def value_at(recipe: Recipe, path: str) -> Any:
     value: Any = json.loads(recipe.to_json())
     for part in path.split("."):
-        value = value.get(part)  # what is None is left out of a model
+        value = value.get(part)  # None is omitted from a model
     return value
 
 
@@ -141,12 +141,12 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_values_are_the_tables(name: str) -> None:
+def test_values_match_the_tables(name: str) -> None:
     settled = planned(name).recipe
     assert {path: value_at(settled, path) for path in VALUES[name]} == VALUES[name]
 
 
-def test_the_rates_of_table_4_are_among_those_tried() -> None:
+def test_the_learning_rate_is_one_of_table_4() -> None:
     assert planned("finetune-paper").peak_lr in (0.001, 0.003, 0.01, 0.03)
     rows = re.findall(r"^#   \w.*steps=.*$", header_of("finetune-paper"), re.MULTILINE)
     tried = {row.split()[1].rstrip(","): [float(n) for n in re.findall(r"0\.0\d+(?=[, ])", row)] for row in rows}
@@ -161,7 +161,7 @@ def test_the_rates_of_table_4_are_among_those_tried() -> None:
     assert changes_in(rows[3]) == ["steps=2500", "optimizer.lr=0.01"]
 
 
-def test_models_are_the_papers() -> None:
+def test_models_match_the_papers() -> None:
     model = planned("pretrain-paper").model
     assert (model.width, model.depth, model.heads, model.patch_size) == (768, 12, 12, (16, 16))
     assert (model.representation, model.pool, model.init, model.image_size) == (768, "cls", "paper", (224, 224))
@@ -176,7 +176,7 @@ def test_models_are_the_papers() -> None:
     assert plan.preprocess.size == (384, 384)
 
 
-def test_the_plain_baseline_is_measured_at_256_and_224() -> None:
+def test_the_plain_baseline_is_evaluated_at_256_and_224() -> None:
     found = planned("plain-baseline").preprocess
     assert (found.resize, found.resize_to, found.size) == ("cover", (256, 256), (224, 224))
     assert (found.mean, found.std) == ((0.5,) * 3, (0.5,) * 3)
@@ -232,7 +232,7 @@ def test_the_columns_of_table_3() -> None:
 
 
 def straight(step: int, total: int, warmup: int, peak: float) -> float:
-    """Return the rate by the definition: a line up to the peak, then half a cosine down to 0."""
+    """Return the learning rate by definition: linear warm-up to the peak, then half a cosine to 0."""
     if step < warmup:
         return peak / warmup * (step + 1)
     angle = 180 * (step - warmup) / (total - warmup)
@@ -256,10 +256,10 @@ def test_the_learning_rate(name: str, changes: tuple[str, ...], total: int, warm
         assert found == pytest.approx(straight(step, total, warmup, peak), rel=1e-9)
 
 
-# ── the length of a run, and what contradicts ──
+# ── the length of a run, and contradictions ──
 
 
-def test_a_run_is_as_long_as_it_is_told() -> None:
+def test_the_length_of_a_run() -> None:
     assert planned("scratch-small", "steps=77").steps == 77
     assert planned("scratch-small", "epochs=2", "batch=1000").steps == 2563  # 2 × 1,281,167 / 1000, rounded up
     assert planned("finetune-paper", "steps=none", "epochs=40").steps == 259  # 40 × 3,312 / 512, rounded up
@@ -286,14 +286,14 @@ def test_contradictions(name: str, change: str, words: str) -> None:
         planned(name, change)
 
 
-def test_a_warmup_that_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_warmup_that_does_not_fit_raises_before_anything_is_written(tmp_path: Path) -> None:
     changes = ["model.name=Ti/16", "model.image_size=16", "epochs=1", "batch=64"]
     with pytest.raises(ConfigError, match="a warm-up of 10,000 steps does not fit into a run of 20 steps"):
         train("digits", recipe="pretrain-paper", changes=changes, folder=tmp_path / "run", device="cpu", quiet=True)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_that_is_not_there() -> None:
+def test_a_missing_recipe() -> None:
     with pytest.raises(
         ConfigError, match=r"no recipe is called 'cifar100'; .*, or give a .toml file; did you mean 'cif"
     ):

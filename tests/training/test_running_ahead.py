@@ -65,13 +65,13 @@ class Busy:
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a CPU go the way of a GPU: what it computes is there at once, but nobody looks."""
 
-    def on_its_way(numbers: Tensor) -> tuple[Tensor, Any]:
+    def async_copy(numbers: Tensor) -> tuple[Tensor, Any]:
         return numbers.clone(), Arrival()
 
     Arrival.open = Arrival.most = 0
     monkeypatch.setattr(Stepper, "runs_ahead", True)
-    monkeypatch.setattr("vitrail.training.step._on_its_way", on_its_way)
-    monkeypatch.setattr("vitrail.training.step._now", lambda _: Busy())
+    monkeypatch.setattr("vitrail.training.step._async_copy", async_copy)
+    monkeypatch.setattr("vitrail.training.step._record_event", lambda _: Busy())
 
 
 def go(folder: Path, *changes: str) -> None:
@@ -178,19 +178,19 @@ def test_where_a_step_cannot_be_left_out_it_is_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("ahead")
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_step_that_diverged_changes_no_weight_before_anybody_knows(context: str) -> None:
+@pytest.mark.parametrize("source", ["loss", "gradient"])
+def test_a_step_that_diverged_changes_no_weights_before_it_is_read(source: str) -> None:
     stepper, state = begin()
     model, (first, second) = state.model, batches(2)
     stepper.launch(state, model, first, 0.01).read()
-    if context == "gradient":
+    if source == "gradient":
         model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     else:
         second = second._replace(pixels=torch.full_like(second.pixels, float("nan"), dtype=torch.float32))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     taken = stepper.launch(state, model, second, 0.01)
     assert same(model.state_dict(), before)
-    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the norm of the gradient nan"):
+    with pytest.raises(Diverged, match=r"step 1: the loss is .*, the gradient norm nan"):
         taken.read()
 
 
