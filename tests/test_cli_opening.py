@@ -194,7 +194,7 @@ def test_train_from_other_heads_is_another_run(images: Path, tmp_path: Path) -> 
     done = CliRunner().invoke(app, [*line, "--override", "heads=1"])
     assert isinstance(done.exception, vitrail.ConfigError)
     plain = CliRunner().invoke(app, ["train", str(images), *HEADS])
-    assert "name one with --from" in str(plain.exception)
+    assert "add --from" in str(plain.exception)
 
 
 def test_a_service_takes_them_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

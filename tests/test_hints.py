@@ -103,7 +103,7 @@ def test_the_papers_model_of_any_size() -> None:
 
 @pytest.mark.parametrize("changes", ["epochs=1", {"epochs": 1}])
 def test_changes_are_a_list(changes: object) -> None:
-    with pytest.raises(ConfigError, match=r"write a list of texts: changes=\['optimizer.lr=3e-4'\]"):
+    with pytest.raises(ConfigError, match=r"pass a list of strings: changes=\['optimizer.lr=3e-4'\]"):
         read_recipe("scratch-small", changes)
 
 
@@ -148,7 +148,7 @@ def test_fields_of_a_config_by_the_names_of_timm(name: str, ours: str) -> None:
         ({"batch_size": 64}, "changes=['batch=64']"),
         ({"compile": True}, "changes=['compile=true']"),
         ({"num_workers": 2}, "vitrail calls it workers"),
-        ({"pretrained": True}, "vitrail calls it start"),
+        ({"weights": True}, "vitrail calls it pretrained"),
         ({"foldr": "runs"}, "did you mean 'folder'?"),
     ],
 )

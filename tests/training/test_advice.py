@@ -25,7 +25,7 @@ def test_training_from_scratch_on_few_photos_warns(images: int, side: int, fresh
     found = before_training(DataFacts(images, ("cat", "dog"), side, grey=False), fresh=fresh)
     assert bool(found) == said
     if said:
-        assert found[0].startswith("few photographs: 551 images")
+        assert found[0].startswith("few photos: training from scratch on 551 images")
         assert f"--from {PRETRAINED}" in found[1]
         assert "hf download timm/vit_small_patch16_224.augreg_in21k --local-dir vit-small" in found[1]
 

@@ -22,9 +22,9 @@ from vitrail.training.train import train
 CHANGES = ["epochs=1", "evaluations=2", "model.width=32", "model.depth=1", "model.heads=1", "model.patch_size=4"]
 CHOICES = [
     ResolvedDefault(
-        "model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 are enough for so few images"
+        "model.image_size", (8, 8), "the shorter sides are about 8 pixels, and 48 is enough for so few images"
     ),
-    ResolvedDefault("batch", 64, "about 24 steps for each time the 1,439 images are shown [bold]"),
+    ResolvedDefault("batch", 64, "about 24 steps per epoch of 1,439 images [bold]"),
 ]
 
 
@@ -221,6 +221,6 @@ def test_a_run_survives_curves_that_cannot_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "run" / ".lock").touch()  # a run was here before
     train("digits", changes=CHANGES, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("tensorboard is left out from here on: ") == 1
-    assert log.count("curves.png is left out from here on: ") == 1
+    assert log.count("tensorboard is no longer written: ") == 1
+    assert log.count("curves.png is no longer written: ") == 1
     assert "held-out images" in log.splitlines()[-1]

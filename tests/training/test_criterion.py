@@ -94,7 +94,7 @@ def test_a_sweep_selects_by_the_criterion(uneven: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     losses = [candidate.outcome.val_loss for candidate in done.candidates]
     assert (done.criterion, done.chosen.outcome.val_loss) == ("loss", min(loss for loss in losses if loss is not None))
-    with pytest.raises(ConfigError, match=r"one criterion; choose it with --set criterion"):
+    with pytest.raises(ConfigError, match=r"one criterion; set it with --set criterion"):
         combine({"criterion": ["loss", "accuracy"]}, ())
 
 

@@ -119,10 +119,10 @@ def test_the_figure_describes_its_losses(tmp_path: Path, monkeypatch: pytest.Mon
     changes = [*tiny, "objective.label_smoothing=0.1", "mixing.mixup=0.2"]
     train("digits", changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     assert drawn[-1].startswith("training: with label smoothing (0.1), mixup\nvalidation: without, ")
-    assert loss_note({"objective": {"label_smoothing": 0.0}})[0] == "training: images as augmented"
+    assert loss_note({"objective": {"label_smoothing": 0.0}})[0] == "training: augmented images"
     assert loss_note(EVERYTHING) == (
         "training: with label smoothing (0.1), mixup, CutMix, class weights",
-        "validation: without, so heights cannot be compared",
+        "validation: without, so the two are not comparable",
     )
     assert "mixup" not in loss_note({"mixing": {"mixup": 0.2, "chance": 0}})[0]
 

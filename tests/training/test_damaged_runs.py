@@ -97,8 +97,8 @@ def test_a_lost_best_checkpoint_is_replaced_and_reported(still: Path, tmp_path: 
     result.write_text("{}", encoding="utf-8")
     flip(tmp_path / "run" / "best" / "model.safetensors")
     run = train_still(tmp_path)
-    assert f"the best weights, those of step {lost}, are lost, and the" in log(tmp_path)
-    assert f"weights of step {last} take their place" in log(tmp_path)
+    assert f"the best weights, from step {lost}, are lost and replaced by the" in log(tmp_path)
+    assert f"weights of step {last}" in log(tmp_path)
     assert state(tmp_path)["best_step"] == last
     assert run.bundle.provenance["trained"]["step"] == last
     assert json.loads(result.read_text(encoding="utf-8"))["top1"] == run.metrics.top1
@@ -113,11 +113,11 @@ def test_a_lost_best_checkpoint_is_replaced_before_resuming(still: Path, tmp_pat
     shutil.rmtree(tmp_path / "run" / "best")
     here = state(tmp_path)["step"]
     train_still(tmp_path)
-    assert f"weights of step {here} take their place" in log(tmp_path)
+    assert f"weights of step {here}" in log(tmp_path)
 
 
 def test_a_lost_best_checkpoint_is_replaced_at_any_score(tmp_path: Path) -> None:
-    """With the loss as criterion any score below 0 is possible, so no score can mean that there is no best model yet."""
+    """With the loss as criterion any score below 0 is possible, so none can mean "no best model yet"."""
     said: list[str] = []
     state = tiny_state(4)
     state.progress.best_step, state.progress.highest = 2, -0.5
@@ -125,8 +125,7 @@ def test_a_lost_best_checkpoint_is_replaced_at_any_score(tmp_path: Path) -> None
     best = Best(tmp_path, state, ranks, said.append, lambda *_: pytest.fail("there are no weights"))
     assert best.check() == "lost"
     assert said == [
-        f"{tmp_path / 'best'} is missing; the best weights, those of step 2, are lost, and the weights of step 4 take "
-        "their place"
+        f"{tmp_path / 'best'} is missing; the best weights, from step 2, are lost and replaced by the weights of step 4"
     ]
     assert state.progress.best_step == 0
     assert best.check() == "intact", "there is none to be lost any more"
@@ -149,7 +148,7 @@ def test_best_of_a_run_killed_before_saving_is_intact(tmp_path: Path) -> None:
     content["vitrail"]["provenance"]["trained"]["step"] = 1 + int(states(tmp_path)[-1].name)
     config.write_text(json.dumps(content), encoding="utf-8")
     train_tiny(tmp_path)
-    going_on = log(tmp_path).rindex("going on from step")
+    going_on = log(tmp_path).rindex("resuming from step")
     assert "corrupt-best" not in log(tmp_path)[: log(tmp_path).index("memory:", going_on)]
 
 
@@ -185,7 +184,7 @@ def test_a_replaced_image_raises(tmp_path: Path) -> None:
     train_tiny(tmp_path)
     image = sorted((tmp_path / "data").rglob("*.png"))[3]
     Image.new("RGB", (9, 9), "red").save(image)
-    with pytest.raises(DataError, match=rf"{image} has changed since the run in .* began: the size is another"):
+    with pytest.raises(DataError, match=rf"{image} has changed size since the run in .* started"):
         train_tiny(tmp_path)
 
 
@@ -193,13 +192,13 @@ def test_a_rewritten_image_is_reported_once(tmp_path: Path) -> None:
     make_run(tmp_path)
     train_tiny(tmp_path)
     images = sorted((tmp_path / "data").rglob("*.png"))[:2]
-    said = log(tmp_path).count("been written or copied")
+    said = log(tmp_path).count("been rewritten or copied")
     for image in images:
         flip(image)
     train_tiny(tmp_path)
-    assert "and 1 more image have been written or copied again since the run began" in log(tmp_path)
+    assert "and 1 more image have been rewritten or copied since the run started" in log(tmp_path)
     train_tiny(tmp_path)
-    assert log(tmp_path).count("been written or copied") == said + 1
+    assert log(tmp_path).count("been rewritten or copied") == said + 1
 
 
 def tiny_state(step: int) -> State:
@@ -210,7 +209,7 @@ def tiny_state(step: int) -> State:
 def test_a_first_state_that_cannot_be_saved(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / f".00000002.{os.getpid()}").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"could not be saved in .*; no state was saved before, so none is there"):
+    with pytest.raises(CheckpointError, match=r"could not be saved in .*; no earlier state was saved"):
         save_state(tmp_path / "state", tiny_state(2), SETTING)
 
 

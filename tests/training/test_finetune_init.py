@@ -116,12 +116,12 @@ def test_fields_without_weights_can_be_changed() -> None:
 
 
 def test_another_structure_raises() -> None:
-    with pytest.raises(ConfigError, match=r"model.depth, model.mlp_width cannot be changed in a model that training"):
+    with pytest.raises(ConfigError, match=r"model.depth, model.mlp_width cannot be changed in a pretrained model"):
         fit(old_bundle(), FinetuneInit(), depth=3, mlp_width=7)
 
 
 def test_another_structure_raises_before_a_run_is_created(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.width cannot be changed in a model that training starts from"):
+    with pytest.raises(ConfigError, match=r"model.width cannot be changed in a pretrained model"):
         train("digits", pretrained=old_bundle(), changes=["model.width=48"], folder=tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
 

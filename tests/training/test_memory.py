@@ -300,10 +300,9 @@ def test_an_unforeseen_out_of_memory_suggests_a_smaller_batch(tmp_path: Path) ->
     assert len(notes) == 1
     words = str(caught.value)
     assert (
-        "a batch of 16 needs more; use --set batch=8, or keep the batch and cut it with --set gradient_accumulation="
-        in words
+        "a batch of 16 needs more; use --set batch=8, or keep the batch size with --set gradient_accumulation=" in words
     )
-    assert words.endswith("; the last saved state is kept")
+    assert words.endswith("; the last saved training state is kept")
 
 
 def test_other_errors_propagate(tmp_path: Path) -> None:
@@ -349,7 +348,7 @@ def test_too_large_a_batch_is_a_clear_error(tmp_path: Path) -> None:
     assert " for this run, and a batch of 512 needs about 1." in last
     assert "; use --set batch=" in last
     assert "Traceback" not in done.stderr
-    assert "memory: that is more than there is; use --set batch=" in done.stderr
+    assert "memory: this exceeds what is available; use --set batch=" in done.stderr
     smaller = int(last.partition("--set batch=")[2].partition(",")[0])
     assert 16 <= smaller <= 256
 

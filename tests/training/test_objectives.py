@@ -150,5 +150,5 @@ def test_an_objective_round_trips_through_json() -> None:
 
 
 def test_logits_of_another_shape_raise(logits: Tensor) -> None:
-    with pytest.raises(InputError, match=r"\(6, 7, 5\), but targets are \(6, 5\)"):
+    with pytest.raises(InputError, match=r"\(6, 7, 5\), but targets have shape \(6, 5\)"):
         loss(logits[:, None].expand(-1, 7, -1), targets(LABELS, CLASSES, Objective()), Objective())

@@ -241,8 +241,8 @@ def test_fused_only_where_torch_has_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"kind": "sgd", "betas": (0.9, 0.95)}, r"betas \(0.9, 0.95\) means nothing with kind 'sgd'"),
-        ({"kind": "adamw", "momentum": 0.5}, "momentum 0.5 means nothing with kind 'adamw'"),
+        ({"kind": "sgd", "betas": (0.9, 0.95)}, r"betas \(0.9, 0.95\) has no effect with kind 'sgd'"),
+        ({"kind": "adamw", "momentum": 0.5}, "momentum 0.5 has no effect with kind 'adamw'"),
         ({"kind": "adam", "nesterov": True}, "nesterov True means nothing"),
         ({"kind": "sgd", "nesterov": True, "momentum": 0.0}, "momentum is 0.0"),
         ({"kind": "sdg"}, "did you mean 'sgd'"),
@@ -317,10 +317,10 @@ def test_only_what_matches_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("patterns", "words"),
     [
-        (("head",), r"no parameter is called 'head'; did you mean 'head\.\*'"),
+        (("head",), r"no parameter matches 'head'; did you mean 'head\.\*'"),
         (("block.*",), r"did you mean 'blocks\.\*'"),
-        (("*", "!heads.*"), r"no parameter is called 'heads\.\*'; did you mean 'head\.\*'"),
-        (("zzz",), "no parameter is called 'zzz'; there is cls_token, pos_embed"),
+        (("*", "!heads.*"), r"no parameter matches 'heads\.\*'; did you mean 'head\.\*'"),
+        (("zzz",), "no parameter matches 'zzz'; there is cls_token, pos_embed"),
         (("!head.*",), r"put '\*' before it"),
     ],
 )

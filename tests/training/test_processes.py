@@ -121,7 +121,7 @@ def test_a_run_of_two_ranks_resumes_with_another_number(after: int, by_one: Path
     assert 5 <= steps(folder) < 200
     done = run(folder, after, "steps=200", "save_minutes=0")
     assert done.returncode == 0, done.stderr
-    assert f"the run had processes 2 before and has processes {after} now" in done.stderr
+    assert f"processes was 2 before and is {after} now" in done.stderr
     np.testing.assert_allclose(losses(folder), losses(by_one), atol=1e-4, rtol=0)
 
 

@@ -95,7 +95,7 @@ def test_a_plan_is_complete_and_reproducible(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(WITH_START))
 def test_a_fine_tuning_recipe_needs_a_pretrained_model(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="trains a model that exists; say which with --from"):
+    with pytest.raises(ConfigError, match="fine-tunes a pretrained model; pass one with --from"):
         train("digits", recipe=name, folder=tmp_path / "run", device="cpu", quiet=True)
     assert not (tmp_path / "run").exists()
 
@@ -269,12 +269,12 @@ def test_the_length_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("pretrain-paper", "steps=500", r"epochs is 300 and steps is 500; leave one of them out, or take it back with"),
+        ("pretrain-paper", "steps=500", r"epochs is 300 and steps is 500; leave one of them out, or unset it with"),
         ("finetune-paper", "epochs=3", "epochs is 3 and steps is 500"),
         ("finetune-paper", "steps=0", "steps is 0"),
         ("finetune-paper", "steps=50", "a warm-up of 100 steps does not fit into a run of 50 steps"),
         ("finetune-paper", "model.classes=3", "model.classes is 3, but the data has 37 classes"),
-        ("finetune-paper", "model.name=B/16", "model.name and a model to start from contradict each other"),
+        ("finetune-paper", "model.name=B/16", "model.name cannot be combined with a pretrained model"),
         ("finetune-paper", "pretrained.head=none", "pretrained.head is None"),
         ("finetune-paper", "pretrained.haed=zero", "did you mean 'head'"),
         ("plain-baseline", "preprocess.size=256", "preprocess.size follows from the model; set model.image_size"),
@@ -295,8 +295,8 @@ def test_a_warmup_that_does_not_fit_raises_before_anything_is_written(tmp_path: 
 
 def test_a_missing_recipe() -> None:
     with pytest.raises(
-        ConfigError, match=r"no recipe is called 'cifar100'; .*, or give a .toml file; did you mean 'cif"
+        ConfigError, match=r"there is no recipe 'cifar100'; .*, or pass a .toml file; did you mean 'cif"
     ):
         read_recipe("cifar100")
-    with pytest.raises(ConfigError, match=r"there is no file ./mine.toml; give a recipe that is there"):
+    with pytest.raises(ConfigError, match=r"there is no file ./mine.toml; pass an existing recipe file"):
         read_recipe("./mine.toml")
