@@ -136,7 +136,7 @@ def test_a_state_of_another_model_raises() -> None:
     average = Average(model, Averaging(kind="ema"))
     before = {name: tensor.clone() for name, tensor in average.state().items()}
     state = average.state()
-    with pytest.raises(CheckpointError, match=r"head\.weight is \(4, 8\) torch\.float32 there and \(3, 8\)"):
+    with pytest.raises(CheckpointError, match=r"head\.weight is \(4, 8\) torch\.float32 in the file and \(3, 8\)"):
         average.load({**state, "head.weight": torch.zeros(4, 8)})
     with pytest.raises(CheckpointError, match="extra is missing in the model"):
         average.load({**state, "extra": torch.zeros(1)})

@@ -243,7 +243,7 @@ def test_fused_only_where_torch_has_it() -> None:
     [
         ({"kind": "sgd", "betas": (0.9, 0.95)}, r"betas \(0.9, 0.95\) has no effect with kind 'sgd'"),
         ({"kind": "adamw", "momentum": 0.5}, "momentum 0.5 has no effect with kind 'adamw'"),
-        ({"kind": "adam", "nesterov": True}, "nesterov True means nothing"),
+        ({"kind": "adam", "nesterov": True}, "nesterov True has no effect"),
         ({"kind": "sgd", "nesterov": True, "momentum": 0.0}, "momentum is 0.0"),
         ({"kind": "sdg"}, "did you mean 'sgd'"),
         ({"lr": -1.0}, "lr is -1.0"),

@@ -99,8 +99,8 @@ def test_a_fraction_is_rounded_to_steps_and_leaves_one_at_the_peak(fraction: flo
     [
         ({"warmup_steps": 5, "warmup_fraction": 0.1}, "warmup_steps is 5 and warmup_fraction is 0.1"),
         ({"end": 0.1, "end_lr": 1e-5}, "end is 0.1 of the peak and end_lr is 1e-05"),
-        ({"kind": "constant", "end_lr": 1e-5}, "end_lr 1e-05 means nothing"),
-        ({"kind": "constant", "end": 0.5}, "end 0.5 means nothing"),
+        ({"kind": "constant", "end_lr": 1e-5}, "end_lr 1e-05 has no effect"),
+        ({"kind": "constant", "end": 0.5}, "end 0.5 has no effect"),
         ({"kind": "cosin"}, "did you mean 'cosine'"),
         ({"warmup": 5}, "did you mean 'warmup_s"),
         ({"warmup_fraction": 1.0}, "warmup_fraction is 1.0"),
