@@ -106,7 +106,7 @@ def test_without_predictions_the_recorded_split_is_compared(run: Path, copy: Pat
     split = json.loads((copy / "split.json").read_text())
     split["names"]["test"][0] = "another.png"
     (copy / "split.json").write_text(json.dumps(split))
-    assert "Different data" in Page(report(run, copy, tmp_path / "a.html")).sections[""]
+    assert "Different test images" in Page(report(run, copy, tmp_path / "a.html")).sections[""]
 
 
 def test_missing_files_of_either_run_are_reported(run: Path, copy: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_run_does_not_differ_from_itself(run: Path, tmp_path: Path) -> None:
 def test_the_statement_reports_significance() -> None:
     first, second = np.zeros(40, bool), np.zeros(40, bool)
     second[:3] = True
-    assert "says little" in _statement(paired(first, second))
+    assert "not significant" in _statement(paired(first, second))
     second[:12] = True
     assert "p < 0.001), so the difference is significant" in _statement(paired(first, second))
 

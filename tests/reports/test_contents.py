@@ -152,7 +152,7 @@ def test_the_model_summary(run: Path) -> None:
     assert "2 blocks of width 16 with 2 heads" in text
     assert "16×16 pixels, 3 channels; 2×2 patches of 8×8" in text
     assert config["stem"] == "conv"
-    assert "a convolution whose stride is its kernel" in text
+    assert "patch convolution" in text
     session = json.loads((run / "sessions.json").read_text())[0]
     assert session["device"] in text
     assert re.search(r"Time ?\d+(\.\d)? (s|min)", text)

@@ -157,8 +157,8 @@ def test_the_headline_has_the_accuracy(page: Page, run: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     low, high = result["top1_interval"]
     text = " ".join(page.sections[""].split())
-    assert f"Right on {as_percent(result['top1'])} of {result['images']} held-out images" in text
-    assert f"between {as_percent(low)} and {as_percent(high)}" in text
+    assert f"{as_percent(result['top1'])} accuracy on {result['images']} held-out images" in text
+    assert f"interval is {as_percent(low)} to {as_percent(high)}" in text
     assert f"95% interval {span(tuple(result['macro_f1_interval']))}" in page.sections["result"]
 
 
@@ -183,7 +183,7 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
     worst = json.loads((run / "result.json").read_text())["worst"][:12]
     assert worst, "the images are meant to be hard"
     saw = [image["alt"] or "" for image in page.all("img")]
-    assert sum(alt.endswith("as the model saw it") for alt in saw) == len(worst)
+    assert sum(alt.endswith(", model input") for alt in saw) == len(worst)
     assert [alt.removeprefix("relevance for ") for alt in saw if alt.startswith("relevance for")] == [
         mistake["predicted"] for mistake in worst
     ]
@@ -193,7 +193,7 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
     "said",
     [
         {
-            "check.json": ("data", "check.json is not there"),
+            "check.json": ("data", "check.json is missing"),
             "test_predictions.parquet": ("reproduce", "missing; pip install 'vitrail[train]' adds it"),
             "metrics.jsonl": ("curves", "holds no steps"),
             "split.json": ("mistakes", "does not record its path"),
@@ -238,7 +238,7 @@ def test_missing_or_changed_data_is_reported(copy: Path, tmp_path: Path) -> None
     (copy / "origin.json").write_text(json.dumps({**origin, "data": str(tmp_path / "moved.csv")}))
     gone = Page(report(copy))
     assert "The images cannot be shown" in gone.sections["mistakes"]
-    assert "taken for" in gone.sections["mistakes"], "what is known of the mistakes is still told"
+    assert "predicted as" in gone.sections["mistakes"], "what is known of the mistakes is still told"
     (copy / "origin.json").write_text(json.dumps(origin))
     result = json.loads((copy / "result.json").read_text())
     result["worst"][0]["name"] = "somewhere/else.png"
@@ -349,7 +349,7 @@ def test_few_images_do_not_show_overconfidence(bare: Path) -> None:
     sure = sum(row["images"] * (row["confidence"] or 0) for row in result["reliability"]) / result["images"]
     result["top1"], result["top1_interval"] = sure - 0.05, (sure - 0.1, sure + 0.1)
     (bare / "result.json").write_text(json.dumps(result))
-    assert "as sure as it may be" in Page(report(bare)).sections["calibration"]
+    assert "well calibrated" in Page(report(bare)).sections["calibration"]
 
 
 def test_a_folder_that_is_not_a_run_raises(copy: Path, tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_folder_that_is_not_a_run_raises(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "sweep" / "sweep.json").write_text("{}")
     for place, words in (
         (tmp_path, "no recipe.toml"),
-        (tmp_path / "nowhere", "there is no"),
+        (tmp_path / "nowhere", "does not exist"),
         (tmp_path / "sweep", "holds a sweep"),
         (copy / "best", "pass the run folder itself"),
     ):
@@ -375,8 +375,8 @@ def test_only_reports_are_overwritten(bare: Path, tmp_path: Path) -> None:
     pipe = bare / "pipe.html"
     os.mkfifo(pipe)
     for target, words in (
-        (pipe, "is no file"),
-        (letter, "is no report"),
+        (pipe, "is not a regular file"),
+        (letter, "is not a report"),
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "where.html", "does not exist"),
     ):
@@ -399,7 +399,7 @@ def test_the_command_prints_the_path_of_the_report(
     bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("report", str(bare), "--out", str(tmp_path / "page.html")) == 0
-    assert capsys.readouterr().out == f"the report is {tmp_path / 'page.html'}\n"
+    assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
     assert call("report", str(tmp_path)) == 2
     refused = capsys.readouterr()
     assert (refused.out, refused.err.count("\n")) == ("", 1)
@@ -435,7 +435,7 @@ def test_a_file_that_cannot_be_read_is_named(
     (copy / file).write_text(content)
     assert call("report", str(copy)) == 0
     shown = capsys.readouterr()
-    assert shown.out == f"the report is {copy / 'report.html'}\n"
+    assert shown.out == f"report: {copy / 'report.html'}\n"
     (line,) = shown.err.splitlines()
     assert line.startswith("WARNING: ")
     assert lacks in line
@@ -491,7 +491,7 @@ def test_training_writes_the_report_and_survives_its_failure(
     words += [word for change in (*TINY, "epochs=1") for word in ("--set", change)]
     target = tmp_path / "run" / "report.html"
     assert call(*words) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"the report is {target}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"report: {target}"
     assert EVIL in Page(target).sections["classes"]
     target.unlink()
     target.mkdir()  # so that the report cannot be written

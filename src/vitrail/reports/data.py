@@ -76,7 +76,7 @@ def _opened(sample: Sample) -> Image.Image | None:
 def unreadable_samples(run: Record) -> tuple[str, ...]:
     """Return a sentence if the class samples or their index exist but cannot be read."""
     place = run.folder / SAMPLES / INDEX
-    consequence = "so the report consequence images of the classes"
+    consequence = "so the report lacks images of the classes"
     try:
         is_list = isinstance(read_json(place), list)
     except FileNotFoundError:
