@@ -399,7 +399,7 @@ def test_the_command_prints_the_path_of_the_report(
     bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("report", str(bare), "--out", str(tmp_path / "page.html")) == 0
-    assert capsys.readouterr().out == f"report: {tmp_path / 'page.html'}\n"
+    assert capsys.readouterr().out == f"the report is {tmp_path / 'page.html'}\n"
     assert call("report", str(tmp_path)) == 2
     refused = capsys.readouterr()
     assert (refused.out, refused.err.count("\n")) == ("", 1)
@@ -435,7 +435,7 @@ def test_a_file_that_cannot_be_read_is_named(
     (copy / file).write_text(content)
     assert call("report", str(copy)) == 0
     shown = capsys.readouterr()
-    assert shown.out == f"report: {copy / 'report.html'}\n"
+    assert shown.out == f"the report is {copy / 'report.html'}\n"
     (line,) = shown.err.splitlines()
     assert line.startswith("WARNING: ")
     assert lacks in line
@@ -491,7 +491,7 @@ def test_training_writes_the_report_and_survives_its_failure(
     words += [word for change in (*TINY, "epochs=1") for word in ("--set", change)]
     target = tmp_path / "run" / "report.html"
     assert call(*words) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"report: {target}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"the report is {target}"
     assert EVIL in Page(target).sections["classes"]
     target.unlink()
     target.mkdir()  # so that the report cannot be written

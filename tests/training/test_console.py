@@ -161,7 +161,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert not any("left" in line for line in screen), "the two lines go when the run ends"
     assert sum("held-out images" in line for line in screen) == 1
     log = (tmp_path / "run" / "log.txt").read_text().splitlines()
-    assert screen[-1] == "report: run/report.html"
+    assert screen[-1] == "the report is run/report.html"
     assert " ".join(screen[:-1]).endswith(log[-1])
     assert any(re.match(r"batch\s+64\s+about 20 steps", line) for line in screen)
 

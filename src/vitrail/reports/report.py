@@ -112,4 +112,4 @@ def report_of_finished(folder: Path) -> tuple[Path | None, str]:
             None,
             f"the report was not written: {error or type(error).__name__}; the run is complete, retry with {again}",
         )
-    return path, f"report: {path}"
+    return path, f"the report is {path}"
