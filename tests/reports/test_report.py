@@ -195,7 +195,7 @@ def test_each_mistake_has_its_image_and_a_map(page: Page, run: Path) -> None:
         {
             "check.json": ("data", "check.json is missing"),
             "test_predictions.parquet": ("reproduce", "missing; pip install 'vitrail[train]' adds it"),
-            "metrics.jsonl": ("curves", "holds no steps"),
+            "metrics.jsonl": ("curves", "has no steps"),
             "split.json": ("mistakes", "does not record its path"),
             "best/model.safetensors": ("inside", "The best model cannot be opened"),
         },
