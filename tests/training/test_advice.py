@@ -68,13 +68,13 @@ def test_a_sweep_prints_data_messages_once(photos: Path, tmp_path: Path, capsys:
         folder=tmp_path / "sweep", device="cpu", workers=0,
     )  # fmt: skip
     shown = " ".join(capsys.readouterr().err.split())
-    for text in ("WARNING: few photographs", "WARNING: better: start from a pretrained", "again.png"):
+    for text in ("WARNING: few photos", "WARNING: better: start from a pretrained", "again.png"):
         assert shown.count(text) <= 1, text
-    assert "WARNING: few photographs" in shown
+    assert "WARNING: few photos" in shown
     assert "again.png" in shown, "conflicting labels are said once, too"
     for candidate in done.candidates:
         log = (candidate.folder / "log.txt").read_text()
-        assert log.count("WARNING: few photographs") == 1, "the log of every run is complete"
+        assert log.count("WARNING: few photos") == 1, "the log of every run is complete"
         assert "again.png" in log
 
 
@@ -82,7 +82,7 @@ def test_a_run_warns_once_before_training(photos: Path, tmp_path: Path) -> None:
     changes = [*TINY, "data.test=0", "data.val=0.25"]
     run = train(photos, changes=changes, folder=tmp_path / "run", device="cpu", workers=0, quiet=True)
     lines = (run.folder / "log.txt").read_text().splitlines()
-    places = [place for place, line in enumerate(lines) if line.startswith("WARNING: few photographs")]
+    places = [place for place, line in enumerate(lines) if line.startswith("WARNING: few photos")]
     assert len(places) == 1
     assert "; always 'cat' gives 50.0%, chance 50.0%; " in run.summary
     assert "; evaluated on the validation split; selected on these images; " in run.summary
@@ -96,4 +96,4 @@ def test_a_run_warns_once_before_training(photos: Path, tmp_path: Path) -> None:
         photos, pretrained=run.bundle, changes=["steps=1"], folder=tmp_path / "tuned", device="cpu", workers=0,
         quiet=True,
     )  # fmt: skip
-    assert "few photographs" not in (tuned.folder / "log.txt").read_text()
+    assert "few photos" not in (tuned.folder / "log.txt").read_text()

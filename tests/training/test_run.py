@@ -172,7 +172,7 @@ def test_a_corrupt_state_falls_back_to_the_previous_one(straight: Path, tmp_path
     (newest / "state.safetensors").write_bytes(b"damaged")
     done = run(folder, *often)
     assert done.returncode == 0, done.stderr
-    assert f"the state {newest.name} is damaged" in done.stderr
+    assert f"the training state {newest.name} is corrupt" in done.stderr
     assert same(weights(folder), weights(straight))
 
 
@@ -549,7 +549,7 @@ def test_a_run_folder_inside_the_data(tmp_path: Path) -> None:
         for number in range(10):
             Image.new("RGB", (12, 12), (number, 0, 0)).save(tmp_path / "photos" / label / f"{number}.png")
     for folder in (tmp_path / "photos", tmp_path / "photos" / "runs" / "first"):
-        with pytest.raises(ConfigError, match="lies in the data"):
+        with pytest.raises(ConfigError, match="is inside the data"):
             train(tmp_path / "photos", changes=TINY, folder=folder, device="cpu", workers=0, quiet=True)
     assert sorted(path.name for path in (tmp_path / "photos").iterdir()) == ["cat", "dog"]
 
