@@ -229,7 +229,7 @@ def _workers(requested: int | None, ranks: Ranks) -> int:
 def _summary(evaluation: Evaluation, splits: Splits, bad: list[str], waiting_fraction: float | None) -> str:
     split = "test" if splits.test is not None else "validation" if splits.val is not None else "training"
     chosen_by = f"; evaluated on the {split} split" + (
-        "" if splits.test is not None else "; the checkpoint was selected on these images"
+        "" if splits.test is not None else "; selected on these images"
     )
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
     skipped = f"; unreadable and skipped in training: {', '.join(bad[:3])}{more}" if bad else ""
